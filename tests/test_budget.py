@@ -14,20 +14,20 @@ def work(seconds):
     while time.process_time() - begin < seconds:
         pass
 def test_here():
-    work(0.3)
+    work(0.12)
 def test_in_a_child():
     child = os.fork()
     if child == 0:
-        work(0.3)
+        work(0.12)
         os._exit(0)
     os.waitpid(child, 0)
 """
 
 
-def run_pytest(folder: Path, workers: int, budget: float) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, budget: float) -> subprocess.CompletedProcess[str]:
     """Run pytest on the folder's files, in a fresh process, with no plugins but the budget and xdist."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.budget", "-p", "xdist", "-p", "no:cacheprovider", "-q"]
-    command += ["--rootdir", str(folder), "-c", "/dev/null", "-n", str(workers), "--file-budget", str(budget)]
+    command += ["--rootdir", str(folder), "-c", "/dev/null", "-n", "1", "--file-budget", str(budget)]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run([*command, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -35,6 +35,6 @@ def run_pytest(folder: Path, workers: int, budget: float) -> subprocess.Complete
 def test_a_file_over_the_budget_fails_the_session(tmp_path: Path) -> None:
     (tmp_path / "test_busy.py").write_text(BUSY)
     (tmp_path / "test_idle.py").write_text("def test_nothing():\n    pass\n")
-    done = run_pytest(tmp_path, workers=2, budget=0.5)
+    done = run_pytest(tmp_path, budget=0.2)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and line.startswith("error: test_busy.py: found ") and "at most 0.5" in line, line
+    assert done.returncode == 1 and line.startswith("error: test_busy.py: found ") and "at most 0.2" in line, line

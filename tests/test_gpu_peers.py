@@ -40,7 +40,7 @@ def test_goals(speed: float, reserved: float, told: str):
     assert report.goals([(CASE, {})], [{}]) == ["full-8: not measured"]
 
 
-@pytest.mark.parametrize("name", ["full-64", "lora-128", "qlora-64"])
+@pytest.mark.parametrize("name", ["full-64", "qlora-64"])
 def test_our_steps_are_those_that_peers_recorded(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

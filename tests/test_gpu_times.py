@@ -1,7 +1,9 @@
 """benchmarks/gpu_check.py times and benchmarks/cpu_and_cuda.py without a GPU: dry runs, cases, verdicts, pages."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from benchmarks import cpu_and_cuda, gpu_check, gpu_times
 from benchmarks.cpu_and_cuda import DIFFERS, EQUAL, NOT_RUN, ONE_SIDE, REFUSED, verdict_of
 from benchmarks.gpu_plan_cases import PlanCase
 from benchmarks.gpu_times import NOW
+from tests.plan.apart import apart
 
 pytestmark = [
     pytest.mark.benchmark,
@@ -49,7 +52,20 @@ def test_verdicts() -> None:
     assert verdict_of({"name": "late", "skipped": "no time left"}) == NOT_RUN
 
 
+class Part:
+    """A process of the harness, in a fork that has imported all already."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "benchmarks.cpu_and_cuda"]
+        self.code = apart(cpu_and_cuda.main, command[3:])
+
+    def wait(self) -> int:
+        """Return the exit code."""
+        return self.code
+
+
 def test_a_dry_run_compares_the_cpu_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_and_cuda, "subprocess", SimpleNamespace(Popen=Part))
     words = ["--second", "cpu", "--only", "full memory.mlp_tiles=3", "--processes", "1", "--output", str(tmp_path)]
     assert cpu_and_cuda.main(words) == 0
     (found,) = json.loads((tmp_path / "cpu-and-cuda-dry-run-cpu.json").read_text())["rows"]

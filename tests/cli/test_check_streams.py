@@ -1,14 +1,12 @@
 """`tune plan --check-streams` of a shipped recipe, and of one of the user's own that races and waits."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipe_lib.cli.plan_request import read
 from recipe_lib.errors import ConfigError
-from tests.house.files import ROOT
+from tests.cli.commands import ROOT, tune_forked
 
 RECIPE = ROOT / "recipes" / "full_finetune_distributed.py"
 STEP = """        loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
@@ -25,8 +23,7 @@ CHANGED = """        loss = training.sum_gradients(self.parallel, self.summed_lo
 
 
 def check(*words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "recipe_lib.cli.main", "plan", "--check-streams", *words, "device=auto"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = tune_forked("plan", "--check-streams", *words, "device=auto")
     return done.returncode, done.stdout
 
 

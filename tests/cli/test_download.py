@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from recipe_lib.cli.hub_refusals import one_line
 from recipe_lib.errors import StorageError
-from tests.cli.commands import tune
+from tests.cli.commands import tune_forked
 from tests.cli.hub import COMMIT, SAFE, Hub, running_hub
 
 Download = Callable[..., subprocess.CompletedProcess]
@@ -20,8 +21,10 @@ Download = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
+    disable_progress_bars()
     with running_hub() as server:
         yield server
+    enable_progress_bars()
 
 
 @pytest.fixture
@@ -32,12 +35,11 @@ def download(hub: Hub, tmp_path: Path) -> Download:
             "HF_HOME": str(tmp_path / "hf"),
             "HF_HUB_OFFLINE": None,
             "HF_TOKEN": None,
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "no_proxy": "127.0.0.1",
         }
         began = time.monotonic()
-        result = tune("download", *words, timeout=60, **(settings | changes))
+        result = tune_forked("download", *words, timeout=60, **(settings | changes))
         assert time.monotonic() - began < 20  # Python on a loaded machine; a hub's retries would take longer
         assert "Traceback" not in result.stderr
         return result
@@ -91,7 +93,7 @@ def test_the_cache_and_finding_it_again(download: Download, tmp_path: Path):
     assert folder == tmp_path / "hf" / "hub" / "models--owner--good" / "snapshots" / COMMIT
     assert names(folder) == set(SAFE)
     # What a recipe does with `model.path=owner/good`: no network, no complaint about the files that were left out.
-    found = tune("generate", "owner/good", "--prompt", "a", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    found = tune_forked("generate", "owner/good", "--prompt", "a", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
     assert found.returncode == 2
     assert str(folder) in found.stderr
 

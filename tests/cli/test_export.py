@@ -53,10 +53,9 @@ def make_run(folder: Path, base: Path, lora: LoraConfig = LORA, finished: bool =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["", "state/step_3"])
-def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_adapter_of_a_state(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = make_run(tmp_path / "run", base)
-    code, out, err = call(capsys, tmp_path / "run" / which, "--adapter")
+    code, out, err = call(capsys, tmp_path / "run" / "state/step_3", "--adapter")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "check: 11 modules have their adapter, none of 11 in the file is left over"
@@ -67,9 +66,8 @@ def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_the_merged_model_of_a_run(quantize: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base=quantize)
+def test_the_merged_model_of_a_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base="nf4")
     model = make_run(tmp_path / "run", base, lora, finished=True)
     code, out, err = call(capsys, tmp_path / "run", "--merge")
     assert (code, err) == (0, "")
@@ -92,11 +90,10 @@ def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_an_adapter_of_some_layers_is_checked_and_merged(
-    dora: bool, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    peft = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": dora}
+    peft = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     model = save_with_peft(base, tmp_path / "a", layers_to_transform=[1, 3], **peft)
     code, out, err = call(capsys, tmp_path / "a", "--adapter", "--base", base)
     assert (code, err) == (0, "")

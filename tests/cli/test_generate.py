@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from recipe_lib.generation.sample import generate
 from recipe_lib.generation.source import choose_dtype
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.tokenizers import load_tokenizer
-from tests.cli.commands import ROOT, TUNE, environment
+from tests.cli.commands import start_forked
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -272,19 +271,22 @@ def test_the_dtype(name: str, config: dict, dtype: torch.dtype):
 @pytest.mark.slow
 def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):
     folder = write_model(tmp_path / "long", positions=100_000)
-    words = [*TUNE, "generate", "-q", str(folder), "--raw", "--prompt", "x", "--max-new-tokens", "90000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment()}
-    # A shell that runs the tests in the background has them, and so these, ignore the signal.
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    leaving, interrupted = subprocess.Popen(words, **pipes), subprocess.Popen(words, **pipes)
-    assert leaving.stdout is not None and interrupted.stdout is not None
-    assert os.read(leaving.stdout.fileno(), 1) and os.read(interrupted.stdout.fileno(), 1)
-    leaving.stdout.close()
-    interrupted.send_signal(signal.SIGINT)
-    assert leaving.wait(timeout=60) == 128 + signal.SIGPIPE
-    assert leaving.stderr.read() == b""
-    assert interrupted.wait(timeout=60) == 128 + signal.SIGINT
-    assert interrupted.stderr.read() == b"interrupted\n"
+    words = ["generate", "-q", folder, "--raw", "--prompt", "x", "--max-new-tokens", "90000"]
+    for interrupted in (False, True):
+        (read, write), errors = os.pipe(), tmp_path / "errors"
+        with errors.open("w") as file:
+            process = start_forked(*words, stdout=write, stderr=file.fileno())
+        os.close(write)
+        began = os.read(read, 1)
+        if interrupted and process.pid is not None:
+            os.kill(process.pid, signal.SIGINT)
+            process.join(60)
+        os.close(read)
+        process.join(60)
+        process.kill()
+        assert began
+        assert process.exitcode == 128 + (signal.SIGINT if interrupted else signal.SIGPIPE)
+        assert errors.read_text() == ("interrupted\n" if interrupted else "")
 
 
 def test_stories(realdata: Path, capsys: pytest.CaptureFixture):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main
-from tests.cli.commands import ROOT, tune
+from tests.cli.commands import ROOT, tune_forked
 from tests.config.test_torchtune_configs import STYLE
 
 
@@ -131,7 +131,7 @@ def test_what_is_imported_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     Path("theirs.yaml").write_text(TRAINS, encoding="utf-8")
     model = ["~model.path", "model.preset=demo/0.5M", f"tokenizer.path={ROOT}/examples/demo/tokenizer", "device=cpu"]
     assert main(["import", "theirs.yaml", "--out", "ours.yaml", *model]) == 0
-    done = tune("run", "ours.yaml", "data.max_samples=400", "validation.max_samples=8", cwd=tmp_path)
+    done = tune_forked("run", "ours.yaml", "data.max_samples=400", "validation.max_samples=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in Path("out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [step["lr"] for step in steps if "lr" in step] == pytest.approx([0.5e-3, 1e-3, 1e-3])

@@ -7,6 +7,9 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,9 @@ import torch
 from recipe_lib.cli.launch import PARENT_VARIABLE, Rank, judge
 from recipe_lib.cli.main import main
 from recipe_lib.errors import FOLDER_VARIABLE
-from tests.cli.commands import ROOT, TUNE, environment, tune
+from tests.cli.commands import ROOT, TUNE, environment, start_forked, tune
 
-# Does what its last argument says; `sum` adds up numbers over the ranks. Only that imports torch: it takes seconds.
+# Does what its last argument says. Only `stopped` imports torch, which takes seconds.
 RECIPE = '''
 """A recipe of the user's own."""
 import os, signal, time
@@ -32,8 +35,8 @@ def main(argv):
         raise ConfigError("mine.yaml:3: first fault", "mine.yaml:4: second fault")
     if rank == 0:
         print("threads", os.environ.get("OMP_NUM_THREADS"), beside.NAME, argv[:-1], flush=True)
-    if mode == "sum":
-        print(f"total {add_up(rank + 1)}\\n", end="", flush=True)
+    if mode == "count":
+        print(f"rank {rank} of {os.environ['WORLD_SIZE']}\\n", end="", flush=True)
     if mode == "diverged":
         raise DivergedError("step 3: the loss is nan")
     if mode == "crash" and rank == 1:
@@ -42,26 +45,13 @@ def main(argv):
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "wait":
         wait(rank)
-    if mode.startswith("stopped"):
-        stop_one(rank, early=mode.endswith("early"))
+    if mode == "stopped":
+        stop_one(rank)
     return 0
 
 
-def add_up(number):
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    numbers = torch.ones(1) * number
-    dist.all_reduce(numbers)
-    dist.destroy_process_group()
-    return numbers.item()
-
-
-def stop_one(rank, early):
+def stop_one(rank):
     print(f"ready {os.getpid()} ", end="", flush=True)
-    if rank == 1 and early:
-        os.kill(os.getpid(), signal.SIGSTOP)
     from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
     from recipe_lib.parallel import start_world
     from recipe_lib.parallel.heartbeat import STEP_SECONDS
@@ -99,45 +89,53 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mine.py"
 
 
-def run(recipe: Path, *words: str, **changes: str | None) -> subprocess.CompletedProcess:
-    """`tune run` from the recipe's folder, where PYTHONPATH alone finds recipe_lib."""
-    return tune("run", *words, cwd=recipe.parent, **({"OMP_NUM_THREADS": None} | changes))
+@dataclass
+class Launch:
+    """A run that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Launch]
+
+
+@pytest.fixture
+def run(recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Run:
+    """`tune run` in this process, from the recipe's folder. Nothing leads its ranks to recipe_lib, as where a checkout
+    is not installed."""
+    monkeypatch.chdir(recipe.parent)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+
+    def call(*words: str) -> Launch:
+        capfd.readouterr()
+        return Launch(main(["run", *words]), *capfd.readouterr())
+
+    return call
 
 
 @pytest.mark.slow
-def test_two_ranks(recipe: Path):
-    result = run(recipe, "--nproc_per_node", "2", "./mine.py", "--config", "x=y", "sum")
+def test_two_ranks(run: Run):
+    result = run("--nproc_per_node", "2", "./mine.py", "--config", "x=y", "count")
     assert result.returncode == 0, result.stderr
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    expected = [f"threads {threads} beside ['--config', 'x=y']", "total 3.0", "total 3.0"]
+    expected = ["rank 0 of 2", "rank 1 of 2", f"threads {threads} beside ['--config', 'x=y']"]
     assert sorted(result.stdout.splitlines()) == expected
     assert result.stderr == ""
 
 
 @pytest.mark.slow
-def test_own_thread_count_is_kept(recipe: Path):
-    assert "threads 7 " in run(recipe, "--nproc-per-node=1", "mine.py", "ok", OMP_NUM_THREADS="7").stdout
+def test_own_thread_count_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert "threads 7 " in run("--nproc-per-node=1", "mine.py", "ok").stdout
 
 
 def test_one_process_without_flags(recipe: Path):
-    result = run(recipe, "./mine.py", "ok")
+    result = tune("run", "./mine.py", "ok", cwd=recipe.parent, OMP_NUM_THREADS=None)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "threads None beside []\n"
-
-
-@pytest.mark.slow
-def test_a_checkout_that_is_not_installed(recipe: Path):
-    """Ranks import recipe_lib although neither the environment nor the working folder leads to it."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from recipe_lib.cli.main import main; sys.exit(main())"
-    result = subprocess.run(
-        [TUNE[0], "-c", code, "run", "--nproc_per_node", "2", str(recipe), "ok"],
-        cwd=recipe.parent,
-        env=environment(PYTHONPATH=None),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert " beside []\n" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -153,15 +151,15 @@ def test_a_checkout_that_is_not_installed(recipe: Path):
         ),
     ],
 )
-def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, recipe: Path):
-    result = run(recipe, "--nproc_per_node", "2", "mine.py", mode)
+def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, run: Run):
+    result = run("--nproc_per_node", "2", "mine.py", mode)
     assert result.returncode == code
     assert re.sub(r"starting the ranks, \d+s\n", "", result.stderr) == line  # told of a start that takes long
 
 
 @pytest.mark.slow
-def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
-    result = run(recipe, "--nproc_per_node", "2", "mine.py", "crash")
+def test_a_crash_keeps_its_traceback_and_adds_one_line(run: Run):
+    result = run("--nproc_per_node", "2", "mine.py", "crash")
     assert result.returncode == 1
     assert "RuntimeError: a bug" in result.stderr
     assert result.stderr.endswith("error: rank 1 failed with exit code 1; its traceback is above\n")
@@ -169,33 +167,30 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "line"),
-    [
-        ("stopped", r"is stopped for \d+ s; rank 0 waits for \d+ s in step 2"),
-        ("stopped early", r"is stopped for \d+ s; rank 0 waits for \d+ s in meeting"),
-    ],
-    ids=["in a step", "before it imports"],
-)
-def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(mode: str, line: str, recipe: Path):
-    result = run(recipe, "--nproc_per_node", "2", "mine.py", mode)
+def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(run: Run):
+    result = run("--nproc_per_node", "2", "mine.py", "stopped")
     assert result.returncode == 7
-    assert re.fullmatch(rf"error: rank 1 {line}.*\n", result.stderr), result.stderr
+    line = r"error: rank 1 is stopped for \d+ s; rank 0 waits for \d+ s in step 2.*\n"
+    assert re.fullmatch(line, result.stderr), result.stderr
     pids = re.findall(r"ready (\d+) ", result.stdout)
     assert len(pids) == 2 and all(gone(int(pid)) for pid in pids), result.stdout
 
 
-def start(recipe: Path, folder: Path, *words: str) -> subprocess.Popen:
+def start(recipe: Path, folder: Path, *words: str) -> BaseProcess:
     """`tune run` in the background, its temporary files below `folder`, its output in `folder`/out."""
     (folder / "tmp").mkdir()
     with open(folder / "out", "w") as out:
-        return subprocess.Popen(
-            [*TUNE, "run", *words, "mine.py", "wait"],
-            cwd=recipe.parent,
-            env=environment(TMPDIR=str(folder / "tmp")),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+        words = ("run", *words, "mine.py", "wait")
+        files = {"stdout": out.fileno(), "stderr": out.fileno()}
+        return start_forked(*words, **files, cwd=recipe.parent, TMPDIR=str(folder / "tmp"))
+
+
+def end(process: BaseProcess, number: int) -> int | None:
+    """Send the signal; returns the exit code."""
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(60)
+    return process.exitcode
 
 
 def ready(folder: Path, ranks: int) -> list[int]:
@@ -230,8 +225,7 @@ def gone(pid: int) -> bool:
 def test_a_signal_lets_the_ranks_save(number: int, flags: list[str], recipe: Path, tmp_path: Path):
     process = start(recipe, tmp_path, *flags)
     pids = ready(tmp_path, 2 if flags else 1)
-    process.send_signal(number)
-    assert process.wait(timeout=60) == 3
+    assert end(process, number) == 3
     out = (tmp_path / "out").read_text()
     assert "saved by rank 0" in out
     assert out.count("stopped by a signal; the state is saved") == 1
@@ -247,8 +241,7 @@ def test_a_signal_before_the_ranks_are_there(recipe: Path, tmp_path: Path):
     while not list((tmp_path / "tmp").glob("tune-run-*/pids")) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert end(process, signal.SIGTERM) == 128 + signal.SIGTERM
     out = (tmp_path / "out").read_text()
     assert "saved by rank 0" not in out
     assert "Traceback" not in out
@@ -258,8 +251,7 @@ def test_a_signal_before_the_ranks_are_there(recipe: Path, tmp_path: Path):
 def test_ranks_end_with_a_launcher_that_was_killed(recipe: Path, tmp_path: Path):
     process = start(recipe, tmp_path, "--nproc_per_node", "2")
     pids = ready(tmp_path, 2)
-    process.kill()
-    process.wait(timeout=60)
+    assert end(process, signal.SIGKILL) == -signal.SIGKILL
     deadline = time.monotonic() + 10
     while not all(map(gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -17,34 +17,18 @@ from tests.selection import slow_but
 CONFIG = "llama3/8B_full"
 CHEAP = [
     [],
-    ["--help"],
-    ["ls"],
-    ["ls", "--help"],
     ["ls", "qwen3", "8B", "lora"],
     ["-V"],
     ["help", "run"],
-    ["cat", CONFIG],
     ["cat", CONFIG, "--resolved", "batch_size=3"],
-    ["cat", CONFIG, "--describe"],
-    ["validate", CONFIG],
     ["validate", CONFIG, "batch_sice=3"],
     ["cp", CONFIG, "--help"],
     ["import", f"{ROOT}/tests/config/torchtune_lora.yaml"],
-    ["run", "--help"],
     ["run", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
-    ["run", "--nproc_per_node", "4", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
     ["run", "--nproc_per_node", "four", "full_finetune_distributed", "--config", CONFIG],
-    ["plan", "--help"],
-    ["plan", "--nproc_per_node", "four", "--config", CONFIG],
     ["plan", CONFIG, "--device", "rx7900xtx"],
-    ["plan", CONFIG, "--fit", "4x4O9O"],
-    ["plan", CONFIG, "--sequence", "longest"],
-    ["plan", CONFIG, "--rank", "1"],
-    ["tp-plan", "--help"],
     ["tp-plan", "llama3/8B", "--tensor", "two"],
-    ["doctor", "--help"],
     ["doctor", "--nproc_per_node", "two"],
-    ["generate", "--help"],
     ["generate", "nowhere", "--prompt", "a", "--top-k", "0"],
     ["download", "--help"],
     ["frobnicate"],
@@ -62,7 +46,7 @@ json.dump({"code": code, "heavy": heavy, "seconds": times.user + times.system}, 
 """
 
 
-@pytest.mark.parametrize("words", slow_but(CHEAP, 7), ids=" ".join)
+@pytest.mark.parametrize("words", slow_but(CHEAP, 6), ids=" ".join)
 def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
     with open(tmp_path / "report", "w") as report:
         result = subprocess.run(
@@ -143,7 +127,7 @@ def test_a_mistake_is_one_line(words: list[str], line: str, capsys: pytest.Captu
 
 def test_a_closed_pipe_is_no_traceback():
     script = f"{' '.join(TUNE)} cat {CONFIG} --describe | true; echo ${{PIPESTATUS[0]}}"
-    for _ in range(3):
+    for _ in range(2):
         result = subprocess.run(
             ["bash", "-c", script], cwd=ROOT, env=environment(PYTHONUNBUFFERED="1"), capture_output=True, text=True
         )
@@ -166,7 +150,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no devic
 
 @needs_full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["cat", CONFIG], ["--help"], ["-V"], ["help", "ls"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["cat", CONFIG], ["help", "ls"]], ids=" ".join)
 def test_output_to_a_full_disk_is_one_line(words: list[str], unbuffered: str):
     with open("/dev/full", "w") as full:
         result = subprocess.run(
@@ -183,30 +167,30 @@ def test_output_to_a_full_disk_is_one_line(words: list[str], unbuffered: str):
 
 @needs_full
 @pytest.mark.parametrize(
-    ("line", "code"),
+    ("module", "line", "code"),
     [
-        ("ls nosuch 2>/dev/full", 2),
-        ("ls nosuch 2>&-", 2),
-        ("ls >&-", 0),
-        ("help run >&-", 0),
-        ("ls nosuch >&- 2>&-", 2),
+        ("recipe_lib", "ls nosuch 2>/dev/full", 2),
+        ("recipe_lib.cli.main", "ls nosuch 2>&-", 2),
+        ("recipe_lib.cli.main", "ls >&-", 0),
+        ("recipe_lib", "help run >&-", 0),
+        ("recipe_lib", "ls nosuch >&- 2>&-", 2),
     ],
 )
-def test_a_stream_that_takes_nothing_changes_no_exit_code(line: str, code: int):
-    for module in ("recipe_lib.cli.main", "recipe_lib"):
-        result = subprocess.run(
-            ["bash", "-c", f"{sys.executable} -m {module} {line}"],
-            cwd=ROOT,
-            env=environment(PYTHONUNBUFFERED=None),
-            capture_output=True,
-            text=True,
-        )
-        assert (result.returncode, result.stderr) == (code, "")
+def test_a_stream_that_takes_nothing_changes_no_exit_code(module: str, line: str, code: int):
+    result = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m {module} {line}"],
+        cwd=ROOT,
+        env=environment(PYTHONUNBUFFERED=None),
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stderr) == (code, "")
 
 
 @pytest.mark.slow
-def test_a_letter_without_a_code_in_the_output_is_written_out():
-    result = tune("data", "show", "demo/full", "--limit", "1", PYTHONIOENCODING="ascii")
+def test_a_letter_without_a_code_in_the_output_is_written_out(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("# \xab\nrecipe: full_finetune_distributed\n", encoding="utf-8")
+    result = tune("cat", tmp_path / "mine.yaml", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
     assert "\\xab" in result.stdout and result.stdout.isascii()
 

@@ -1,14 +1,13 @@
 """Of a copied recipe, what stops a run is told before it starts; others read their words themselves."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli.main import main
 from recipe_lib.cli.recipes import RecipeFile, check_arguments
-from tests.cli.commands import ROOT, environment
+from tests.cli.commands import ROOT
 
 
 def test_a_recipe_that_reads_its_words_itself_is_not_imported_before_it_runs(tmp_path: Path) -> None:
@@ -47,8 +46,11 @@ def test_a_copy_s_class_may_have_another_name(tmp_path: Path) -> None:
     assert check_arguments(recipe, ["--config", "demo/lora", "sparkle=3"]).sparkle == 3
 
 
-def test_what_is_missing_of_a_copy_is_told_before_it_starts(tmp_path: Path) -> None:
+def test_what_is_missing_of_a_copy_is_told_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is a strategy chosen for it."""
+    monkeypatch.chdir(ROOT)
     copy = tmp_path / "mine.py"
     shutil.copy(ROOT / "recipes" / "lora_finetune_distributed.py", copy)
     words = ["--config", "demo/lora", "model.path=examples", "tokenizer.path=examples/demo/tokenizer"]
@@ -66,14 +68,8 @@ def test_what_is_missing_of_a_copy_is_told_before_it_starts(tmp_path: Path) -> N
         (*words, "model.path=/nope", "parallel.strategy=auto"): nowhere,
         (*words, "data.source=/nope.jsonl"): f"{config}\nerror: {rows}",
     }
-    commands = []
-    for given in expected:
+    for given, lines in expected.items():
         kept = [word for word in given if word != words[2] or "model.path=/nope" not in given]  # no key twice
         flags = ["--nproc_per_node", "2"] if "parallel.strategy=auto" in given else []
-        commands.append(["run", *flags, str(copy), *kept])
-    program = f"import sys\nfrom recipe_lib.cli.main import main\nprint([main(one) for one in {commands!r}])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, f"{[2] * len(expected)}\n"), done.stderr
-    assert done.stderr.splitlines() == "\n".join(expected.values()).splitlines()
+        assert main(["run", *flags, str(copy), *kept]) == 2
+        assert capsys.readouterr() == ("", f"{lines}\n")

@@ -2,14 +2,18 @@
 
 import io
 import json
-import subprocess
+import os
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
 from recipe_lib.cli import plan as plan_verb
+from recipe_lib.cli import plan_during_run
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
@@ -18,8 +22,7 @@ from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan, read_typed
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.units import MIB
-from tests.cli import commands
-from tests.cli.commands import ROOT, environment
+from tests.cli.commands import ROOT, tune_forked
 from tests.plan.apart import apart
 from tests.plan.made_receipts import made_receipt
 from tests.plan.timing.test_calibrate import good
@@ -155,7 +158,7 @@ def test_an_operator_without_a_simulation_is_one_line(tmp_path: Path):
     pytest.importorskip("transformers")
     (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL), encoding="utf-8")
     words = [f"model.preset={tmp_path}/mixtral.json", "model.implementation=transformers", "dtype=fp32"]
-    done = commands.tune("plan", RECIPE, *CONFIG, *words, "compile=true", "--device", "24GB")
+    done = tune_forked("plan", RECIPE, *CONFIG, *words, "compile=true", "--device", "24GB")
     assert done.returncode == 2
     assert done.stderr.startswith("error: model.implementation=transformers: its class raised RuntimeError on the simu")
     assert done.stderr.count("\n") == 1 and "try another dtype (found dtype=fp32)" in done.stderr
@@ -192,20 +195,39 @@ def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixt
     assert any(said.startswith("sequences of 30 tokens, padded to 64 ") for said in plan.assumptions)
 
 
-def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> tuple[str, int]:
-    """(standard error, exit code) of the process that makes a run's plan. before: statements that it runs first.
+def beside(
+    figures: Path, *, seconds: int = plan_during_run.CPU_SECONDS, used: float = 0.0, run_ended: bool = False
+) -> tuple[str, int]:
+    """(standard error, exit code) of the process that makes a run's plan, in a fork.
 
-    It does not give way here, where nothing runs beside it.
+    It does not give way here, where nothing runs beside it. used: seconds of CPU that it has used before.
     """
     words = [str(figures), "--nproc_per_node", "2", RECIPE, *CONFIG, "data.cache=false", "output_dir=outputs/x"]
-    start = f"import os\nos.nice = id\nfrom recipe_lib.cli import plan_during_run\n{before}\n"
-    code = f"{start}plan_during_run.main({words!r})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    said = process.stderr.read()
-    return said, process.wait()
+    of_plan, of_run = os.pipe()  # the run's end is open as long as it goes on
+
+    def begin() -> None:
+        os.close(of_run)
+        for number, descriptor in enumerate((of_plan, errors.fileno(), errors.fileno())):
+            os.dup2(descriptor, number)
+        sys.stdin, sys.stderr = open(0, closefd=False), open(2, "w", closefd=False)
+        os.nice = id  # type: ignore[assignment]
+        plan_during_run.CPU_SECONDS = seconds
+        while time.process_time() < used:
+            continue
+        plan_during_run.main(words)
+
+    with TemporaryFile("w+") as errors:
+        process = get_context("fork").Process(target=begin)
+        process.start()
+        os.close(of_plan)
+        if run_ended:
+            os.close(of_run)
+        process.join(60)
+        if not run_ended:
+            os.close(of_run)
+        assert process.exitcode is not None
+        errors.seek(0)
+        return errors.read(), process.exitcode
 
 
 @pytest.mark.slow
@@ -223,13 +245,13 @@ def test_the_plan_of_a_run(tmp_path: Path):
 
 
 def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):
-    said, code = beside(tmp_path / "figures.json", before="plan_during_run.CPU_SECONDS = 1")
+    said, code = beside(tmp_path / "figures.json", seconds=1, used=0.8)
     assert said == "plan: takes more than 1 s of CPU; `tune plan` with the same arguments makes it\n"
     assert code == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_ends_with_its_run(tmp_path: Path):
-    said, code = beside(tmp_path / "figures.json", stdin=subprocess.DEVNULL)
+    said, code = beside(tmp_path / "figures.json", run_ended=True)
     assert (said, code) == ("", 0)
     assert list(tmp_path.iterdir()) == []

@@ -180,7 +180,7 @@ def test_a_package_for_rows_of_the_hub_is_a_note_before_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [FAULTS["earlier model"], ROWS["rows"], ROWS["tokenizer"]], ids=lambda one: one[0][0])
+@pytest.mark.parametrize("fault", [FAULTS["earlier model"], ROWS["rows"]], ids=lambda one: one[0][0])
 def test_a_plan_notes_what_a_run_here_refuses(fault: tuple[tuple[str, ...], str], folder: Path) -> None:
     """It may be a plan for another machine, or of what is to be run with overwrite_output_dir=true."""
     words, line = words_of(fault, folder)

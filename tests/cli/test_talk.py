@@ -16,7 +16,7 @@ import transformers
 
 from recipe_lib.cli.main import main
 from tests.cli.adapter_runs import adapter_run
-from tests.cli.commands import ROOT, TUNE, environment
+from tests.cli.commands import become_tune
 from tests.cli.test_generate import write_model
 from tests.report.terminal_screen import lines_on
 
@@ -130,8 +130,7 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.process, self.side = pty.fork()
         if self.process == 0:
-            os.chdir(ROOT)
-            os.execve(TUNE[0], [*TUNE, *words], environment(TERM="xterm", PYTHONUNBUFFERED="1"))
+            become_tune(*words, TERM="xterm")
         self.text = ""
 
     def until(self, end: str, seconds: float = 60, more: int = 0) -> str:

@@ -55,6 +55,7 @@ class Material:
         """A plan and its trace, as `tune plan` makes them."""
         from recipe_lib.cli import plan
 
+        assert self.trained  # before there is a simulated device, with which no fork could train
         with mock.patch.object(plan, "write") as write:
             assert main(["plan", *self.run_words, "--device", "24GB"]) == 0
         return write.call_args.args[:2]

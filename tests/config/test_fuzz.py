@@ -107,7 +107,7 @@ def run(count: int):
 
 
 @pytest.mark.slow
-@run(300)
+@run(70)
 @given(text=mutated())
 def test_mutated_files(path, text):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -117,7 +117,7 @@ def test_mutated_files(path, text):
         assert load_config(path) == cfg
 
 
-@run(80)
+@run(40)
 @given(data=st.binary(max_size=200))
 def test_any_bytes(path, data):
     path.write_bytes(data)
@@ -125,14 +125,14 @@ def test_any_bytes(path, data):
 
 
 @pytest.mark.slow
-@run(250)
+@run(50)
 @given(name=NAMES, value=VALUES)
 def test_any_override(path, name, value):
     path.write_text(BASE)
     outcome(path, [f"{name}={value}"])
 
 
-@run(40)
+@run(15)
 @given(words=st.lists(st.text(max_size=20), max_size=4))
 def test_any_words(path, words):
     path.write_text(BASE)

@@ -37,15 +37,15 @@ def check_changes(text: str, path: Path, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANNED)
 def test_changed_configs(kind: str, tmp_path: Path):
-    check_changes(PLANNED[kind], tmp_path / "theirs.yaml", 100)
+    check_changes(PLANNED[kind], tmp_path / "theirs.yaml", 25)
 
 
 @needs_wheel
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_configs_of_the_wheel(kind: str, tmp_path: Path):
     assert WHEEL is not None
-    for path in sorted(WHEEL.rglob(f"*{kind}*.yaml"))[:2]:
-        check_changes(path.read_text(encoding="utf-8"), tmp_path / path.name, 25)
+    path = min(WHEEL.rglob(f"*{kind}*.yaml"))
+    check_changes(path.read_text(encoding="utf-8"), tmp_path / path.name, 20)
 
 
 @pytest.mark.parametrize("text", ["a", "[a, b]"])

@@ -1,6 +1,5 @@
 """Components by name: ours are known without an import, a user's come from a plugin, a name is taken once."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,8 +8,9 @@ import pytest
 from recipe_lib.config import load_config, parse_arguments, register, registered, registry
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
+from recipe_lib.ops import fused_kernels
+from tests.forked import call_forked
 
-ROOT = Path(__file__).parents[2]
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 
 
@@ -66,31 +66,23 @@ def test_unknown_kind_and_name():
     assert str(caught.value) == "optimizer.name: found 'adamv', expected one of adamw, muon, sgd; did you mean adamw?"
 
 
-# A process for each kind, in which no owner is imported yet; torch is, once for all.
-REGISTERED = """
-import os, traceback, torch
-from recipe_lib.config import registered, registry
-for kind in registry.BUILT_IN:
-    child = os.fork()
-    if child == 0:
-        try:
-            assert not registry._components.get(kind), "imported already"
-            for name in registry.BUILT_IN[kind][1]:
-                assert callable(registered(kind, name)), name
-            assert sorted(registry._components[kind]) == sorted(registry.names(kind))
-            print(kind, flush=True)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
+def register_anew(kind: str) -> list[str]:
+    """Return the names that a kind has once its owner is imported anew, and no other owner."""
+    module, built_in = registry.BUILT_IN[kind]
+    fused_kernels.fused = lambda *settings: lambda function: function  # torch defines an operator once in a process
+    modules = {component.__module__ for component in registry._components[kind].values()}  # where imported already
+    registry._components[kind].clear()
+    for name in [name for name in sys.modules if name in modules or name.startswith(module)]:
+        del sys.modules[name]
+    assert all(callable(registered(kind, name)) for name in built_in)
+    return sorted(registry._components[kind])
 
 
 @pytest.mark.slow
-def test_every_declared_name_is_registered_by_its_owner():
+@pytest.mark.parametrize("kind", registry.BUILT_IN)
+def test_every_declared_name_is_registered_by_its_owner(kind: str):
     """The names declared here and those that the owning module registers are the same."""
-    done = subprocess.run([sys.executable, "-c", REGISTERED], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == list(registry.BUILT_IN), done.stderr
+    assert call_forked(lambda: register_anew(kind)) == sorted(registry.BUILT_IN[kind][1])
 
 
 def write_plugin(folder: Path, text: str, name: str = "mine.py") -> Path:

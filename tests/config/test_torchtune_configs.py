@@ -22,7 +22,6 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.optim.optimizers import learning_rate
 from tests.cli.commands import ROOT
 from tests.plan.apart import apart
-from tests.selection import slow_but
 
 WHEEL = torchtune_configs()
 needs_wheel = pytest.mark.skipif(
@@ -79,13 +78,14 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(tmp_path: Path, ca
     assert WHEEL is not None
     found = dict(outcomes(WHEEL))
     assert len(found) == 156
-    for name, outcome in found.items():
+    for number, (name, outcome) in enumerate(found.items()):
         line = refusal(name.removesuffix(".yaml"))
         if line is not None:
             assert isinstance(outcome, str) and line in outcome and "\n" not in outcome, name
             continue
         assert isinstance(outcome, Imported), (name, outcome)
-        check_whole(WHEEL / name, outcome, tmp_path)
+        if number % 4 == 0:
+            check_whole(WHEEL / name, outcome, tmp_path)
         check_equal(yaml.safe_load((WHEEL / name).read_text(encoding="utf-8")), outcome)
     assert len(table(found.items()).splitlines()) == 156 + 2
     page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
@@ -355,23 +355,18 @@ def planned(*words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(PLANNED, 1))
-def test_what_is_imported_can_be_planned(kind: str, tmp_path: Path):
+def test_what_is_imported_can_be_planned(tmp_path: Path):
     ours = tmp_path / "ours.yaml"
-    ours.write_text(read(PLANNED[kind], tmp_path).yaml("ours.yaml"), encoding="utf-8")
+    ours.write_text(read(PLANNED["qlora"], tmp_path).yaml("ours.yaml"), encoding="utf-8")
     words = ["~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer", "--device", "24GB"]
     assert "FITS" in apart(planned, str(ours), *words)
 
 
 @needs_wheel
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [("qwen2_5/0.5B_lora_single_device", "qwen2_5/0.5B"), ("llama3_2/1B_qlora_single_device", "llama3_2/1B"),
-     ("llama3_1/8B_lora_dpo", "llama3_1/8B")],
-)  # fmt: skip
-def test_configs_of_the_wheel_can_be_planned(name: str, preset: str, tmp_path: Path):
+def test_a_config_of_the_wheel_can_be_planned(tmp_path: Path):
+    """With a small model in place of theirs."""
     ours = tmp_path / "ours.yaml"
-    assert main(["import", f"{WHEEL}/{name}.yaml", "--out", str(ours)]) == 0
-    words = ["~model.path", f"model.preset={preset}", "tokenizer.path=examples/demo/tokenizer", "--device", "80GB"]
+    assert main(["import", f"{WHEEL}/llama3_1/8B_lora_dpo.yaml", "--out", str(ours)]) == 0
+    words = ["~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer", "--device", "80GB"]
     assert "FITS" in apart(planned, str(ours), *words)

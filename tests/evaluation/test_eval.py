@@ -1,7 +1,10 @@
 """`tune eval` against transformers: likelihoods, answers, adapters by PEFT, several ranks."""
 
+import io
 import json
 import math
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import peft
@@ -9,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe_lib.cli import eval as eval_verb
 from recipe_lib.cli.main import main
-from tests.cli.commands import tune
+from tests.distributed.ranks import run_ranks
 from tests.evaluation.models import FAMILIES, ROWS, answer, likelihood, samples, write_model, write_rows
 
 PLUGIN = """
@@ -108,21 +112,40 @@ def test_an_adapter_is_measured_next_to_its_base_as_peft_has_them(rows: Path, tm
     assert summary["models"] == {"tuned": str(tmp_path / "adapter"), "base": str(folder)}
 
 
+def launch_forks(flags: Sequence[str], script: Path, words: Sequence[str]) -> int:
+    """As torchrun does, in forks: what `tests/cli/test_launch.py` has of real ranks is left out."""
+    assert "--nproc_per_node=2" in flags or flags[flags.index("--nproc_per_node") + 1] == "2"
+    assert script == Path(eval_verb.__file__)
+
+    def evaluate() -> str:
+        with redirect_stdout(io.StringIO()) as printed:
+            eval_verb.main(list(words))
+        return printed.getvalue()
+
+    first, second = run_ranks(evaluate, 2)
+    print(first + second, end="")
+    return 0
+
+
 @pytest.mark.slow
-def test_ranks_share_the_sequences_and_print_the_numbers_of_one(rows: Path, tmp_path: Path) -> None:
+def test_ranks_share_the_sequences_and_print_the_numbers_of_one(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_verb, "launch", launch_forks)
     folder = write_model("gemma2", tmp_path / "model")
     words = [folder, "--data", rows, "--max-new-tokens", 5, "dtype=fp64", "validation.batch_size=3"]
     one, alone = evaluated(tmp_path / "one", *words)
-    done = tune("eval", "--nproc_per_node", "2", *words, "--temperature", 0, "--out", tmp_path / "two", "--json")
-    assert done.returncode == 0, done.stderr
-    two = json.loads(done.stdout)
+    ranks = ["eval", "--nproc_per_node", "2", *map(str, words), "--json"]
+    capsys.readouterr()
+    assert main([*ranks, "--temperature", "0", "--out", str(tmp_path / "two")]) == 0
+    two = json.loads(capsys.readouterr().out)
     assert two == json.loads((tmp_path / "two" / "summary.json").read_text())
     assert two["tuned"] == pytest.approx(one["tuned"], rel=1e-12) and two["settings"]["ranks"] == 2
     together = [json.loads(line) for line in (tmp_path / "two" / "examples.jsonl").read_text().splitlines()]
     assert [each["tuned"]["prediction"] for each in together] == [each["tuned"]["prediction"] for each in alone]
-    split = tune("eval", "--nproc_per_node", "2", *words, "--no-generate", "--json", "parallel.tensor=2")
-    assert split.returncode == 0, split.stderr
-    assert json.loads(split.stdout)["tuned"]["loss"] == pytest.approx(one["tuned"]["loss"], rel=1e-12)
+    assert main([*ranks, "--no-generate", "parallel.tensor=2"]) == 0
+    split = json.loads(capsys.readouterr().out)
+    assert split["tuned"]["loss"] == pytest.approx(one["tuned"]["loss"], rel=1e-12)
 
 
 def test_text_counts_in_perplexity_and_is_not_answered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,18 +1,15 @@
-"""The README's own-JSONL block, typed as written by a new user: 24 conversations, a tiny model in the place of the one
-that it names, on a hub of this machine, and at the end a conversation."""
+"""The README's own-JSONL block, typed as written by a new user: eight conversations, a tiny model in the place of the
+one that it names, on a hub of this machine, and at the end a conversation."""
 
 import json
-import os
 import shlex
-import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import environment
+from tests.cli.commands import tune_forked
 from tests.cli.hub import REPOSITORIES, Hub, running_hub
 from tests.house.documents import blocks
 from tests.house.files import ROOT
@@ -39,48 +36,43 @@ def hub(realdata: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def home(hub: Hub, tmp_path: Path, realdata: Path) -> tuple[Path, dict[str, str]]:
-    """A folder with the file of conversations, and an environment in which `tune` is typed."""
-    place, programs = tmp_path / "home", tmp_path / "bin"
+def home(hub: Hub, tmp_path: Path, realdata: Path) -> tuple[Path, dict[str, str | None]]:
+    """A folder with the file of conversations, and what is changed in the environment in which `tune` is typed."""
+    place = tmp_path / "home"
     place.mkdir()
-    programs.mkdir()
     samples = json.loads((realdata / "datasets" / "alpaca" / "identity.json").read_text(encoding="utf-8"))
-    samples = sorted(samples, key=lambda row: len(row["output"]))[:24]  # the config's bf16 is slow on most CPUs
+    samples = sorted(samples, key=lambda row: len(row["output"]))[:8]  # the config's bf16 is slow on most CPUs
     with (place / "chats.jsonl").open("w", encoding="utf-8") as file:
         for row in samples:
             question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
             file.write(json.dumps({"messages": turns}) + "\n")
-    tune = programs / "tune"
-    tune.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m recipe_lib "$@"\n')
-    tune.chmod(tune.stat().st_mode | stat.S_IXUSR)
-    return place, environment(
-        PATH=f"{programs}:{os.environ['PATH']}",
-        HF_HOME=str(tmp_path / "hf"),
-        HF_ENDPOINT=hub.address,
-        HF_HUB_OFFLINE=None,
-        HF_HUB_DISABLE_TELEMETRY="1",
-        no_proxy="127.0.0.1",
-    )
+    return place, {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": None,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "no_proxy": "127.0.0.1",
+    }
 
 
-def typed(line: str, home: tuple[Path, dict[str, str]], said: str = "") -> subprocess.CompletedProcess[str]:
-    """A line in a shell. said: what is typed while it runs."""
-    place, variables = home
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=place, env=variables, input=said, capture_output=True, text=True, timeout=300
-    )
+def typed(line: str, home: tuple[Path, dict[str, str | None]], said: str = "") -> subprocess.CompletedProcess[str]:
+    """A line, as a shell takes its words. said: what is typed while it runs."""
+    place, changes = home
+    program, *words = shlex.split(line)
+    assert program == "tune"
+    done = tune_forked(*words, said=said, cwd=place, timeout=300, **changes)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done
 
 
-def test_the_block_ends_in_a_conversation(home: tuple[Path, dict[str, str]]):
+def test_the_block_ends_in_a_conversation(home: tuple[Path, dict[str, str | None]]):
     lines = block()
     assert [line.split()[1] for line in lines] == ["download", "data", "data", "plan", "run", "generate"]
     downloaded = typed(lines[0], home)
     assert "next: tune plan qwen3/0.6B_" in downloaded.stderr
     checked = typed(lines[1], home)
-    assert "24" in checked.stdout + checked.stderr
+    assert "8 " in checked.stdout + checked.stderr
     shown = typed(lines[2], home).stdout
     assert "Assistant:" in shown  # the model has no chat template
     planned = typed(lines[3], home).stdout
