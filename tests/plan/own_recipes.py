@@ -96,13 +96,12 @@ def doubles(recipe: Any, batches: Any) -> None:
 
 # And how many micro-batches a step is tried with.
 STEPS = {
-    sums_losses: (3, 8),
+    sums_losses: (3, 5),
     keeps_each: (8,),
     keeps_from_the_third: (5,),
-    every_fourth: (8,),
-    by_number: (6,),
-    in_slices: (7,),
+    every_fourth: (5,),
+    by_number: (5,),
+    in_slices: (5,),
     last_is_another: (5,),
-    alike: (5,),
     doubles: (5,),
 }

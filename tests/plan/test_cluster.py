@@ -13,7 +13,7 @@ from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made, hand_made_pipeline
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
-LAYERS, COUNT, SIZE = 4, 3, 4  # of the model; micro-batches; bytes of a number
+LAYERS, COUNT, SIZE = 2, 3, 4  # of the model; micro-batches; bytes of a number
 RANDOM = 16  # bytes of the random state that fp32's attention kernel returns
 MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP
 ACTIVATIONS = ROWS * TOKENS * WIDTH * SIZE  # of the stream, all tokens of a micro-batch
@@ -208,7 +208,7 @@ def test_report_and_json(plans: dict[str, Plan]):
     assert "  pipeline: 8 groups of 2\n    [n0_g0 n1_g0] [n0_g1 n1_g1] [n0_g2 n1_g2]" in text
     assert "  data_shard: 4 groups of 4\n    [n0_g0 n0_g2 n0_g4 n0_g6] [n0_g1 n0_g3 n0_g5 n0_g7]" in text
     assert "  world: 2 groups of 8, along pipeline and data_shard\n" in text
-    assert [row[1:] for row in stage_ranks_table(plan).rows] == [["0-1", "n0_g0-7", "0-7"], ["2-3", "n1_g0-7", "8-15"]]
+    assert [row[1:] for row in stage_ranks_table(plan).rows] == [["0", "n0_g0-7", "0-7"], ["1", "n1_g0-7", "8-15"]]
     rows = {tuple(row[:2]): row[2:] for row in volume_table(plan).rows}
     assert rows["pipeline", "step, all ranks"][0] == str(2 * 2 * COUNT * 8)
     assert rows["all", "step, all ranks"][0] == f"{sum(one.cluster_step.operations for one in plan.dimensions):,}"

@@ -1,6 +1,6 @@
 """What sending activations to the host leaves on the device, and takes there: a simulation against closed formulas.
 
-The model is Llama 3 8B with 5 layers, in bf16, with the kernels that CUDA has.
+The model is Llama 3 8B with 4 layers, in bf16, with the kernels that CUDA has.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 from tests.plan.test_closed_forms import BF16, KEYS, MLP_WIDTH, QUERIES, WIDTH
 from tests.recipes.runs import FULL, PLAIN, ROOT, recipe_class, recipe_module
 
-LAYERS, TOKENS, HEADS = 5, 192, 32
+LAYERS, TOKENS, HEADS = 4, 192, 32
 RTX4090 = find_hardware("rtx4090")
 
 # What a layer keeps of each token, bytes. Widths: inputs and outputs of both norms, queries and attention, keys and

@@ -30,7 +30,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "master": (2, 0, FULL, "optimizer.master_weights=true", "optimizer.state_bits=8"),
     "master in fp32": (2, 0, FULL, "optimizer.master_weights=true"),
     "chance": (2, 0, FULL, "optimizer.stochastic_rounding=true"),
-    "muon by chance": (2, 0, FULL, "optimizer.name=muon", "optimizer.stochastic_rounding=true"),
     "muon": (2, 0, FULL, "optimizer.name=muon"),
     "muon, tensor": (4, 0, FULL, "optimizer.name=muon", "parallel.tensor=2"),
     "adapters": (2, 0, LORA, "optimizer.state_bits=8"),
@@ -126,7 +125,6 @@ def test_states_of_few_bits_are_codes_and_scales(taken: dict[str, Taken], bits: 
 def test_master_weights_have_4_bytes_and_rounding_none(taken: dict[str, Taken]) -> None:
     elements = of_rows(model(), 2, lambda elements, _: elements)
     assert taken["chance"].states == 2 * BF16 * elements
-    assert taken["muon by chance"].states == taken["muon"].states
     assert taken["master"].states == taken["8"].states + 4 * elements
     assert (
         taken["master in fp32"].states == 3 * 4 * elements

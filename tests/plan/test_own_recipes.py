@@ -14,13 +14,13 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import simulated_micro_batches
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
-from tests.plan.own_recipes import STEPS, made
+from tests.plan.own_recipes import STEPS, alike, made
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
 from tests.selection import selected, slow_except
 
 SHAPE = SimpleNamespace(tokens=64, documents=1)
-STEP = {step.__name__: step for step in STEPS}
+STEP = {step.__name__: step for step in (*STEPS, alike)}
 # Up to FEW micro-batches are simulated at once, more of them after a look at two.
 CASES = [(step.__name__, count) for step, counts in STEPS.items() for count in counts]
 
@@ -51,7 +51,7 @@ SHIPPED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (LORA, ("parallel.strategy=ddp", "lora.quantize_base=nf4")),
     (DPO, (PAIRS,)),
 )
-TWO_RANKS = [("sums_losses", 4), ("keeps_from_the_third", 4)]
+TWO_RANKS = [("keeps_from_the_third", 4)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, order
 from tests.plan.apart import apart, settings
 from tests.selection import selected
 
-LAYERS, WIDTH, MLP, VOCABULARY, ROWS, TOKENS, COUNT, PLACES = 10, 64, 96, 320, 2, 32, 9, 4
+LAYERS, WIDTH, MLP, VOCABULARY, ROWS, TOKENS, COUNT, PLACES = 6, 64, 96, 320, 2, 32, 7, 3
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP + 2 * WIDTH  # as many heads as kv heads
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
@@ -51,7 +51,7 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
     recipe_class, cfg, wanted = settings("demo/full", 1, *typed(folder))
     found: dict[str, Any] = {"flops": model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)}
     for schedule in schedules:
-        more = ("parallel.pipeline=4", f"parallel.pipeline_schedule={schedule}")
+        more = (f"parallel.pipeline={PLACES}", f"parallel.pipeline_schedule={schedule}")
         recipe_class, cfg, wanted = settings("demo/full", PLACES, *typed(folder, *more))
         short = [simulate_rank(recipe_class, cfg, wanted, rank) for rank in range(PLACES)]
         whole = [simulate_rank(recipe_class, cfg, wanted, rank, traced=COUNT) for rank in range(PLACES)]
@@ -165,7 +165,7 @@ def test_the_time_line_has_every_action_once(found: dict[str, Any], schedule: st
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_in_flight(found: dict[str, Any], schedule: str):
     counts = [place.in_flight for place in found[schedule]["plan"].pipeline.places]
-    assert counts == {"1f1b": [4, 3, 2, 1], "zbv": [8, 8, 8, 8]}[schedule]
+    assert counts == {"1f1b": [3, 2, 1], "zbv": [6, 6, 6]}[schedule]
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     code = apart(command, typed(tmp_path), str(tmp_path / "plan.html"))
     text = capfd.readouterr().out
     assert code == 0
-    assert "stages of the pipeline" in text and "heaviest of 4 planned" in text
+    assert "stages of the pipeline" in text and f"heaviest of {PLACES} planned" in text
     assert f"zbv, {COUNT} micro-batches of {ROWS} sequences; bubble " in text
     page = (tmp_path / "plan.html").read_text()
     boxes = page.partition('aria-label="what each rank computes over a step"')[2].partition("</svg>")[0]
@@ -213,8 +213,9 @@ def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtu
 def command(overrides: tuple[str, ...], page: str) -> int:
     from recipe_lib.cli.plan import run
 
-    more = ("parallel.pipeline=4", "parallel.pipeline_schedule=zbv", "--sequence", "max", "--full", "--html", page)
-    code = run(["--nproc_per_node", "4", "--config", "demo/full", "--device", "rtx4090", *overrides, *more])
+    schedule = (f"parallel.pipeline={PLACES}", "parallel.pipeline_schedule=zbv")
+    more = (*schedule, "--sequence", "max", "--full", "--html", page)
+    code = run(["--nproc_per_node", str(PLACES), "--config", "demo/full", "--device", "rtx4090", *overrides, *more])
     sys.stdout.flush()
     return code
 

@@ -13,15 +13,21 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import CHOICES, EXPERTS, MIXTURES, write_mixture
-from tests.plan.test_real_runs import ADAPTED, collectives_let_go, config_of
+from tests.plan.test_real_runs import collectives_let_go, config_of
 from tests.recipes.runs import FULL, LORA
 from tests.selection import slow_but
 
 # Ranks, recipe, model, overrides; by torch's grouped matmul and by the loop for other types.
 CASES: dict[str, tuple[Any, ...]] = {
     "full, two ranks": (2, FULL, "qwen3_moe", "memory.activation_checkpointing=selective"),
-    "adapters, one rank": (1, LORA, "mixtral", ADAPTED, "dtype=bf16"),
-    "nf4, one rank": (1, LORA, "gpt_oss", "lora.quantize_base=nf4", "memory.activation_checkpointing=full"),
+    "nf4, one rank": (
+        1,
+        LORA,
+        "mixtral",
+        "dtype=bf16",
+        "lora.quantize_base=nf4",
+        "memory.activation_checkpointing=full",
+    ),
 }
 
 

@@ -9,9 +9,11 @@ import pytest
 from tests.plan.apart import apart, settings
 from tests.plan.configs import load, wide_model
 
-ROWS = 64  # of a step, as the config has them on four ranks
+ROWS = 16  # of a step on four ranks
+STEP = ("batch_size=1", f"gradient_accumulation_steps={ROWS // 4}", "parallel.strategy=fsdp")
 FIXED = ("memory.cpu_offload", "lora.quantize_base", "parallel.reshard_after_forward",
-         "memory.activation_checkpointing", "parallel.data_replicate", "parallel.pipeline_schedule")  # fmt: skip
+         "memory.activation_checkpointing", "parallel.data_replicate", "parallel.pipeline_schedule",
+         "parallel.reduce_gradients", "parallel.strategy")  # fmt: skip
 
 
 def searched(folder: Path) -> dict[str, Any]:
@@ -21,17 +23,13 @@ def searched(folder: Path) -> dict[str, Any]:
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trials import override_text, quick
 
-    recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *wide_model(folder), device="rtx4090")
+    recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *wide_model(folder, *STEP), device="rtx4090")
     hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
     wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
     result = search(recipe_class, cfg, wanted, want=1, fixed=FIXED)
-    more = ("parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "gradient_accumulation_steps=8")
-    recipe_class, cfg, plain = settings("llama3/8B_lora", 2, *wide_model(folder, *more), device="rtx4090")
-    plan, estimate = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
-    assert plan.time is not None
     once = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "parallel.pipeline=2")
     recipe_class, cfg, plain = settings(
-        "llama3/8B_full", 4, *wide_model(folder, *once, "gradient_accumulation_steps=8"), device="rtx4090"
+        "llama3/8B_full", 4, *wide_model(folder, *once, "gradient_accumulation_steps=5"), device="rtx4090"
     )
     whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
     assert whole.time is not None
@@ -40,9 +38,6 @@ def searched(folder: Path) -> dict[str, Any]:
         "changes": [one.changes for one in result.found],
         "typed": [override_text(one.changes) for one in result.found],
         "global_batch_size": result.global_batch_size,
-        "active": estimate.active / plan.heaviest.peak.active,
-        "seconds": estimate.seconds / plan.time.step,
-        "tokens": (estimate.tokens, plan.time.tokens_per_step),
     }
 
 
@@ -57,16 +52,13 @@ def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path
     (changes,), (text,) = found["changes"], found["typed"]
     assert changes["parallel.pipeline"] in (2, 4)
     assert found["global_batch_size"] == ROWS
-    cfg = load("llama3/8B_lora", *wide_model(tmp_path), *text.split())
+    cfg = load("llama3/8B_lora", *wide_model(tmp_path, *STEP), *text.split())
     different = 4 // cfg.parallel.pipeline
     assert cfg.batch_size * cfg.gradient_accumulation_steps * different == ROWS
 
 
 @pytest.mark.slow
 def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
-    assert found["active"] == pytest.approx(1, abs=0.005)
-    assert found["seconds"] == pytest.approx(1, abs=0.02)
-    assert found["tokens"][0] == found["tokens"][1]
     assert found["zero-1"][0] == pytest.approx(1, abs=0.005)
     assert found["zero-1"][1] == pytest.approx(1, abs=0.02)
 

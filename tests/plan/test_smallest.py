@@ -84,7 +84,7 @@ def measure() -> tuple[int | None, list[int], dict[int, str]]:
 
     more = ("model.preset=smollm2/135M", "device=auto", "max_seq_len=64", "batch_size=1", "dtype=fp32")
     plans = {}
-    for ranks in (1, 2, 4, 8):
+    for ranks in (2, 4, 8):
         recipe_class, cfg, wanted = settings("demo/full", ranks, *more, "~validation.source", device="3GB")
         plans[ranks] = make_plan(recipe_class, cfg, wanted)[0]
     add_fewest_ranks(plans[8], recipe_class, cfg, wanted)
@@ -96,5 +96,5 @@ def test_the_fewest_ranks_are_those_of_whole_plans():
     """135 M numbers with gradients and AdamW's states in fp32 are 2.0 GiB, of 1.4 that a card of 3 GB leaves in a
     group: on two ranks it is close."""
     found, tried, verdicts = apart(measure)
-    assert verdicts == {1: "does not fit", 2: "risky", 4: "fits", 8: "fits"}
+    assert verdicts == {2: "risky", 4: "fits", 8: "fits"}
     assert (found, tried) == (4, [2, 4])

@@ -1,7 +1,6 @@
 """What stepping in backward, and states on the host, leave on the device: a simulation's bytes against formulas."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,12 +29,18 @@ NORM = WIDTH * BF16
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     folder: Path = tmp_path_factory.mktemp("stepping")
+    write_models(folder)
 
-    def work() -> dict[str, dict[str, Any]]:
-        write_models(folder)
-        return {name: vars(trace((ranks, 0, FULL, *overrides), folder)) for name, (ranks, overrides) in CASES.items()}
+    class Traces(dict[str, Found]):
+        """Each case is traced, in a process of its own, when a test asks for it."""
 
-    return {name: Found(**fields) for name, fields in run_ranks(work, 1, process_group=False)[0].items()}
+        def __missing__(self, name: str) -> Found:
+            ranks, overrides = CASES[name]
+            traced = run_ranks(lambda: vars(trace((ranks, 0, FULL, *overrides), folder)), 1, process_group=False)
+            self[name] = Found(**traced[0])
+            return self[name]
+
+    return Traces()
 
 
 @pytest.mark.slow

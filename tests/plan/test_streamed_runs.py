@@ -17,8 +17,8 @@ from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real
 from recipe_lib.training.host_memory import offloaded_bytes
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
-from tests.plan.test_real_runs import PAIRS, TEACHER, TIED, collectives_let_go, config_of
-from tests.recipes.runs import DISTILL, DPO, FULL, LORA
+from tests.plan.test_real_runs import TEACHER, TIED, collectives_let_go, config_of
+from tests.recipes.runs import DISTILL, FULL, LORA
 from tests.selection import slow_except
 
 WIDTH = 32
@@ -26,14 +26,13 @@ STEPPING = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true"
 NF4, RECOMPUTE = "lora.quantize_base=nf4", "memory.activation_checkpointing=full"
 CASES: dict[str, tuple[Any, ...]] = {
     "qlora, checkpointed": (1, LORA, TIED, NF4, RECOMPUTE),
-    "pairs": (1, DPO, TIED, PAIRS, NF4),
     "teacher": (
         1, DISTILL, TIED, TEACHER, "distill.trainable=adapters", "distill.stream_teacher=true",
         "distill.quantize_teacher=nf4",
     ),
     "full, 8 bits, checkpointed": (1, FULL, TIED, *STEPPING, "dtype=bf16", "optimizer.state_bits=8", RECOMPUTE),
     "two ranks": (2, LORA, TIED, NF4),
-    "experts, checkpointed": (1, LORA, "qwen3_moe", NF4, RECOMPUTE, "gradient_accumulation_steps=4"),
+    "experts, checkpointed": (1, LORA, "qwen3_moe", NF4, RECOMPUTE, "gradient_accumulation_steps=2"),
 }  # fmt: skip
 QUICK = ("qlora, checkpointed", "two ranks")
 

@@ -27,10 +27,12 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search import advice as module
     from recipe_lib.plan.search.trials import override_text
+    from recipe_lib.plan.world.shape_only_model import with_layers
 
     active: dict[str, int] = {}
     for words in (*typed, ""):
         recipe_class, cfg, wanted = settings("demo/full", 2, *CONFIG, *words.split())
+        cfg = with_layers(cfg, 2)
         plan, _ = make_plan(recipe_class, cfg, wanted)
         active[words] = plan.heaviest.peak.active
     # Those and a few more are enough for this process, which is to be short.

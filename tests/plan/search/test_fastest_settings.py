@@ -17,6 +17,8 @@ from tests.plan.apart import apart, settings
 
 MIB = 2**20
 CONFIG = ("batch_size=32", "gradient_accumulation_steps=2", "device=auto", "max_seq_len=64", "~validation.source")
+ROOM = 35 * MIB  # of a card
+FEW_ROWS = ("batch_size=2", "gradient_accumulation_steps=4")
 
 
 def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
@@ -27,11 +29,12 @@ def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
     from recipe_lib.plan.search.trials import override_text
 
     def wanted(*overrides: str):
-        recipe_class, cfg, plain = settings("demo/full", 2, *CONFIG, *overrides)
+        recipe_class, cfg, plain = settings("demo/full", 2, *CONFIG, *FEW_ROWS, *overrides)
         hardware = dataclasses.replace(plain.hardware, memory=memory)
         return recipe_class, cfg, dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
 
-    fixed = ("memory.cpu_offload", "parallel.data_replicate", "parallel.reshard_after_forward")
+    fixed = ("memory.cpu_offload", "optimizer.state_bits", "parallel.data_replicate", "parallel.pipeline",
+             "parallel.reshard_after_forward", "parallel.strategy")  # fmt: skip
     result = search(*wanted(), want=2, fixed=fixed)
     plans = [make_plan(*wanted(*override_text(one.changes).split()))[0] for one in result.found]
     return result, [(plan.verdict, plan.heaviest.peak.active) for plan in plans]
@@ -40,7 +43,7 @@ def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
 @pytest.mark.slow
 def test_what_is_found_is_confirmed_by_its_plan():
     """Also that a step keeps its rows, and that the table says what to type."""
-    result, plans = apart(found, 36 * MIB)
+    result, plans = apart(found, ROOM)
     assert len(result.found) == 2
     assert [one.verdict for one in result.found] == [verdict for verdict, _ in plans]
     assert [one.quick.active for one in result.found] == pytest.approx([active for _, active in plans], rel=0.005)
@@ -48,11 +51,11 @@ def test_what_is_found_is_confirmed_by_its_plan():
     speeds = [one.speed for one in result.found]
     assert speeds == sorted(speeds, reverse=True)
     for one in result.found:
-        rows = one.changes.get("batch_size", 32) * one.changes.get("gradient_accumulation_steps", 2)
-        assert rows * 2 // one.changes.get("parallel.pipeline", 1) == 128
-        assert one.quick.active <= 36 * MIB
+        rows = one.changes.get("batch_size", 2) * one.changes.get("gradient_accumulation_steps", 4)
+        assert rows * 2 == 16
+        assert one.quick.active <= ROOM
     text = render_search(result)
-    assert text.startswith("FOUND  settings that fit 2 x 24GB, 128 sequences a step")
+    assert text.startswith("FOUND  settings that fit 2 x 24GB, 16 sequences a step")
     assert f"batch_size={result.found[0].changes['batch_size']} " in text
 
 

@@ -15,31 +15,29 @@ from recipe_lib.plan import build_plan
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
 from recipe_lib.plan.tracing import simulate_deep as module
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
+from recipe_lib.plan.world.shape_only_model import with_layers
 from tests.plan.apart import apart, settings
 
 RANKS = 4
-FULL, LORA, QLORA = "llama3/8B_full", "llama3/8B_lora", "llama3/8B_qlora"
-SHARDED = "parallel.strategy=fsdp"
-OSS = ("~model.path", "tokenizer.path=unread", "model.preset=gpt_oss/120B")  # windows in every second layer
-EXPERTS = (*OSS[:2], "model.preset=qwen3_moe/30B")
-# Shipped shapes, whose matrices are large enough for every limit of sizes.
+FULL, QLORA = "llama3/8B_full", "llama3/8B_qlora"
+UNREAD = ("~model.path", "tokenizer.path=unread")
+# Shipped widths, whose matrices are large enough for every limit of sizes.
 DEEPER = [
-    (FULL,),
-    (FULL, "parallel.tensor=2", "memory.activation_checkpointing=selective"),
+    (
+        FULL,
+        "parallel.tensor=2",
+        "memory.activation_checkpointing=selective",
+        "memory.optimizer_offload=true",
+        "optimizer.state_bits=8",
+    ),
     (FULL, "memory.activation_offload=true", "parallel.reduce_gradients=step"),
-    (FULL, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
-    (QLORA, SHARDED),
-    (QLORA, *EXPERTS, "lora.target_modules=[q,experts]"),
-    (LORA, SHARDED, *OSS),
 ]
-# What depends on more than one layer at a time, or what few layers do not show.
-WHOLE = [(FULL, "optimizer.name=muon"), (LORA, "parallel.strategy=ddp")]
 # Shapes that no preset has: layers that are not repeated, and more of them until they are.
 PATTERNS = {
-    "dense layers first": ("qwen3_moe/30B", {"mlp_only_layers": [0, 1, 2]}),
-    "a period of four": ("gemma3/1B", {"sliding_window_pattern": 4, "num_hidden_layers": 64}),
+    "dense layers first": ("qwen3_moe/30B", {"mlp_only_layers": [0, 1]}, (QLORA, "lora.target_modules=[q,experts]")),
+    "a period of two": ("gemma3/1B", {"sliding_window_pattern": 2}, (FULL,)),
 }
-CASES = {" ".join(case): case for case in (*DEEPER, *WHOLE)}
+CASES = {" ".join(case): case for case in DEEPER}
 
 
 def events(trace: Trace) -> list[tuple[Any, ...]]:
@@ -65,11 +63,18 @@ def events(trace: Trace) -> list[tuple[Any, ...]]:
 
 
 def compared(
-    config: str, overrides: tuple[str, ...], steps: tuple[str, ...] = (FIRST, STEADY)
+    config: str, *overrides: str, more: int | None = 2, steps: tuple[str, ...] = (FIRST, STEADY)
 ) -> tuple[str, str, list[Any]]:
-    """(how it was planned, the first events that differ, facts that differ)."""
+    """(how it was planned, the first events that differ, facts that differ).
+
+    more: periods of layers that the whole model has beyond the longer shallow one; None: all of its own.
+    """
     recipe, cfg, wanted = settings(config, RANKS, *overrides)
     wanted = replace(wanted, phases=build_plan.PHASES)
+    if more is not None:
+        module._WORTHWHILE = 0.0
+        short, long = module.few_layers(recipe, cfg) or (0, 0)
+        cfg = with_layers(cfg, long + more * (long - short))
     deeper: list[Simulated | None] = []
     original = module._deeper
     module._deeper = lambda *args: deeper.append(original(*args)) or deeper[-1]  # type: ignore[func-returns-value]
@@ -85,29 +90,28 @@ def compared(
     return "deeper", first, [name for name in facts if getattr(found, name) != getattr(whole, name)]
 
 
+SAME = ("deeper", "", [])
+
+
+@pytest.mark.slow
+def test_every_event_is_that_of_the_whole_model() -> None:
+    assert apart(lambda: compared(FULL, more=None)) == SAME
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_event_is_that_of_the_whole_model(name: str) -> None:
-    config, *overrides = CASES[name]
-    expected = "whole" if CASES[name] in WHOLE else "deeper"
-    assert apart(lambda: compared(config, tuple(overrides))) == (expected, "", [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(FULL,), DEEPER[2]])
-def test_so_is_every_event_of_one_step_alone(overrides: tuple[str, ...]) -> None:
-    config, *others = overrides
-    assert apart(lambda: compared(config, tuple(others), (STEADY,))) == ("deeper", "", [])
+def test_so_it_is_whatever_the_layers_do(name: str) -> None:
+    assert apart(lambda: compared(*CASES[name])) == SAME
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
-def test_layers_are_repeated_by_their_own_pattern(name: str, tmp_path: Path) -> None:
-    preset, changes = PATTERNS[name]
+def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(name: str, tmp_path: Path) -> None:
+    preset, changes, (config, *overrides) = PATTERNS[name]
     file = tmp_path / "shape.json"
     file.write_text(json.dumps(preset_config(preset) | changes), encoding="utf-8")
-    overrides = (*OSS[:2], f"model.preset={file}")
-    assert apart(lambda: compared(FULL, overrides)) == ("deeper", "", [])
+    overrides += [*UNREAD, f"model.preset={file}"]
+    assert apart(lambda: compared(config, *overrides, more=1, steps=(STEADY,))) == SAME
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,8 @@ def test_layers_are_repeated_by_their_own_pattern(name: str, tmp_path: Path) -> 
         ("parallel.fsdp_wrap_policy=[model.layers.1?]",),
         ("memory.activation_checkpointing=budget", "memory.activation_budget_gib=4"),
         ("parallel.pipeline=2", "gradient_accumulation_steps=8"),
+        ("optimizer.name=muon",),
+        ("parallel.strategy=ddp",),
     ],
 )
 def test_settings_that_speak_of_single_layers_are_simulated_whole(overrides: tuple[str, ...]) -> None:
@@ -156,7 +162,7 @@ def test_recipes_that_say_it_and_do_not_are_simulated_whole(
     freeze: Callable[[Any], None], note: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "shape.json"
-    file.write_text(json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 20}), encoding="utf-8")
+    file.write_text(json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8")
 
     def planned() -> tuple[list[str], bool]:
         recipe, cfg, wanted = settings("demo/full", 1, f"model.preset={file}")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # so that no fork pays for the import
+import torch._inductor.config
 
 import recipe_lib.adapters.quantized
 import recipe_lib.ops.gathered  # noqa: F401
@@ -12,7 +13,15 @@ from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.trace import OP
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world import compiled_code
+from recipe_lib.plan.world.shape_only_model import with_layers
 from tests.plan.apart import apart, settings
+
+
+def few_layers(name: str, layers: int, *overrides: str) -> tuple[type, Any, Any]:
+    """As `settings`, of a model with so many layers on one rank."""
+    torch._inductor.config.cpp.vec_isa_ok = True  # else a process asks the C++ compiler, which takes seconds
+    recipe, cfg, wanted = settings(name, 1, *overrides)
+    return recipe, with_layers(cfg, layers), wanted
 
 
 def facts(*, broken: bool) -> dict[str, Any]:
@@ -23,7 +32,7 @@ def facts(*, broken: bool) -> dict[str, Any]:
 
     if broken:
         compiled_code._code_of = fail
-    recipe, cfg, wanted = settings("demo/full", 1)
+    recipe, cfg, wanted = few_layers("demo/full", 2)
     found = {}
     for compiles in (False, True):
         run = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0)
@@ -61,7 +70,7 @@ def test_opaque_operators_of_compiled_code_are_looked_into(name: str) -> None:
 
 def forward_operations() -> dict[bool, int]:
     """Of matmuls and attention in a step of QLoRA, by whether its layers are compiled."""
-    recipe, cfg, wanted = settings("demo/lora", 1, "lora.quantize_base=nf4")
+    recipe, cfg, wanted = few_layers("demo/lora", 1, "lora.quantize_base=nf4")
     found = {}
     for compiles in (False, True):
         trace = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0).trace
