@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SMALL | {"head_dim": 8},
     "phi3": SMALL | {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
-STEPS = 12
+STEPS = 6
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Any:

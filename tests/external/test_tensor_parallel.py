@@ -41,11 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
              "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
     "qwen3": SMALL | {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 101, "tie_word_embeddings": True},
     "phi3": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
-    "gpt_neox": SMALL | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "eos_token_id": 0},
     "gemma2": SMALL | {"num_key_value_heads": 4, "head_dim": 8},
-    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.0,
-            "max_position_embeddings": 64, "word_embed_proj_dim": 32},
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "llama": SMALL | {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 0},
     # Norms over all heads, whose mean ranks put together; one key head that all share.
     "olmo2": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
@@ -54,15 +50,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 8, "multi_query": True, "embd_pdrop": 0.0,
                     "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
     # Fewer heads of keys than ranks: every rank has all of them, and of each group of heads its part.
-    "llama, two key heads": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama, one key head": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 1, "pad_token_id": 0},
     "mixtral": SMALL | {"num_key_value_heads": 4, "num_local_experts": 4},
     # Mamba-2: a gated norm over all heads, one group that all of them use; a buffer of the projection's segments.
-    "bamba": SMALL | MAMBA | {"attn_layer_indices": [1], "num_key_value_heads": 4, "pad_token_id": 0},
     "falcon_h1": SMALL | MAMBA | {"mamba_d_ssm": 64, "num_key_value_heads": 4, "pad_token_id": 0},
-    # A bias of the output projection, layers whose attention and MLP stand side by side.
-    "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
-    "cohere": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
 
 
@@ -142,7 +133,7 @@ def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, pa
 # Grouped products take no float64.
 DTYPES = {"mixtral": torch.float32}
 # Those of these compute norms in float32, whatever their weights are.
-TOLERANCE = {"olmo2": 1e-6, "bamba": 1e-6, "falcon_h1": 1e-6, "gemma2": 1e-7, "cohere": 1e-7, "mixtral": 1e-5}
+TOLERANCE = {"olmo2": 1e-6, "falcon_h1": 1e-6, "gemma2": 1e-7, "mixtral": 1e-5}
 
 
 def differences(
@@ -193,14 +184,6 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
     return faults
 
 
-@pytest.mark.slow
-def test_a_few_models_on_two_ranks() -> None:
-    """Of the cases of the next test: fused matrices, a model of a user's own."""
-    cases = [("phi3", {"tensor": 2}, "packed full"), ("own", {"tensor": 2}, "full")]
-    for faults in run_ranks(compare, 2, cases):
-        assert not faults, "\n".join(faults)
-
-
 def without_modules() -> str:
     """What is said where something computes an MLP without its modules, as a kernel does."""
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))
@@ -224,8 +207,11 @@ def test_modules_that_are_not_run_are_reported() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
     if ranks == 2:
-        modes = ("none", "packed full")
-        cases = [(kind, {"tensor": 2}, modes[at % 2]) for at, kind in enumerate([*CONFIGS, "own"])]
+        modes = {
+            "gpt2": "none", "phi3": "packed full", "olmo2": "none", "falcon": "packed full", "falcon_h1": "packed full",
+            "mixtral": "packed full", "own": "full",
+        }  # fmt: skip
+        cases = [(kind, {"tensor": 2}, mode) for kind, mode in modes.items()]
     else:
         cases = [
             ("llama, one key head", {"tensor": 4}, "packed full"),
@@ -356,5 +342,5 @@ def bits(kinds: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_what_is_made_again_in_backward_gives_the_same_bits() -> None:
-    for faults in run_ranks(bits, 2, ["llama", "gemma2", "mixtral", "falcon", "own"]):
+    for faults in run_ranks(bits, 2, ["llama", "mixtral"]):
         assert not faults, "\n".join(faults)

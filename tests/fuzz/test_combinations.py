@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.ranks import import_compiler
 from tests.fuzz import cases, compare
-from tests.fuzz.cases import FULL, LEAST, Case, draw
+from tests.fuzz.cases import FULL, LEAST, TEACHER, Case, draw
 from tests.recipes.levers import LEVERS
 
 SEEDS = (4, 10, 16, 20, 77, 2161)
@@ -31,8 +30,7 @@ NOT_DRAWN = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("combinations")
-    compare.prepare(found)
-    import_compiler()
+    compare.prepare(found, {draw(seed).model: 2 for seed in SEEDS} | {TEACHER: 3})  # two of which may be prefetched
     return found
 
 
