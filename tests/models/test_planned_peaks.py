@@ -1,7 +1,7 @@
 """Every config has a plan, and the header says what that plan does; some plans are made anew.
 
-Of all weights, of adapters, and of a family whose layers differ from Llama's, one that is quick; a change of all shows
-in `python benchmarks/planned_peaks.py`, which writes the headers anew.
+Of adapters, and of a family whose layers differ from Llama's, one that is quick; a change of all shows in
+`python benchmarks/planned_peaks.py`, which writes the headers anew.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from tests.selection import selected, slow_except
 
 PLANS, FASTEST = read_plans(), read_fastest()
 DRIFT = 0.005
-PLANNED_NOW = ["demo/lora", "demo/full", "gemma3/1B_qlora"]
+PLANNED_NOW = ["demo/lora", "gemma3/1B_qlora"]
 
 
 def plan_active(name):
