@@ -43,13 +43,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 QUICK = ["qwen3_moe, one dense layer: all of it", "phi3: DoRA", "deepseek_v3 of transformers: all-linear"]
 CASES = [
-    *QUICK, "llama, tied: embedding", "llama, biases: all-linear, dropout", "mistral: DoRA", "qwen2: q and v, rsLoRA",
+    *QUICK, "llama, tied: embedding", "llama, biases: all-linear, dropout", "qwen2: q and v, rsLoRA",
     "qwen3: MLPs", "gemma2: one matrix of the MLPs", "gemma3: head", "phi3: head alone, DoRA",
-    "mixtral: experts alone", "olmoe: router alone", "gpt_oss: experts and router", "qwen3_moe: all-linear, rsLoRA",
+    "mixtral: experts alone", "olmoe: router alone", "gpt_oss: experts and router",
     "qwen3_moe, every second layer dense: all-linear", "gemma3, multimodal: one matrix of the MLPs",
-    "gpt2 of transformers: DoRA", "deepseek_v2 of transformers: all-linear, dropout",
-    "llama4_text of transformers: all-linear", "granitemoeshared of transformers: all-linear, rsLoRA",
-    "falcon_h1 of transformers: all-linear", "mixtral of transformers: all-linear, dropout",
+    "gpt2 of transformers: DoRA", "llama4_text of transformers: all-linear",
+    "granitemoeshared of transformers: all-linear, rsLoRA", "falcon_h1 of transformers: all-linear",
+    "mixtral of transformers: all-linear, dropout",
 ]  # fmt: skip
 DENSE_AMONG_EXPERTS = [base for base in NATIVE if base.startswith("qwen3_moe, ")]
 
