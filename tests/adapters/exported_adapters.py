@@ -46,24 +46,11 @@ _DENSE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-_EXPERTS = {"num_experts": 4}
-_FIRST_DENSE = _DENSE | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 # model_type -> its config: mixtures of transformers with dense layers or shared experts among the experts.
 MIXED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": _FIRST_DENSE | _LATENT | {"num_key_value_heads": 4},
-    "glm4_moe": _FIRST_DENSE,
-    "dots1": _FIRST_DENSE | {"n_shared_experts": 1},
-    "ernie4_5_moe": _DENSE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
-    "qwen2_moe": _DENSE | _EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
-    "qwen3_moe": _DENSE | _EXPERTS | {"mlp_only_layers": [1]},
     "llama4_text": _DENSE
     | {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
        "layer_types": ["chunked_attention", "full_attention"]},
-    "hunyuan_v1_moe": _DENSE | _EXPERTS | {"moe_topk": 2},
-    "minimax": _DENSE
-    | {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
-    "flex_olmo": _DENSE | _EXPERTS,
     "granitemoeshared": _DENSE | {"num_local_experts": 4, "shared_intermediate_size": 16},
 }  # fmt: skip
 MULTIMODAL = "gemma3, multimodal"

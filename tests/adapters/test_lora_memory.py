@@ -12,7 +12,7 @@ from recipe_lib.config.schema import LoraConfig, MemoryConfig, OptimizerConfig, 
 from recipe_lib.models import build_meta
 from recipe_lib.optim.optimizers import build_optimizer, local_bytes
 from recipe_lib.parallel import resolve_wrapping
-from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted, mean_loss
+from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss
 from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import GatheredPeak, gathered_bytes
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
@@ -26,61 +26,47 @@ FROZEN = 2 * MATRIX + LAYERS * LAYER + WIDTH
 SIDES = 2 * (WIDTH + WIDTH) + 2 * (KV + WIDTH) + 3 * (MLP_WIDTH + WIDTH)
 OUTPUTS = 2 * WIDTH + 2 * KV + 2 * MLP_WIDTH + WIDTH
 ONE_MATRIX = RANK * (VOCABULARY + WIDTH)  # the adapter of the embedding, and that of the head
+# Of all matrices, with DoRA.
+TRAINED = LAYERS * (RANK * SIDES + OUTPUTS) + 2 * ONE_MATRIX + WIDTH + VOCABULARY
 FP32, BF16 = 4, 2
-
-
-def trained_elements(lora: LoraConfig) -> int:
-    layer = RANK * SIDES + (OUTPUTS if lora.dora else 0)
-    outside = 2 * ONE_MATRIX + (WIDTH + VOCABULARY if lora.dora else 0) if "head" in lora.target_modules else 0
-    return LAYERS * layer + outside
 
 
 @pytest.mark.slow
 def test_parameters_gradients_and_states_of_a_rank() -> None:
     """A bf16 base and fp32 adapters: (2 F + 16 A) / ranks bytes for F frozen and A adapter elements, to the byte."""
-    loras = [
-        LoraConfig(rank=RANK, target_modules=LINEARS, dtype="fp32"),
-        LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32", dora=True),
-    ]
+    lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32", dora=True)
 
-    def work() -> list[list[int]]:
-        found = []
-        for lora in loras:
-            memory = MemoryConfig(activation_checkpointing="full" if lora.dora else "none")
-            setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.bfloat16)
-            with adapted(small_spec(), setting) as (model, world):
-                optimizer = build_optimizer(OptimizerConfig(), model.parameters(), world.device)
-                with GatheredPeak(model) as peak:
-                    mean_loss(model, world).backward()
-                optimizer.step()
-                frozen = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
-                adapters = list(adapter_parameters(model).values())
-                assert all(parameter.grad is None and parameter.dtype == torch.bfloat16 for parameter in frozen)
-                grads = [parameter.grad for parameter in adapters if parameter.grad is not None]
-                assert len(grads) == len(adapters) and {grad.dtype for grad in grads} == {torch.float32}
-                states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-                assert gathered_bytes(model) == 0
-                found.append([local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced])
-        return found
+    def work() -> list[int]:
+        memory = MemoryConfig(activation_checkpointing="full")
+        setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.bfloat16)
+        with adapted(small_spec(), setting) as (model, world):
+            optimizer = build_optimizer(OptimizerConfig(), model.parameters(), world.device)
+            with GatheredPeak(model) as peak:
+                mean_loss(model, world).backward()
+            optimizer.step()
+            frozen = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
+            adapters = list(adapter_parameters(model).values())
+            assert all(parameter.grad is None and parameter.dtype == torch.bfloat16 for parameter in frozen)
+            grads = [parameter.grad for parameter in adapters if parameter.grad is not None]
+            assert len(grads) == len(adapters) and {grad.dtype for grad in grads} == {torch.float32}
+            states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+            assert gathered_bytes(model) == 0
+            return [local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
 
-    for found in run_ranks(work, RANKS):
-        for lora, (held, unreduced) in zip(loras, found, strict=True):
-            assert held == (BF16 * FROZEN + 4 * FP32 * trained_elements(lora)) // RANKS
-            # Whole gradients that are not summed yet: those of one unit's adapters, never one of a frozen weight.
-            assert 0 < unreduced <= FP32 * (ONE_MATRIX + VOCABULARY if "head" in lora.target_modules else RANK * SIDES)
+    for held, unreduced in run_ranks(work, RANKS):
+        assert held == (BF16 * FROZEN + 4 * FP32 * TRAINED) // RANKS
+        # Whole gradients that are not summed yet: those of one unit's adapters, never one of a frozen weight.
+        assert 0 < unreduced <= FP32 * (ONE_MATRIX + VOCABULARY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_adapted_head_is_not_gathered_for_backward(tied: bool) -> None:
+def test_an_adapted_head_is_not_gathered_for_backward() -> None:
     """Neither is an adapted embedding: their backward passes need tokens, and what forward has made."""
 
     def work() -> list[list[str]]:
         lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)
-        with adapted(small_spec(tied=tied), Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"))) as (
-            model,
-            world,
-        ):
+        setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
+        with adapted(small_spec(), setting) as (model, world):
             loss = mean_loss(model, world)
             seen: list[str] = []
             watch_gathers(model, seen)
@@ -93,8 +79,7 @@ def test_an_adapted_head_is_not_gathered_for_backward(tied: bool) -> None:
     layers = [f"model.layers.{index}" for index in range(LAYERS)]
     for backward, forward in run_ranks(work, RANKS):
         assert set(backward) - {""} == set(layers)
-        matrices = {"model.embed_tokens"} | (set() if tied else {"lm_head"})
-        assert set(forward) - {""} == matrices | set(layers)
+        assert set(forward) - {""} == {"model.embed_tokens", "lm_head", *layers}
 
 
 def watch_gathers(model: nn.Module, seen: list[str]) -> None:

@@ -33,20 +33,20 @@ def merge(folder: Path, adapter: Path, out: Path, dtype: torch.dtype = torch.flo
     return out
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["lora", "everywhere"])
 def test_merged_models_load_in_transformers(variant: str, realdata: Path, tmp_path: Path) -> None:
     folder, cfg = realdata / "stories260K-hf", config(**VARIANTS[variant])
     model = trained(folder, cfg, tmp_path / "adapter")
     out = merge(folder, tmp_path / "adapter", tmp_path / "model")
     assert difference(model, theirs(out)) < 1e-5
     assert difference(model, theirs(folder)) > 1e-3
-    untied = variant in ("embedding", "head", "everywhere")  # the base is tied
+    untied = variant == "everywhere"  # the base is tied
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is not untied
     assert ("lm_head.weight" in load_file(out / "model.safetensors")) is untied
     assert {path.name for path in folder.iterdir()} <= {path.name for path in out.iterdir()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["rslora", "dora", "embedding", "head"])
 def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) -> None:
     folder, cfg = realdata / "stories260K-hf", config(**VARIANTS[variant])
     model = trained(folder, cfg, tmp_path / "adapter", torch.float64)

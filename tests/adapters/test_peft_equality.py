@@ -26,14 +26,11 @@ ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_dec
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
 CASES = {
     "lora of q and v": LoraConfig(rank=8, alpha=16, target_modules=["q", "v"]),
-    "lora of all linears": LoraConfig(rank=8, alpha=16, target_modules=LINEARS),
     "dora": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dora=True),
-    "rslora": LoraConfig(rank=4, alpha=3, target_modules=["q", "v"], rslora=True),
-    "lora of embedding and head, which are tied": LoraConfig(
-        rank=4, alpha=8, target_modules=["q", "embedding", "head"]
+    "rslora of embedding and head, which are tied": LoraConfig(
+        rank=4, alpha=3, target_modules=["q", "embedding", "head"], rslora=True
     ),
     "dora of embedding and head": LoraConfig(rank=4, alpha=8, target_modules=["q", "embedding", "head"], dora=True),
-    "lora with dropout": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dropout=0.1),
     "dora with dropout": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dora=True, dropout=0.1),
 }
 Losses = list[tuple[float, float]]

@@ -160,9 +160,8 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dora", [False, True])
-def test_two_ranks_write_and_read_what_one_does(dora: bool, tmp_path: Path) -> None:
-    spec, cfg = small_spec(), config(target_modules=EVERYWHERE, dora=dora, rank=3)
+def test_two_ranks_write_and_read_what_one_does(tmp_path: Path) -> None:
+    spec, cfg = small_spec(), config(target_modules=EVERYWHERE, dora=True, rank=3)
     setting = Setting(cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
 
     def export(out: Path) -> None:
@@ -177,11 +176,11 @@ def test_two_ranks_write_and_read_what_one_does(dora: bool, tmp_path: Path) -> N
     export(tmp_path / "one")
     run_ranks(export, 2, tmp_path / "two")
     run_ranks(read, 2, tmp_path / "one", tmp_path / "again")
-    written = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("one", "two", "again")]
-    if dora:  # lengths are sums in another order
-        files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
-        for name, tensor in files[0].items():
+    one, two, again = (tmp_path / name / "adapter_model.safetensors" for name in ("one", "two", "again"))
+    files = [load_file(file) for file in (one, two)]
+    for name, tensor in files[0].items():
+        if "magnitude" in name:  # lengths are sums in another order
             torch.testing.assert_close(tensor, files[1][name], rtol=1e-6, atol=1e-6)
-    else:
-        assert written[0] == written[1]
-    assert written[0] == written[2]
+        else:
+            assert torch.equal(tensor, files[1][name]), name
+    assert one.read_bytes() == again.read_bytes()

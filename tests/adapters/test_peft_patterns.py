@@ -38,8 +38,7 @@ PATTERNS = [
     "model.layers.1", "layers.1.*", r"(?:q|k)_proj", r"(?i:Q_PROJ)", r"(?<!self_attn\.)\w+_proj", r"q_proj$", "lm_head",
     r"a)|(lm_head", r"(?P<x>q)_proj", r"[^k]_proj", r".*?\.1\..*?", "embed.tokens", r"\bq_proj\b", "Q_proj", "q_proj ",
 ]  # fmt: skip
-ENDLESS = [r"([\w.]+)+!", "(.+.*)+!", "(_|[a-z_]|.)+!", "q" * (MAX_CHARACTERS + 1)]
-BROKEN = ["*q_proj", "(q_proj", "[q", "(?i)q_proj", "q{2,1}", r"(?P<x>q)(?P<x>k)"]
+ENDLESS = ["(.+.*)+!", "q" * (MAX_CHARACTERS + 1)]
 
 
 def test_each_pattern_matches_what_peft_matches() -> None:
@@ -61,7 +60,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
                          for key, name in zip(keys, MODULES, strict=True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", slow_except(BROKEN, ["(q_proj"]))
+@pytest.mark.parametrize("pattern", slow_except(["(q_proj", "(?i)q_proj"], ["(q_proj"]))
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
 def test_what_is_no_regular_expression(key: str, pattern: str, tmp_path: Path, capsys: Any) -> None:
     base = make_base(tmp_path / "base", "llama")
@@ -127,8 +126,6 @@ def test_merged_generated_with_and_trained_on_as_peft_does(name: str, tmp_path: 
 
 
 PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "no pattern": ("llama", {"target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}),
-    "of the module": ("llama", {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj": 2}}),
     "of the parameter": (
         "llama",
         {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj.weight": 2}, "alpha_pattern": {"q_proj": 3}},

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from recipe_lib.checkpoint import weights_in
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
-from recipe_lib.memory import apply_activation_checkpointing, compile_layers
+from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
-from tests.distributed.ranks import import_compiler, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.selection import selected, slow_except
 
@@ -41,8 +42,6 @@ def qlora(folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.floa
         model = build_meta(spec, dtype)
         add_adapters(model, cfg.lora, dtype)
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
-        if cfg.compile:
-            compile_layers(model, "aot_eager")
         shard_model(model, cfg.parallel, cfg.memory, world)
         materialize(model, cfg.memory, world.device)
         load_weights(model, spec, folder)
@@ -53,10 +52,7 @@ def qlora(folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.floa
 def config(quantize: str = "nf4", **options: Any) -> LoraFinetuneConfig:
     lora = LoraConfig(rank=4, quantize_base=quantize, dora=options.pop("dora", False))
     parallel = ParallelConfig(fsdp_wrap_policy="layers", reshard_after_forward=options.pop("reshard", True))
-    compiled = options.pop("compile", False)
-    return LoraFinetuneConfig(
-        device="cpu", lora=lora, parallel=parallel, memory=MemoryConfig(**options), compile=compiled
-    )
+    return LoraFinetuneConfig(device="cpu", lora=lora, parallel=parallel, memory=MemoryConfig(**options))
 
 
 def frozen_bits(model: nn.Module) -> str:
@@ -106,9 +102,7 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
 
 SETTINGS = {
     "nf4": config(),
-    "int8-full": config("int8", activation_checkpointing="full"),
-    "dora-full": config(activation_checkpointing="full", dora=True),
-    "compiled-full": config(compile=True, activation_checkpointing="full"),
+    "int8, dora, full": config("int8", activation_checkpointing="full", dora=True),
 }
 
 
@@ -125,8 +119,6 @@ def lost(
     folder, text = realdata / "stories260K-hf", rows_of_text(realdata)
     dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
     settings = {name: SETTINGS[name] for name in selected(request, "name")}
-    if any(cfg.compile for cfg in settings.values()):
-        import_compiler()
     kinds = dict.fromkeys(map(plain, settings.values()))
     alone = run_ranks(lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1)[0]
     both = run_ranks(lambda: {name: losses(folder, cfg, text) for name, cfg in settings.items()}, 2)
@@ -145,13 +137,11 @@ def bits_of(module: QuantizedLinear) -> list[Tensor]:
     return [parameter.detach().view(torch.uint8).clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("shape", [(43, 64), (2, 64), (30, 96)], ids=str)
-def test_any_number_of_ranks_makes_the_same_bits(kind: str, shape: tuple[int, int]) -> None:
+def test_any_number_of_ranks_makes_the_same_bits() -> None:
     """Shards that end within rows, uneven ones, empty ones; sharded four ways, and two copies sharded two ways."""
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
 
-    def fill(dims: tuple[int, ...]) -> list[Tensor]:
+    def fill(kind: str, shape: tuple[int, int], dims: tuple[int, ...]) -> list[Tensor]:
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
         linear = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=torch.bfloat16)
         module = QuantizedLinear(linear, kind)
         if dims:
@@ -162,10 +152,12 @@ def test_any_number_of_ranks_makes_the_same_bits(kind: str, shape: tuple[int, in
             module.unshard()
         return bits_of(module)
 
-    expected = fill(())
-    for both in run_ranks(lambda: [fill(dims) for dims in ((4,), (2, 2))], 4):
-        for found in both:
-            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    cases = list(product(("nf4", "int8"), ((43, 64), (2, 64), (30, 96))))
+    expected = [fill(*case, ()) for case in cases]
+    for found in run_ranks(lambda: [[fill(*case, dims) for dims in ((4,), (2, 2))] for case in cases], 4):
+        for case, both, one in zip(cases, found, expected, strict=True):
+            for parts in both:
+                assert all(torch.equal(*pair) for pair in zip(parts, one, strict=True)), case
 
 
 @pytest.mark.slow

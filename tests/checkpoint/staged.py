@@ -43,7 +43,6 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "folded": (2, {"pipeline": 2, "pipeline_layers_per_stage": [1, 1, 1, 1], "pipeline_schedule": "zbv"}),
     "four stages": (4, {"pipeline": 4, "pipeline_layers_per_stage": [1, 1, 1, 1]}),
     "stages of shards": (4, {"pipeline": 2, "pipeline_layers_per_stage": [1, 3]}),
-    "stages of copies": (4, {"pipeline": 2, "pipeline_layers_per_stage": [2, 2], "data_replicate": 2}),
     "stages of tensors": (4, {"pipeline": 2, "pipeline_layers_per_stage": [2, 2], "tensor": 2}),
 }
 

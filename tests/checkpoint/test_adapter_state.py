@@ -78,8 +78,9 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(memory_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved_by", "read_by"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", [{}, {"quantize_base": "nf4"}], ids=["plain", "nf4"])
+@pytest.mark.parametrize(
+    ("saved_by", "read_by", "kind"), [(2, 1, {}), (1, 2, {"quantize_base": "nf4"})], ids=["plain", "nf4"]
+)
 def test_any_number_of_ranks_reads_it(saved_by: int, read_by: int, kind: dict, memory_path: Path) -> None:
     lora, setting = replace(LORA, **kind), {"dtype": torch.float32 if kind else torch.float64}
 

@@ -1,5 +1,6 @@
 """Every tensor of a checkpoint is read as transformers reads it, left out by a line that names it, or refused."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,12 @@ def drop(held: dict[str, Any], name: str) -> None:
 
 
 def faults_of_each(tensors: Tensors) -> dict[str, Fault]:
-    """Every tensor renamed, copied under a foreign name, left out, longer by a row, of another type."""
+    """Every tensor renamed, copied under a foreign name, left out, longer by a row, of another type.
+
+    Of layers and experts that have the same tensors, those of the last one.
+    """
     faults = {}
-    for name in tensors:
+    for name in {re.sub(r"\.\d+\.", ".*.", name): name for name in tensors}.values():
         foreign, wrapped = f"{name}.other", f"_orig_mod.{name}"
         longer = (name, lambda value: torch.cat((value, value[:1])) if value.dim() else value.repeat(2))
         integers = (name, lambda value: value.to(torch.int8))
@@ -256,13 +260,7 @@ def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["llama3.1", "qwen3-moe"])
-def test_each_tensor(case: str, models: Callable[[str], Path], tmp_path: Path) -> None:
-    assert not check_each(models(case), "native", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", EXTERNAL)
+@pytest.mark.parametrize("kind", ["deepseek_v3"])
 def test_each_tensor_of_what_is_not_native(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **EXTERNAL[kind])
@@ -289,7 +287,7 @@ def test_what_its_class_in_transformers_does_not_read_is_left_out(tmp_path: Path
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("case", slow_except(["llama3.1", "qwen2.5", "gemma2", "gemma3"], ["llama3.1"]))
+@pytest.mark.parametrize("case", slow_except(["llama3.1", "gemma2"], ["llama3.1"]))
 def test_the_remedy_of_a_head_of_its_own(
     case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -346,8 +344,10 @@ def test_the_head_of_a_multimodal_model(case: str, implementation: str, multimod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "implementation"), [(case, IMPLEMENTATIONS[at % 2]) for at, case in enumerate(NATIVE)]
-)
+    ("case", "implementation"),
+    [("llama3.1", "native"), ("llama-biases", "native"), ("qwen2.5", "native"), ("gemma2", "native"),
+     ("phi3", "native"), ("qwen3-moe", "native"), ("gemma3", "transformers"), ("gpt-oss", "transformers")],
+)  # fmt: skip
 def test_each_tensor_of_every_family(
     case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -124,8 +124,7 @@ def write_kind(kind: str, base: Path, folder: Path) -> Path:
     return folder / "quantized"
 
 
-KINDS = ["full", "full transformers", "reward", "merged", "merged later", "merged transformers",
-         "merged transformers later", "int4", "int8"]  # fmt: skip
+KINDS = ["full", "reward", "merged", "merged transformers later", "int4", "int8"]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.errors import CheckpointError, StorageError
 from tests.checkpoint.tiny import OPTIMIZERS, fingerprint, full, tiny_model, tiny_spec, tiny_world, train, tree
 from tests.distributed.ranks import run_ranks
-from tests.selection import slow_except
+from tests.selection import slow_but
 
 
 def save_after(root: Path, steps: int, optimizer_name: str = "adamw", replicate: int = 1) -> tuple[str, list[float]]:
@@ -60,12 +60,10 @@ def test_a_state_from_before_the_first_step(tmp_path: Path) -> None:
     assert load_and_continue(tmp_path)[:2] == (saved, losses)
 
 
-WORLDS = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, copies (HSDP)
+PAIRS = {"one and two": [(1, 1), (2, 1)], "one and four": [(1, 1), (4, 2)]}  # ranks, copies (HSDP)
 
 
-@pytest.mark.parametrize(
-    "worlds", slow_except([WORLDS[:2], WORLDS[1:]], [WORLDS[:2]]), ids=["one and two", "two and four"]
-)
+@pytest.mark.parametrize("worlds", slow_but(PAIRS.values(), 1), ids=PAIRS)
 def test_every_world_size_reads_every_other(tmp_path: Path, worlds: list[tuple[int, int]]) -> None:
     roots = {world: tmp_path / f"{world[0]}-{world[1]}" for world in worlds}
     saved = {world: run_ranks(save_after, world[0], roots[world], 2, "adamw", world[1]) for world in worlds}
@@ -92,13 +90,13 @@ def test_momentum_is_resharded_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_writes_its_share_and_replicas_write_once(tmp_path: Path) -> None:
-    for size, replicate in [(1, 1), (2, 1), (4, 2)]:
+    for size, replicate in [(1, 1), (2, 1), (2, 2)]:
         run_ranks(save_after, size, tmp_path / f"{size}-{replicate}", 1, "adamw", replicate)
     parameters = tiny_model_parameters()
     whole = sum(parameter.numel() for parameter in parameters) * 4 * 3 + 4 * len(parameters)
     data = {
         name: [data_bytes(path) for path in sorted((tmp_path / name / "step_1").glob("shard-*"))]
-        for name in ("1-1", "2-1", "4-2")
+        for name in ("1-1", "2-1", "2-2")
     }
     for name, found in data.items():
         assert sum(found) == whole, name
@@ -276,27 +274,6 @@ def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert str(raised.value) == (
         f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or choose another place"
     )
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_write_stops_all_and_nothing_changes(tmp_path: Path) -> None:
-    run_ranks(save_after, 2, tmp_path, 1)
-    before = tree(tmp_path)
-
-    def failing_save() -> str:
-        def fail(operation: str, path: Path) -> None:
-            if path.name == "shard-00002-of-00002.safetensors" and operation == "flush":
-                raise OSError(28, "No space left on device", str(path))
-
-        files.before_operation = fail
-        with pytest.raises(StorageError) as raised:
-            save_after(tmp_path, 2)
-        return str(raised.value)
-
-    messages = run_ranks(failing_save, 2)
-    assert "shard-00002-of-00002.safetensors: No space left on device" in messages[0]
-    assert "free some space, or choose another place" in messages[0]
     assert tree(tmp_path) == before
 
 

@@ -64,9 +64,10 @@ def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **optio
 
 
 @pytest.mark.parametrize(
-    "case", ["llama2", "llama3.1", "qwen2.5", "qwen3", "gemma2", "gemma3", "phi3", "mistral-window"]
-)
-@pytest.mark.parametrize("shard_bytes", [LARGE, 40_000])
+    ("case", "shard_bytes"),
+    [("llama2", LARGE), ("llama3.1", 40_000), ("qwen2.5", LARGE), ("qwen3", 40_000), ("gemma2", LARGE),
+     ("gemma3", LARGE), ("phi3", 40_000), ("mistral-window", LARGE)],
+)  # fmt: skip
 def test_transformers_opens_it_with_equal_tensors_and_logits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, shard_bytes: int
 ) -> None:
@@ -164,7 +165,7 @@ def test_template_and_stop_tokens_are_those_of_the_training(tmp_path: Path) -> N
 def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tmp_path: Path) -> None:
     spec = tiny_spec(tie_word_embeddings=True)
 
-    def export_sharded(out: Path, replicate: int) -> int:
+    def export_sharded(out: Path) -> int:
         alive: list[weakref.ref] = []
         most = 0
         real = weights_out.whole
@@ -177,7 +178,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tm
             return whole
 
         weights_out.whole = count
-        with tiny_world(replicate) as world:
+        with tiny_world(replicate=2) as world:
             model = tiny_model(world, spec=spec)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             train(model, optimizer, 1)
@@ -189,9 +190,8 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tm
     with tiny_world() as world:
         model = tiny_model(world, spec=spec)
     export(model, spec, CONFIG, tmp_path / "1", max_shard_bytes=700)
-    assert run_ranks(export_sharded, 2, tmp_path / "2", 1) == [1, 1]
-    assert run_ranks(export_sharded, 4, tmp_path / "4", 2) == [1, 1, 1, 1]
-    assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(tmp_path / "4")
+    assert run_ranks(export_sharded, 4, tmp_path / "4") == [1, 1, 1, 1]
+    assert tree(tmp_path / "1") == tree(tmp_path / "4")
 
 
 def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> None:

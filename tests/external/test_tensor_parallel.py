@@ -1,6 +1,6 @@
 """External models by inferred plans, on 2 and 4 ranks in float64, against the same model on one."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -41,28 +41,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
              "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
     "qwen3": SMALL | {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 101, "tie_word_embeddings": True},
     "phi3": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
-    "gpt_neox": SMALL | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "eos_token_id": 0},
-    "gemma2": SMALL | {"num_key_value_heads": 4, "head_dim": 8},
-    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.0,
-            "max_position_embeddings": 64, "word_embed_proj_dim": 32},
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "llama": SMALL | {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 0},
-    # Norms over all heads, whose mean ranks put together; one key head that all share.
+    # Norms over all heads, whose mean ranks put together.
     "olmo2": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
-    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "multi_query": True,
-               "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0},
-    "gpt_bigcode": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 8, "multi_query": True, "embd_pdrop": 0.0,
-                    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
     # Fewer heads of keys than ranks: every rank has all of them, and of each group of heads its part.
-    "llama, two key heads": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama, one key head": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 1, "pad_token_id": 0},
     "mixtral": SMALL | {"num_key_value_heads": 4, "num_local_experts": 4},
     # Mamba-2: a gated norm over all heads, one group that all of them use; a buffer of the projection's segments.
-    "bamba": SMALL | MAMBA | {"attn_layer_indices": [1], "num_key_value_heads": 4, "pad_token_id": 0},
     "falcon_h1": SMALL | MAMBA | {"mamba_d_ssm": 64, "num_key_value_heads": 4, "pad_token_id": 0},
-    # A bias of the output projection, layers whose attention and MLP stand side by side.
-    "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
-    "cohere": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
 
 
@@ -142,7 +128,7 @@ def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, pa
 # Grouped products take no float64.
 DTYPES = {"mixtral": torch.float32}
 # Those of these compute norms in float32, whatever their weights are.
-TOLERANCE = {"olmo2": 1e-6, "bamba": 1e-6, "falcon_h1": 1e-6, "gemma2": 1e-7, "cohere": 1e-7, "mixtral": 1e-5}
+TOLERANCE = {"olmo2": 1e-6, "falcon_h1": 1e-6, "mixtral": 1e-5}
 
 
 def differences(
@@ -193,12 +179,10 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
     return faults
 
 
-@pytest.mark.slow
-def test_a_few_models_on_two_ranks() -> None:
-    """Of the cases of the next test: fused matrices, a model of a user's own."""
-    cases = [("phi3", {"tensor": 2}, "packed full"), ("own", {"tensor": 2}, "full")]
-    for faults in run_ranks(compare, 2, cases):
-        assert not faults, "\n".join(faults)
+def import_classes(kinds: Iterable[str]) -> None:
+    """Import transformers' classes of these kinds here, so that no rank has to."""
+    for kind in kinds:
+        build(kind, {}, MemoryConfig(), None)
 
 
 def without_modules() -> str:
@@ -215,6 +199,7 @@ def without_modules() -> str:
 
 @pytest.mark.slow
 def test_modules_that_are_not_run_are_reported() -> None:
+    import_classes(["llama"])
     for said in run_ranks(without_modules, 2):
         assert "model.layers.*.mlp.down_proj: its forward went another way" in said
         assert "not run within model.layers.1" in said
@@ -224,15 +209,16 @@ def test_modules_that_are_not_run_are_reported() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
     if ranks == 2:
-        modes = ("none", "packed full")
-        cases = [(kind, {"tensor": 2}, modes[at % 2]) for at, kind in enumerate([*CONFIGS, "own"])]
+        modes = {
+            "gpt2": "none", "phi3": "packed full", "olmo2": "none", "falcon_h1": "packed full", "own": "full",
+        }  # fmt: skip
+        cases = [(kind, {"tensor": 2}, mode) for kind, mode in modes.items()]
     else:
         cases = [
             ("llama, one key head", {"tensor": 4}, "packed full"),
-            ("gpt_bigcode", {"tensor": 4}, "none"),
-            ("qwen3", {"tensor": 2, "fsdp_wrap_policy": "memory_efficient"}, "full"),
-            ("phi3", {"tensor": 2, "data_replicate": 2}, "selective"),
+            ("qwen3", {"tensor": 2, "fsdp_wrap_policy": "memory_efficient"}, "selective"),
         ]
+    import_classes(kind for kind, *_ in cases)
     for faults in run_ranks(compare, ranks, cases, timeout=300):
         assert not faults, "\n".join(faults)
 
@@ -244,41 +230,18 @@ def as_full(plan: ShardingPlan) -> ShardingPlan:
     )
 
 
-def cut_through(plan: ShardingPlan) -> ShardingPlan:
-    """A fused matrix cut as if it were one."""
-    return replace(
-        plan,
-        parameters=tuple(
-            replace(each, segments=(sum(each.segments),)) if each.segments else each for each in plan.parameters
-        ),
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "mistake", "said"),
-    [
-        ("qwen3", as_full, "gradient of model.layers.0.self_attn.[qk]_norm"),
-        ("phi3", cut_through, "what the model gives is off by"),
-    ],
-)
-def test_a_wrong_plan_is_not_run(
-    kind: str,
-    mistake: Callable[[ShardingPlan], ShardingPlan],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_plan_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
-    model: Any = build_meta(read_spec(config_of(kind), kind), torch.float32)
+    model: Any = build_meta(read_spec(config_of("qwen3"), "qwen3"), torch.float32)
     plan = plan_of_model(model, 2)
     assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
     with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):
-        plan_proof.proof(model, mistake(plan), 2)
-    monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: mistake(plan_of_model(*asked)))
-    with pytest.raises(SetupError, match=said):
-        plan_proof.proof(model, mistake(plan), 2)
+        plan_proof.proof(model, as_full(plan), 2)
+    monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: as_full(plan_of_model(*asked)))
+    with pytest.raises(SetupError, match="gradient of model.layers.0.self_attn.[qk]_norm"):
+        plan_proof.proof(model, as_full(plan), 2)
 
 
 @pytest.mark.parametrize(
@@ -356,5 +319,6 @@ def bits(kinds: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_what_is_made_again_in_backward_gives_the_same_bits() -> None:
-    for faults in run_ranks(bits, 2, ["llama", "gemma2", "mixtral", "falcon", "own"]):
+    import_classes(["llama"])
+    for faults in run_ranks(bits, 2, ["llama"]):
         assert not faults, "\n".join(faults)

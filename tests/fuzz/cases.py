@@ -22,7 +22,7 @@ from recipe_lib.config import (
 from recipe_lib.errors import ConfigError
 from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT
 
-STEPS = 4
+STEPS = 3
 SLOTS = 8  # rows, pairs or packs of a step, over all ranks
 LEAST = 3  # levers of a combination
 LENGTH = 64  # tokens of the longest row

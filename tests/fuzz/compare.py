@@ -7,7 +7,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ _SHAPE = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -80,13 +79,16 @@ class Outcome:
     seconds: float = 0.0
 
 
-def prepare(folder: Path) -> None:
-    """The models that transformers makes, and rows and pairs of all lengths; the same every time."""
+def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys(MODELS, 4)) -> None:
+    """The models that transformers makes, and rows and pairs of all lengths; the same every time.
+
+    layers: of each model that is made; a pipeline of four ranks takes four.
+    """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for number, name in enumerate(MODELS):
+    for number, (name, count) in enumerate(layers.items()):
         family, _, tied = name.partition("_")
-        options: dict[str, Any] = dict(_SHAPE)
+        options: dict[str, Any] = _SHAPE | {"num_hidden_layers": count}
         if family.startswith("gemma"):
             options |= {"sliding_window": 16, "query_pre_attn_scalar": 16}
         elif family in MIXTURES:

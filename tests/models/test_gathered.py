@@ -1,11 +1,12 @@
 """Parameters that FSDP has cut within the parts of a tensor-parallel group are put together again, with no warning."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -16,12 +17,10 @@ PLACEMENTS = (Shard(0), Shard(1), Replicate())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(1, 2, 2), (2, 1, 2)], ids=str)
-def test_parts_make_the_whole(dims: tuple[int, int, int]) -> None:
+def test_parts_make_the_whole() -> None:
     """Rows that divide evenly and not, and ranks that have none of them; two copies, and two shards."""
 
-    def check(weight: torch.Tensor, placement: Placement) -> list[bool]:
-        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("copies", "data", "tensor"))
+    def check(mesh: DeviceMesh, weight: torch.Tensor, placement: Placement) -> list[bool]:
         part = weight
         if isinstance(placement, Shard):
             part = weight.chunk(2, dim=placement.dim)[mesh["tensor"].get_local_rank()].contiguous()
@@ -39,6 +38,11 @@ def test_parts_make_the_whole(dims: tuple[int, int, int]) -> None:
 
     def check_all() -> list[bool]:
         weights = [torch.arange(rows * 4.0).view(rows, 4) for rows in (8, 10, 2)]
-        return [right for weight in weights for placement in PLACEMENTS for right in check(weight, placement)]
+        found = []
+        for dims in ((1, 2, 2), (2, 1, 2)):
+            mesh = init_device_mesh("cpu", dims, mesh_dim_names=("copies", "data", "tensor"))
+            for weight, placement in product(weights, PLACEMENTS):
+                found += check(mesh, weight, placement)
+        return found
 
     assert all(all(found) for found in run_ranks(check_all, 4))

@@ -47,7 +47,12 @@ def test_logits_equal_those_of_transformers(case: str, folders: dict[str, Path])
     assert_close(ours(tokens()), expected)
 
 
-@pytest.mark.parametrize("case", CASES)
+# One case of each way to name tensors.
+NAMED = ["llama3.1", "llama-biases", "qwen2.5", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "mixtral", "qwen3-moe",
+         "olmoe", "gpt-oss"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
 @torch.no_grad()
 def test_transformers_loads_our_names(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = saved(case, folders)
@@ -134,10 +139,11 @@ def test_a_real_checkpoint(realdata: Path) -> None:
     assert_close(load_ours(folder)(inputs), theirs(inputs).logits)
 
 
-@pytest.mark.parametrize("case", slow_except(["llama3.1", "gemma2", "qwen3-moe", "gpt-oss"], ["llama3.1"]))
-def test_a_compiled_layer_is_one_graph(case: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("case", slow_except(["llama3.1", "gpt-oss"], ["llama3.1"]))
+def test_a_compiled_layer_is_one_graph(case: str, tmp_path: Path) -> None:
     torch.compiler.reset()  # graphs of other cases count among those of this one
-    plain, compiled = load_ours(saved(case, folders)), load_ours(saved(case, folders))
+    reference_model(case, num_hidden_layers=2).save_pretrained(tmp_path)
+    plain, compiled = load_ours(tmp_path), load_ours(tmp_path)
     apply_activation_checkpointing(compiled, "full")  # a layer that were no graph then would not be compiled at all
     for layer in compiled.model.layers:
         layer.compile(backend="eager", fullgraph=True)
@@ -147,7 +153,7 @@ def test_a_compiled_layer_is_one_graph(case: str, folders: dict[str, Path]) -> N
         ]
         torch.autograd.backward(losses)
         assert torch.equal(*losses)
-    exact = case in ("llama3.1", "gemma2")  # the middle of an expert has other operators there
+    exact = case == "llama3.1"  # the middle of an expert has other operators there
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) or not exact
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0)

@@ -22,7 +22,6 @@ from recipe_lib.external.tensor_plan.transformers_models import (
     transformers_model,
 )
 from tests.external.tensor_plan.stored_plan import plan_from
-from tests.selection import slow_but
 
 _place = Path(__file__).with_name("hostile.py")
 _spec = importlib.util.spec_from_file_location("hostile", _place)
@@ -31,21 +30,16 @@ _spec.loader.exec_module(hostile)
 
 # Whether fused or with head norms, MLA, experts, parallel residuals, ALiBi, another library's linears, tied or not.
 MODELS = {
-    "llama": 1.0,
     "qwen3": 1.0,
     "gpt2": 0.9,
     "phi3": 1.0,
     "gemma3_text": 1.0,
-    "olmo2": 1.0,
     "mixtral": 0.9,
-    "qwen3_moe": 0.9,
     "bloom": 1.0,
     "deepseek_v3": 0.7,
     "opt": 0.8,
     "gpt_neox": 1.0,
     "cohere": 1.0,
-    "stablelm": 1.0,
-    "apertus": 1.0,
 }
 
 
@@ -64,7 +58,7 @@ def random_model(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(MODELS, 4))
+@pytest.mark.parametrize("name", MODELS)
 def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     config = small_config(name)
     plan, mask = plan_and_mask(config)
@@ -78,9 +72,9 @@ def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     assert cut / sum(parameter.numel() for parameter in model.parameters()) > MODELS[name] - 0.05
     agreed, _, theirs = compared(model, plan).partition("/")
     assert agreed == theirs
-    double = name not in ("mixtral", "qwen3_moe", "deepseek_v3")  # grouped products take no float64
+    double = name not in ("mixtral", "deepseek_v3")  # grouped products take no float64
     errors = rank_errors(model.double() if double else model, plan, 2, inputs)
-    # cohere, gemma, olmo2 and stablelm compute norms in float32 whatever they are given
+    # cohere and gemma compute norms in float32 whatever they are given
     assert max(errors.values()) < 1e-4, max(errors, key=errors.get)
 
 
