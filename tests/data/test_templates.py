@@ -21,13 +21,11 @@ from tests.tokenizers.made import write_json
 REAL = {
     "llama3": ("llama3", None, "<|eot_id|>", ""),
     "llama3_1": ("llama3_1", "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "<|eot_id|>", ""),
-    "llama3_3": ("llama3_1", "llama.cpp/meta-llama-Llama-3.3-70B-Instruct", "<|eot_id|>", ""),
     "qwen2_5": ("qwen2_5", None, "<|im_end|>", ""),
     "gemma2": ("gemma2", "llama.cpp/google-gemma-2-2b-it", "<end_of_turn>", ""),
     "smollm2": ("smollm2", None, "<|im_end|>", ""),
     "mistral_v1": ("mistral/tokenizer.model.v1", "axolotl/mistral_v1", "</s>", " "),
     "mistral_v3": ("mistral/mistral_instruct_tokenizer_240323.model.v3", "axolotl/mistral_v2v3", "</s>", " "),
-    "llama2": ("llama2", "axolotl/mistral_v1", "</s>", " "),
     "plain_gpt2": ("gpt2", None, "<|endoftext|>", ""),
     "plain_llama2": ("llama2", None, "</s>", ""),
 }
