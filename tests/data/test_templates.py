@@ -21,14 +21,11 @@ from tests.tokenizers.made import write_json
 REAL = {
     "llama3": ("llama3", None, "<|eot_id|>", ""),
     "llama3_1": ("llama3_1", "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "<|eot_id|>", ""),
-    "llama3_2": ("llama3_1", "llama.cpp/meta-llama-Llama-3.2-3B-Instruct", "<|eot_id|>", ""),
-    "llama3_3": ("llama3_1", "llama.cpp/meta-llama-Llama-3.3-70B-Instruct", "<|eot_id|>", ""),
     "qwen2_5": ("qwen2_5", None, "<|im_end|>", ""),
     "gemma2": ("gemma2", "llama.cpp/google-gemma-2-2b-it", "<end_of_turn>", ""),
     "smollm2": ("smollm2", None, "<|im_end|>", ""),
     "mistral_v1": ("mistral/tokenizer.model.v1", "axolotl/mistral_v1", "</s>", " "),
     "mistral_v3": ("mistral/mistral_instruct_tokenizer_240323.model.v3", "axolotl/mistral_v2v3", "</s>", " "),
-    "llama2": ("llama2", "axolotl/mistral_v1", "</s>", " "),
     "plain_gpt2": ("gpt2", None, "<|endoftext|>", ""),
     "plain_llama2": ("llama2", None, "</s>", ""),
 }
@@ -83,7 +80,7 @@ def test_real_templates_train_the_answers_and_their_end(name, encoder_of, realda
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_1", "qwen2_5", "gemma2", "smollm2"])
+@pytest.mark.parametrize("name", ["llama3_1", "smollm2"])
 def test_ids_are_those_of_transformers(name, encoder_of, real_folder):
     transformers = pytest.importorskip("transformers")
     encoder = encoder_of(name)
@@ -109,12 +106,14 @@ def test_sharegpt_sample_with_real_templates(encoder_of, realdata):
         assert answers(encoder_of(name), sample) == expected, name
 
 
-def test_gemma_refuses_a_system_message(encoder_of):
+def test_gemma_refuses_a_system_message(real_folder, realdata):
+    template = realdata / "chat-templates" / "llama.cpp" / "google-gemma-2-2b-it.jinja"
+    encoder = Encoder(load_tokenizer(real_folder("smollm2"), template), "auto")
     sample = conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
     with pytest.raises(
         SampleFault, match=r"gemma-2-2b-it.jinja: the chat template failed \(System role not supported\)"
     ):
-        encoder_of("gemma2").encode(sample)
+        encoder.encode(sample)
 
 
 def test_qwen_puts_its_own_system_message(encoder_of):
@@ -202,7 +201,7 @@ ANSWER = CONTENT.filter(lambda text: text.strip())
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     turns=st.lists(st.tuples(CONTENT, ANSWER), min_size=1, max_size=4), system=st.none() | CONTENT, chat=st.booleans()
 )

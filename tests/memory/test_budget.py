@@ -50,10 +50,12 @@ def decoder(cfg: FullFinetuneConfig, lora: LoraConfig | None = None, **changes: 
 def kept(model: nn.Module) -> int:
     """Bytes alive between forward and backward that were not there before forward."""
     tokens, labels = small_batch()
+    gc.freeze()  # the collection looks through what forward makes, and not through all that is imported
     with LiveBytes() as live:
         loss = model(tokens, labels=labels)
         gc.collect()  # what only circles of objects hold is alive until then, more or less long
         found = live.now()
+    gc.unfreeze()
     loss.backward()
     return found
 
@@ -83,13 +85,13 @@ MIXTURE = MixtureSpec(
     EXPERTS, CHOICES, INNER, (True, False, True, True), True, False, False, "silu", False, 1.0, float("inf")
 )
 OSS = replace(MIXTURE, router_bias=True, expert_bias=True, activation="clamped_swiglu", interleaved=True, limit=7.0)
-KINDS = [{}, BIASES, GEMMA, LORA, {"chunks": 3}, {"mixture": MIXTURE}, {"mixture": OSS, "windows": (7, None) * 2}]
+KINDS = [BIASES | LORA, GEMMA | {"chunks": 3}, {"mixture": MIXTURE}, {"mixture": OSS, "windows": (7, None) * 2}]
 
 
 @pytest.mark.parametrize(
     "kind",
-    slow_except(KINDS, [KINDS[5]]),
-    ids=["llama", "biases", "gemma", "lora", "chunks", "experts", "gpt-oss"],
+    slow_except(KINDS, [KINDS[2]]),
+    ids=["biases, lora", "gemma, chunks", "experts", "gpt-oss"],
 )
 def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict[str, Any]) -> None:
     chunks, kind = kind.get("chunks", 1), {name: value for name, value in kind.items() if name != "chunks"}

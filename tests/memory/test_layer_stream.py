@@ -42,13 +42,11 @@ def same(found: Any, expected: Any) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(bits(found[key]), bits(expected[key])) for key in found)
 
 
-def adapted(
-    kind: str, mode: str, memory: MemoryConfig, spec: Any = None, dtype: torch.dtype = torch.float32
-) -> tuple[Any, LayerStream | None]:
+def adapted(kind: str, mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, LayerStream | None]:
     """A model with adapters, and what streams its frozen weights."""
     spec = spec or small_spec(layers=LAYERS)
-    model = build_meta(spec, dtype)
-    add_adapters(model, LoraConfig(rank=4, quantize_base=kind), dtype)
+    model = build_meta(spec, torch.float32)
+    add_adapters(model, LoraConfig(rank=4, quantize_base=kind), torch.float32)
     apply_activation_checkpointing(model, mode)
     stream = stream_layers(model, memory, CPU)
     materialize(model, memory, CPU)
@@ -61,12 +59,10 @@ def adapted(
     return model, stream
 
 
-def trained(
-    mode: str, memory: MemoryConfig, spec: Any = None, dtype: torch.dtype = torch.float32
-) -> tuple[Any, LayerStream | None]:
+def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, LayerStream | None]:
     """A model of which every parameter is stepped as soon as it has a gradient, by plain descent."""
     spec = spec or small_spec(layers=LAYERS)
-    model = build_meta(spec, dtype)
+    model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, mode)
     stream = stream_layers(model, memory, CPU)
     materialize(model, memory, CPU)
@@ -141,8 +137,7 @@ def watched(stream: LayerStream) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
+@pytest.mark.parametrize(("kind", "mode"), [("none", "none"), ("nf4", "full"), ("int8", "selective")])
 def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
     expected = two_micro_batches(adapted(kind, mode, MemoryConfig())[0])
     model, stream = adapted(kind, mode, FROZEN)
@@ -305,15 +300,15 @@ def test_steps_that_are_not_sent_back_are_noticed(monkeypatch: pytest.MonkeyPatc
 # Layers above 200 MiB
 
 
-def wide_spec(width: int, mlp_width: int) -> Any:
+def wide_spec() -> Any:
     """Two layers and few tokens."""
     return spec_from_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_act": "silu",
-            "hidden_size": width,
-            "intermediate_size": mlp_width,
+            "hidden_size": 3072,
+            "intermediate_size": 2048,
             "num_hidden_layers": 2,
             "num_attention_heads": 32,
             "num_key_value_heads": 32,
@@ -328,44 +323,34 @@ def wide_spec(width: int, mlp_width: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "dtype", "width", "mlp_width"),
-    [
-        ("none", torch.float32, 3072, 2048),
-        ("none", torch.bfloat16, 4096, 4096),
-        ("int8", torch.bfloat16, 4096, 12288),
-    ],
-)
-def test_frozen_layers_above_200_mib_give_the_same_bits(
-    kind: str, dtype: torch.dtype, width: int, mlp_width: int
-) -> None:
-    spec = wide_spec(width, mlp_width)
-    model, stream = adapted(kind, "full", FROZEN, spec, dtype)
+def test_frozen_layers_above_200_mib_give_the_same_bits() -> None:
+    spec = wide_spec()
+    model, stream = adapted("none", "full", FROZEN, spec)
     assert stream is not None
     sizes = [sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer]
     assert min(sizes) > 200 * 2**20
-    found = {f"loss {number}": one for number, one in enumerate(backward_once(model))} | gradients(model)
+    found = {"loss": backward_once(model)} | gradients(model)
     del model, stream
-    model, _ = adapted(kind, "full", MemoryConfig(), spec, dtype)
-    expected = {f"loss {number}": one for number, one in enumerate(backward_once(model))} | gradients(model)
+    model, _ = adapted("none", "full", MemoryConfig(), spec)
+    expected = {"loss": backward_once(model)} | gradients(model)
     assert same(found, expected)
 
 
 @pytest.mark.slow
 def test_trained_layers_above_200_mib_give_the_same_bits() -> None:
-    spec = wide_spec(4096, 4096)
-    model, stream = trained("full", STEPPING, spec, torch.bfloat16)
+    spec = wide_spec()
+    model, stream = trained("full", STEPPING, spec)
     assert stream is not None
     assert min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer) > 200 * 2**20
-    losses = [*backward_once(model), *backward_once(model)]
+    loss = backward_once(model)
     found = dict(model.named_parameters())
     del model, stream
-    model, _ = trained("full", MemoryConfig(), spec, torch.bfloat16)
-    assert [*backward_once(model), *backward_once(model)] == losses
+    model, _ = trained("full", MemoryConfig(), spec)
+    assert backward_once(model) == loss
     assert same(found, dict(model.named_parameters()))
 
 
-def backward_once(model: nn.Module) -> list[Tensor]:
+def backward_once(model: nn.Module) -> Tensor:
     loss = loss_of(model, 2)
     loss.backward()
-    return [loss.detach()]
+    return loss.detach()

@@ -23,22 +23,30 @@ from benchmarks.optimizer_states import (
     OUTLIERS,
     PATTERNS,
     ROWS,
-    STEPS,
     Kind,
     Observed,
     make_gradients,
     run_steps,
 )
-from tests.selection import slow_except
 from tests.training.formulas import dynamic_levels
 
-FEW = 50
+FEW, MANY = 50, 1100  # steps; in many a gradient of `100 x` has changed
 HALF, WHOLE = 2.0**-8, 2.0**-7  # of a number in bf16: half the distance to the next one, at most, and all of it
 STATES = ("exp_avg", "exp_avg_sq")
 BLOCKED = [kind for kind in KINDS if kind.settings.get("state_bits") in (4, 8)]
 BY_CHANCE = [kind for kind in KINDS if kind.settings.get("stochastic_rounding")]
 TO_THE_NEAREST = [kind for kind in KINDS if kind not in BLOCKED + BY_CHANCE]
-COUNTS = slow_except([FEW, STEPS], [FEW])
+
+
+def parametrize_runs(kinds: list[Kind], many: list[Kind]) -> pytest.MarkDecorator:
+    """Each of the kinds with few steps, some of them with many, too."""
+    cases = [(kind, betas, FEW) for betas in BETAS for kind in kinds]
+    slow = [pytest.param(kind, BETAS[1], MANY, marks=pytest.mark.slow) for kind in many]
+    return pytest.mark.parametrize(("kind", "betas", "steps"), [*cases, *slow], ids=name_value)
+
+
+def name_value(value: Any) -> str:
+    return value.label() if isinstance(value, Kind) else str(value)
 
 
 def rounding_unit(kind: Kind, state: str) -> float:
@@ -69,9 +77,7 @@ def in_bounds(found: Tensor, low: Tensor, high: Tensor, slack: float) -> bool:
     return bool(((found >= low - slack * low.abs()) & (found <= high + slack * high.abs())).all())
 
 
-@pytest.mark.parametrize("steps", COUNTS)
-@pytest.mark.parametrize("betas", BETAS, ids=str)
-@pytest.mark.parametrize("kind", TO_THE_NEAREST, ids=Kind.label)
+@parametrize_runs(TO_THE_NEAREST, many=TO_THE_NEAREST[3:])
 def test_states_are_no_further_off_than_their_rounding(kind: Kind, betas: list[float], steps: int) -> None:
     """States and steps. What is promised to be fp32 is so to 0.03 %, master weights' states among it."""
     cfg = replace(BASE, betas=betas, **kind.settings)
@@ -93,9 +99,7 @@ def test_states_are_no_further_off_than_their_rounding(kind: Kind, betas: list[f
             assert ((found.exp_avg_sq - square).abs() <= 3e-4 * square).all() and is_sure.double().mean() > 0.999
 
 
-@pytest.mark.parametrize("steps", COUNTS)
-@pytest.mark.parametrize("betas", BETAS, ids=str)
-@pytest.mark.parametrize("kind", BY_CHANCE, ids=Kind.label)
+@parametrize_runs(BY_CHANCE, many=BY_CHANCE)
 def test_states_rounded_by_chance_are_right_on_average(kind: Kind, betas: list[float], steps: int) -> None:
     """The mean over numbers with one gradient within 6 deviations, each number within Azuma's inequality for one of
     10^12 to be outside: a step's rounding is at most a whole distance of two numbers, with a variance of a quarter."""
@@ -118,9 +122,7 @@ def test_states_rounded_by_chance_are_right_on_average(kind: Kind, betas: list[f
                     assert abs(float(off.mean())) <= 6 * deviation, (found.step, state, name)
 
 
-@pytest.mark.parametrize("steps", COUNTS)
-@pytest.mark.parametrize("betas", BETAS, ids=str)
-@pytest.mark.parametrize("kind", BLOCKED, ids=Kind.label)
+@parametrize_runs(BLOCKED, many=BLOCKED)
 def test_small_gradients_beside_an_outlier_take_the_steps_of_their_levels(
     kind: Kind, betas: list[float], steps: int
 ) -> None:

@@ -136,13 +136,18 @@ class Runs:
         return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
 
 
-def alone(runs: Runs) -> None:
+def alone(runs: Runs, everything: bool) -> None:
     runs.run("full 1", 1)
-    runs.run("lora 1", 1, "optimizer.lr=1e-2", recipe=LORA)
-    return None
+    if everything:
+        runs.run("lora 1", 1, "optimizer.lr=1e-2", recipe=LORA)
 
 
-def of_two(runs: Runs, bits: list[int]) -> dict[str, Any]:
+def of_two(runs: Runs, bits: list[int], everything: bool) -> dict[str, Any]:
+    if bits:
+        runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
+        runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)
+    if not everything:
+        return {}
     run = runs.run("full ddp", 2, DDP, SAVE)
     with torch.no_grad():
         logits = run.recipe.model(probe())
@@ -152,9 +157,6 @@ def of_two(runs: Runs, bits: list[int]) -> dict[str, Any]:
     }
     runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
     runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_scheduler.type=constant")
-    if bits:
-        runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
-        runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)
     runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))
     resumed = runs.run("ddp to fsdp", 2, runs.state("full ddp"))
     with torch.no_grad():
@@ -167,8 +169,10 @@ def runs(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of the runs, and what the two ranks found."""
     found = Runs(realdata, tmp_path_factory.mktemp("replicas"))
-    run_ranks(alone, 1, found)
-    two = run_ranks(of_two, 2, found, selected(request, "bits"))
+    bits = selected(request, "bits")
+    everything = not bits or bool(selected(request, "name"))
+    run_ranks(alone, 1, found, everything)
+    two = run_ranks(of_two, 2, found, bits, everything)
     return found.folder, two
 
 

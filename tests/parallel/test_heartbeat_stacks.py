@@ -113,7 +113,7 @@ os._exit(0)
 def test_threads_that_begin_meanwhile_end_nothing() -> None:
     """By `faulthandler.dump_traceback(all_threads=True)` on Python 3.11: a segmentation fault, within a second here."""
     found = subprocess.run(
-        [sys.executable, "-c", CALLING_THREADS.replace("SECONDS", "2")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CALLING_THREADS.replace("SECONDS", "1")], capture_output=True, text=True, timeout=60
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > 100

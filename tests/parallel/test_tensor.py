@@ -71,7 +71,7 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
         chunk_mlps(model, memory.mlp_tiles)
         apply_activation_checkpointing(model, memory.activation_checkpointing)
         if case.compiled:
-            compile_layers(model, "aot_eager")
+            compile_layers(model, "eager")
         shard_model(model, parallel, memory, world)
         materialize(model, memory, world.device)
     init_weights(model, 3, spec)
@@ -173,37 +173,30 @@ def interrupted(model: nn.Module, tokens: Tensor, labels: Tensor) -> list[str]:
 
 
 KINDS: list[dict[str, Any]] = [
-    {},
     {"rows": 3},
     {"spec": {"tied": True}, "rows": 3},
     {"spec": BIASES, "rows": 3},
-    {"spec": GEMMA, "rows": 3},
+    {"spec": GEMMA},
     {"spec": {"head_norms": True}, "frozen": "q_proj"},
     {"frozen": "mlp"},
     {"lora": {}, "rows": 3},
     {"lora": {"target_modules": ["q", "down"]}, "spec": BIASES},
-    {"per_token": True, "rows": 3},
-    {"per_token": True, "spec": GEMMA},
+    {"per_token": True, "spec": GEMMA, "rows": 3},
 ]
 SELECTIVE = {"activation_checkpointing": "selective"}
 MEMORY: list[dict[str, Any]] = [{}, {"activation_checkpointing": "full"}, SELECTIVE]
 
 
 def cases(tensor: int, **parallel: Any) -> list[Case]:
-    """Every kind of model with the gather repeated or not, and in turn with each way of checkpointing."""
-    found = []
-    for number, kind in enumerate(KINDS):
-        for recompute in ("true", "false"):
-            shared = {"tensor": tensor, "tensor_regather_in_backward": recompute, **parallel}
-            modes = MEMORY if number == 1 else [MEMORY[(number + (recompute == "false")) % 3]]
-            found += [Case(**kind, parallel=shared, memory=memory) for memory in modes]
-    return found
-
-
-@pytest.mark.slow
-def test_each_kind_of_model_on_two_ranks() -> None:
-    """Of the cases of the next test few."""
-    run_cases(2, cases(2)[::3])
+    """Every kind of model, in turn with the gather repeated or not, and with each way of checkpointing."""
+    return [
+        Case(
+            **kind,
+            parallel={"tensor": tensor, "tensor_regather_in_backward": ("true", "false")[number % 2], **parallel},
+            memory=MEMORY[number % 3],
+        )
+        for number, kind in enumerate(KINDS)
+    ]
 
 
 def run_cases(ranks: int, wanted: list[Case]) -> None:
@@ -216,22 +209,17 @@ def run_cases(ranks: int, wanted: list[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> None:
-    wanted = cases(ranks)
-    few = Case({"num_kv_heads": 2}, 3, {"tensor": ranks, "tensor_replicate_kv_heads": True})
-    if ranks == 4:
-        wanted = wanted[::4] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
-        for wrapping in ("layers", "memory_efficient"):
-            wanted += cases(2, fsdp_wrap_policy=wrapping)[::5]
-        wanted += cases(2, data_replicate=2)[1::6]
-    else:
+    if ranks == 2:
         import_compiler()
-        kinds = [KINDS[1], KINDS[4]]
-        wanted += [
-            Case(**kind, parallel={"tensor": 2, "tensor_regather_in_backward": recompute}, memory=memory, compiled=True)
-            for number, kind in enumerate(kinds)
-            for recompute, memory in [(("true", MEMORY[0]), ("false", MEMORY[1]))[number % 2]]
-        ]
-        wanted.append(Case(**KINDS[8], parallel={"tensor": 2}, memory=SELECTIVE, compiled=True))
+        few_layers = BIASES | {"num_layers": 1, "windows": (None,)}
+        lora = {"target_modules": ["q", "down"]}
+        wanted = [*cases(2), Case(few_layers, 1, {"tensor": 2}, SELECTIVE, lora, compiled=True)]
+    else:
+        few = Case({"num_kv_heads": 2}, 3, {"tensor": 4, "tensor_replicate_kv_heads": True})
+        wanted = [*cases(4)[::6], few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
+        wanted += cases(2, fsdp_wrap_policy="layers")[3::5]
+        wanted += cases(2, fsdp_wrap_policy="memory_efficient")[2::6]
+        wanted += cases(2, data_replicate=2)[1::6]
     run_cases(ranks, wanted)
 
 

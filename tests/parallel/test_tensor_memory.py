@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # test_tensor has losses and gradients
 T = 8
 LLAMA = {"h": 4096, "q": 4096, "k": 1024, "f": 14336, "heads": 32}  # of an 8B
 RANK = 16
-STEPS = 12
+STEPS = 4
 
 
 def freeze(model: nn.Module) -> None:
@@ -50,8 +50,6 @@ def measure_all() -> dict[str, Any]:
     found |= {f"{how} checkpointed": measure(llama, T, how, checkpointing="full") for how in (STOCK, AUTO, OURS)}
     found |= {f"{how} with head norms": measure(qwen, 4, how, rows=3, length=512) for how in (STOCK, OURS)}
     found |= {"frozen": measure(llama, T, OURS, change=freeze), "adapted": measure(llama, T, OURS, change=adapt)}
-    found["adapted compiled"] = measure(llama, T, OURS, compiled=True, change=adapt)
-    found[f"{STOCK} compiled"] = measure(llama, T, STOCK, compiled=True)
     torch._dynamo.utils.counters.clear()
     found[f"{OURS} compiled"] = measure(llama, T, OURS, compiled=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -71,10 +69,8 @@ def test_kept_bytes_are_those_of_the_formula() -> None:
     assert found[f"{OURS} compiled"] == found[OURS]
     assert measured()["graphs"] == 1, "alike layers share one compilation"
     assert found[STOCK] == kept_bytes(minimum + 2 * h * T + 2 * f)
-    assert found[f"{STOCK} compiled"] == kept_bytes(minimum + 2 * h * T + f)
     assert found[CACHED] == found[STOCK]
     assert found["frozen"] == kept_bytes(minimum)
-    assert found["adapted compiled"] == found["adapted"]
     # The normed tokens for the A of both groups; what A made of them, of all tokens, and of o and down for a rank's.
     assert found["adapted"] == kept_bytes(minimum + 2 * h + RANK * (5 * T + 2))
     h, q, k, f, heads, kv_heads = 4096, 4096, 1024, 12288, 32, 8
@@ -169,7 +165,7 @@ def train(dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World)
     return losses, [parameter.to_local().detach() for parameter in trained]
 
 
-BITWISE = [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 3), (torch.bfloat16, 3)]
+BITWISE = [(torch.float32, 1), (torch.bfloat16, 3)]
 
 
 def train_both() -> tuple[list[Any], bool, bool]:

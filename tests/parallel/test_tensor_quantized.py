@@ -59,7 +59,7 @@ def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bo
     else:
         divided = Parallel(tensor_gradients=shard_tensors(model, parallel, MemoryConfig(), world))
         if compiled:
-            compile_layers(model, "aot_eager")
+            compile_layers(model, "eager")
         shard_model(model, parallel, MemoryConfig(), world)
         materialize(model, MemoryConfig(), world.device)
     init_weights(model, 3, spec())

@@ -1,10 +1,10 @@
 """The world: environment, mesh, and errors that all ranks end with."""
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
+from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError, exit_code_of
 from recipe_lib.parallel.world import World, communicators, start_world, world_of
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def cpu_config(**parallel: int) -> FullFinetuneConfig:
@@ -285,15 +283,8 @@ def test_an_error_of_our_own_keeps_its_traceback_and_ends_all_ranks() -> None:
         run_ranks(work, 2, timeout=30)
 
 
-# A process for each case, that ends as any other does: the import of torch alone is done once for all of them.
-PROGRAM = """
-import json, os, sys
-from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import DataError, exit_code_of
-from recipe_lib.parallel.world import start_world
-
-def main():
-    with start_world(FullFinetuneConfig(device="cpu")) as world:
+def fail(case: str) -> None:
+    with start_world(cpu_config()) as world:
         if case == "together":
             with world.raise_together():
                 if world.rank == 1:
@@ -304,47 +295,46 @@ def main():
                     raise ZeroDivisionError("a bug of ours")
         raise DataError("rows.jsonl:9: every rank says so")
 
-for case, port in json.loads(sys.argv[1]).items():
-    child = os.fork()
-    if child == 0:
-        os.environ["MASTER_PORT"] = str(port)
-        os.dup2(os.open(f"{case}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
-        sys.exit(exit_code_of(main))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+
+def end_as_a_verb_does(case: str, environment: dict[str, str], printed: Path, first_may_end: Any) -> None:
+    """The whole of a process, a fork. The first, whose store the other one asks at its end, ends last."""
+    os.environ.update(environment)
+    os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    try:
+        code = exit_code_of(lambda: fail(case))
+    except ZeroDivisionError:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    if environment["RANK"] == "1":
+        first_may_end.set()
+    first_may_end.wait(60)
+    sys.exit(code)
+
+
 Launched = dict[str, tuple[list[int], list[str]]]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Exit codes of two processes with torchrun's environment, and what they print, by case; rank 0 holds the store."""
-    folder = tmp_path_factory.mktemp("launched")
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    common = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    ports = {case: free_port() for case in ("together", "each", "bug")}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), json.dumps(ports)],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    codes = [process.communicate(timeout=180)[0].split() for process in processes]
-    assert [len(of_rank) for of_rank in codes] == [3, 3]
-    return {
-        case: (
-            [int(of_rank[number]) for of_rank in codes],
-            [(folder / f"{case}.{rank}").read_text() for rank in range(2)],
-        )
-        for number, case in enumerate(ports)
-    }
+    folder, context = tmp_path_factory.mktemp("launched"), multiprocessing.get_context("fork")
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    found = {}
+    for case in ("together", "each", "bug"):
+        port, first_may_end = {"MASTER_PORT": str(free_port())}, context.Event()
+        files = [folder / f"{case}.{rank}" for rank in range(2)]
+        ranks = [common | port | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        processes = [
+            context.Process(target=end_as_a_verb_does, args=(case, environment, file, first_may_end))
+            for environment, file in zip(ranks, files, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(180)
+        found[case] = [process.exitcode or 0 for process in processes], [file.read_text() for file in files]
+    return found
 
 
 @pytest.mark.slow

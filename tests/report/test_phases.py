@@ -35,7 +35,7 @@ def until_shown(stream: Terminal, text: str) -> list[str]:
     while time.monotonic() < deadline:
         if any(text in line for line in lines_on(stream.getvalue())):
             return lines_on(stream.getvalue())
-        time.sleep(0.01)
+        time.sleep(0.05)  # what has been written is read anew each time
     raise AssertionError(lines_on(stream.getvalue()))
 
 

@@ -95,7 +95,7 @@ def test_tokenizer_json_ids(name, real, real_folder):
             assert ours.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize("name", slow_except(["llama3_1", "qwen2_5", "gpt2", "gemma2", "smollm2"], ["smollm2"]))
+@pytest.mark.parametrize("name", slow_except(["llama3_1", "gpt2", "smollm2"], ["smollm2"]))
 def test_ids_agree_with_transformers(name, real, real_folder):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(real_folder(name)))

@@ -153,8 +153,7 @@ def notes(model: nn.Module) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(("kind", "tied"), [("lora", True), ("full", False)])
 def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) -> None:
     wanted = {loss: expected(kind, tied, loss) for loss in ("sigmoid", "simpo")}
     checkpointed = MemoryConfig(cpu_offload=True, activation_checkpointing="full")

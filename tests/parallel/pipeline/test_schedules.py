@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -37,7 +36,7 @@ def pipeline(schedule, ranks, stages=2, **keys):
 def counts(parallel):
     """Numbers of micro-batches: too few, as few as can be, odd ones, many."""
     fewest = fewest_micro_batches(parallel)
-    return sorted({1, 2, fewest, fewest + 1, 5, 7, 10, 2 * fewest, 2 * fewest + 3})
+    return sorted({1, fewest, fewest + 1, 2 * fewest + 3})
 
 
 CASES = [
@@ -272,7 +271,7 @@ def test_a_circle_is_named():
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
 def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule):
-    for ranks, count, most in product((2, 4, 8), (8, 16), (1, 2, 4)):
+    for ranks, count, most in ((2, 8, 1), (2, 16, 4), (4, 8, 2), (4, 16, 1), (8, 16, 4)):
         free = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
         limited = replace(free, pipeline_max_deferred_weight_grads=most)
         plain = ParallelConfig(pipeline=ranks, pipeline_schedule="1f1b")
