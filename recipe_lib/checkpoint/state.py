@@ -107,7 +107,7 @@ def save_state(
         "optimizer": None if optimizer is None else optimizer_settings(model, optimizer, world, holders),
         "adapters": adapter_use(model, world, holders),
         "frozen": frozen_mark(model, world, holders),
-        "runs": all_runs(model),  # only models that are no pipeline's have any
+        "runs": {name: runs for part in world.gather_json(all_runs(model)) for name, runs in part.items()},
     }
     shard = _plan_shard(tensors, world)
     needed = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned))) + MIB * (world.size + 1)
