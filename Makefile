@@ -27,13 +27,14 @@ help:
 
 install: $(STAMP)
 
-# torch comes first and by its exact version: asked for as a range, pip would take the newest build there is.
+# torch comes first and by its exact version: asked for as a range, pip would take the newest build there is. What is
+# imported is compiled then: to compile all files of all packages takes longer than the rest of the installation.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo 'error: $(PYTHON) is older than 3.11; try: make PYTHON=python3.12 install' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
 demo: install

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -9,7 +10,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-TRIES = 5
+TRIES = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 
 
 def start_threads(seconds):

@@ -20,7 +20,7 @@ from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
 from tests.selection import slow_except
 
-STEPS, KILLS, FEW_KILLS = 12, 8, 3
+STEPS, KILLS, FEW_KILLS = 12, 5, 3
 DISK_SECONDS = 0.002  # that each change of the disk takes: in memory hardly a kill would fall into a save
 
 

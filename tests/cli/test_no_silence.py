@@ -78,7 +78,6 @@ WORK = {
     "run on two ranks": ["run", "--nproc_per_node", "2", *DEMO, "batch_size=16", "output_dir={tmp}/two"],
     "plan --search": ["plan", "demo/full", "--search", "--fit", "2x24GB"],
     "data check": ["data", "check", "demo/full"],
-    "doctor": ["doctor", "--output_dir", "{tmp}/outputs"],
 }
 
 

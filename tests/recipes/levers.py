@@ -290,16 +290,6 @@ def cover(rows: list[Settings]) -> list[Settings]:
     return chosen
 
 
-def choose(rows: list[Settings], count: int) -> list[Settings]:
-    """So many of the rows: those of `cover`, then each time the one in which most pairs meet that have not yet."""
-    chosen = cover(rows)
-    seen = set().union(*map(met, chosen))
-    while len(chosen) < count:
-        chosen.append(max(rows, key=lambda row: len(met(row) - seen)))
-        seen |= met(chosen[-1])
-    return chosen
-
-
 REFUSED = [pair for pair in pairs() if refusal(pair)]
 TOGETHER = together()
 

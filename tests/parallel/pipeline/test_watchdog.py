@@ -127,7 +127,7 @@ def test_a_stopped_process_is_named() -> None:
         if world.rank == 1 and what == "loss" and number == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    found = ended(trouble, timeout=2)
+    found = ended(trouble, timeout=1)
     assert found[0].startswith("exit code 7")
     (line,) = told(found)
     waits = r"rank 0 waits for \d+ s in step 1, the .* of micro-batch \d in stage 0, at \S+ \(\w+\)"

@@ -35,7 +35,7 @@ DEEPER = [
 # Shapes that no preset has: layers that are not repeated, and more of them until they are.
 PATTERNS = {
     "dense layers first": ("qwen3_moe/30B", {"mlp_only_layers": [0, 1]}, (QLORA, "lora.target_modules=[q,experts]")),
-    "a period of two": ("gemma3/1B", {"sliding_window_pattern": 2}, (FULL,)),
+    "a period of four": ("gemma3/1B", {"sliding_window_pattern": 4}, (FULL,)),
 }
 CASES = {" ".join(case): case for case in DEEPER}
 
