@@ -9,7 +9,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -18,9 +17,8 @@ from recipe_lib.checkpoint.huggingface import check_weights, export_model
 from recipe_lib.checkpoint.run_files import RECORD, OutputRecord, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
-from tests.selection import slow_except
 
-STEPS, KILLS, FEW_KILLS = 12, 5, 3
+STEPS, KILLS = 12, 3
 DISK_SECONDS = 0.002  # that each change of the disk takes: in memory hardly a kill would fall into a save
 
 
@@ -70,8 +68,7 @@ def lines_of(path: Path) -> list[list]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("]\n")]
 
 
-@pytest.mark.parametrize("number", slow_except([FEW_KILLS, KILLS], [FEW_KILLS]))
-def test_kills_change_nothing(memory_path: Path, number: int) -> None:
+def test_kills_change_nothing(memory_path: Path) -> None:
     reference = memory_path / "reference"
     reference.mkdir()
     run(reference)  # also imports what the first step imports, so that forks start at once
@@ -83,7 +80,7 @@ def test_kills_change_nothing(memory_path: Path, number: int) -> None:
     seconds = time.monotonic() - begun
     draw = random.Random(1)
     kills = rounds = saves_cut = 0
-    while kills < number:
+    while kills < KILLS:
         root = memory_path / f"run{rounds}"
         root.mkdir()
         while not (root / "done").exists():
@@ -105,5 +102,5 @@ def test_kills_change_nothing(memory_path: Path, number: int) -> None:
                 assert torch.equal(load_file(root / "model" / path.name)[name], value)
         shutil.rmtree(root)
         rounds += 1
-    assert saves_cut >= number // 10, "hardly a kill fell into a save: the test says little"
+    assert saves_cut, "no kill fell into a save: the test says little"
     print(f"{kills} kills in {rounds} runs, {saves_cut} of them inside a save")

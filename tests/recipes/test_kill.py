@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.checkpoint import state
 from tests.recipes.runs import arguments, recipe_module
 from tests.selection import slow_except
 
 KILLS, FEW_KILLS = 6, 2
+SAVE_SECONDS = 0.02  # for which what was written waits to be whole, so that a kill can meet it
 STEPS = 12
 
 
@@ -38,6 +40,8 @@ def start(argv: list[str], log: Path) -> int:
         with open(log, "ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        write_shard = state._write_shard
+        state._write_shard = lambda *args: (write_shard(*args), time.sleep(SAVE_SECONDS))[0]
         code = recipe_module().main(argv) or 0
     finally:
         sys.stdout.flush()
