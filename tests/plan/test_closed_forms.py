@@ -19,7 +19,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
-from tests.selection import slow_but
+from tests.selection import slow_but, slow_except
 
 WIDTH, MLP_WIDTH, VOCABULARY, LAYERS = 4096, 14336, 128256, 2
 QUERIES, KEYS = 32 * 128, 8 * 128  # heads x head width
@@ -250,7 +250,7 @@ def test_layer_units_are_gathered_and_reduced(
     }
 
 
-@pytest.mark.parametrize(("name", "size", "gathers"), [("once", BF16, 6), ("zero-1", 4, 1)])
+@pytest.mark.parametrize(("name", "size", "gathers"), slow_but([("once", BF16, 6), ("zero-1", 4, 1)], 1))
 def test_gradients_are_whole_until_they_are_reduced_once_a_step(
     found: dict[str, Found], name: str, size: int, gathers: int
 ) -> None:
@@ -332,11 +332,12 @@ def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, F
     }
 
 
-@pytest.mark.parametrize(("name", "shapes"), [("two", model()), ("copies", model()), ("lora", ADAPTERS)])
+@pytest.mark.parametrize(("name", "shapes"), [("two", model()), ("lora", ADAPTERS)])
 def test_a_save_holds_one_whole_parameter_at_a_time(found: dict[str, Found], name: str, shapes: Shapes) -> None:
     assert found[name].saving == max(rows * columns for rows, columns in shapes) * BF16
 
 
+@pytest.mark.slow
 def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found]) -> None:
     ranks = 4
     quantized = LAYERS * sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS)
@@ -348,7 +349,7 @@ def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found
     assert found["nf4"].collectives[("all_gather", "data_shard", size)] == 2 * LAYERS
 
 
-@pytest.mark.parametrize("name", ["two", "odd, last", "lora", "nf4", "copies"])
+@pytest.mark.parametrize("name", slow_except(["two", "odd, last", "lora", "nf4", "copies"], ["two", "lora"]))
 def test_tensors_by_which_shapes_are_found_out_are_no_memory(found: dict[str, Found], name: str) -> None:
     """The optimizer takes its states and nothing else, and nothing in a later step; with shapes of whole parameters
     it would be a multiple of the model."""

@@ -76,7 +76,7 @@ def test_kills_change_nothing(tmp_path: Path, number: int):
             # Every other kill waits for a save.
             while not finished and (time.monotonic() < deadline or (kills % 2 and not is_saving(output))):
                 finished, status = os.waitpid(child, os.WNOHANG)
-                time.sleep(0.001)
+                time.sleep(0.005)
             if not finished:
                 os.kill(child, signal.SIGKILL)
                 _, status = os.waitpid(child, 0)

@@ -84,6 +84,7 @@ def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kin
         assert all(line[name] == other[name] for name in ("lr", "epoch", "label_tokens", "tokens"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text"])
 def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str):
     untrained = [loss for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)]

@@ -71,6 +71,7 @@ def test_memory_is_bounded(source):
     assert render(template().render_many, MESSAGES, False) == "a"
 
 
+@pytest.mark.slow
 def test_a_process_that_somebody_has_killed():
     ours = template()
     os.kill(child(), signal.SIGKILL)
