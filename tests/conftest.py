@@ -18,14 +18,20 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from recipe_lib.config import registry  # noqa: E402
-from recipe_lib.data.tokenize_dataset import drop_dead_groups  # noqa: E402
+from recipe_lib.data.tokenize_dataset import has_dead_groups  # noqa: E402
 from recipe_lib.logs import VERBOSITY_VARIABLE  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ.pop("COLUMNS", None)  # pytest-xdist hands on the width of its terminal; what is tested has none
 # What this process leaves for its garbage collector (process groups with threads) must not be taken apart in a fork,
 # which may collect before it can freeze anything, and whose simulations collect all that they find.
-os.register_at_fork(before=drop_dead_groups, after_in_child=gc.freeze)
+os.register_at_fork(before=lambda: has_dead_groups() and gc.collect(), after_in_child=gc.freeze)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which stay, out of collections: they take a second or two each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -296,18 +296,23 @@ def worker_count(wanted: int | None, shared_by: int = 1) -> int:
     return max(1, (wanted or cores) // shared_by)
 
 
+def has_dead_groups() -> bool:
+    """Return True where threads show that a run before has left its process group in this process."""
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            names.append(file.read_text())
+    return any("gloo" in name for name in names)
+
+
 def drop_dead_groups() -> None:
     """Collect the process group that a run before has left in this process, if there is one; called before a fork.
 
     A fork in which the group's last reference goes away crashes or hangs (docs/upstream/gloo_group_in_fork.md).
     """
-    if not dist.is_available() or dist.is_initialized():
-        return
-    names = []
-    for file in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # the thread has ended
-            names.append(file.read_text())
-    if any("gloo" in name for name in names):
+    if has_dead_groups():
         gc.unfreeze()
         gc.collect()
 
