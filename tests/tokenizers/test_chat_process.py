@@ -80,6 +80,7 @@ def test_a_process_that_somebody_has_killed():
     assert render(ours.render_many, MESSAGES, False) == "a"
 
 
+@pytest.mark.slow
 def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch):
     from recipe_lib.data.formats import conversation
     from recipe_lib.data.templates import Encoder
