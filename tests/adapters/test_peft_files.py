@@ -161,7 +161,8 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
 
 @pytest.mark.slow
 def test_two_ranks_write_and_read_what_one_does(tmp_path: Path) -> None:
-    spec, cfg = small_spec(), config(target_modules=EVERYWHERE, dora=True, rank=3)
+    spec = small_spec()
+    cfg = config(target_modules=EVERYWHERE, dora=True, rank=3)
     setting = Setting(cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
 
     def export(out: Path) -> None:

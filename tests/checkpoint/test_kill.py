@@ -18,7 +18,8 @@ from recipe_lib.checkpoint.run_files import RECORD, OutputRecord, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
 
-STEPS, KILLS = 12, 3
+STEPS = 12
+KILLS = 3
 DISK_SECONDS = 0.002  # that each change of the disk takes: in memory hardly a kill would fall into a save
 
 

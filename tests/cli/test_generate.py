@@ -273,7 +273,8 @@ def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):
     folder = write_model(tmp_path / "long", positions=100_000)
     words = ["generate", "-q", folder, "--raw", "--prompt", "x", "--max-new-tokens", "90000"]
     for interrupted in (False, True):
-        (read, write), errors = os.pipe(), tmp_path / "errors"
+        read, write = os.pipe()
+        errors = tmp_path / "errors"
         with errors.open("w") as file:
             process = start_forked(*words, stdout=write, stderr=file.fileno())
         os.close(write)

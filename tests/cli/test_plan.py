@@ -209,7 +209,8 @@ def beside(
         os.close(of_run)
         for number, descriptor in enumerate((of_plan, errors.fileno(), errors.fileno())):
             os.dup2(descriptor, number)
-        sys.stdin, sys.stderr = open(0, closefd=False), open(2, "w", closefd=False)
+        sys.stdin = open(0, closefd=False)
+        sys.stderr = open(2, "w", closefd=False)
         os.nice = id  # type: ignore[assignment]
         plan_during_run.CPU_SECONDS = seconds
         while time.process_time() < used:

@@ -87,7 +87,8 @@ def test_a_trainer_on_two_ranks_is_one_of_one_process(tmp_path: Path) -> None:
     assert first["norms"] == pytest.approx(norms, rel=1e-6)
     assert first["held"] < 0.6 * sum(parameter.numel() for parameter in model.parameters())
     assert not second["state"]
-    wanted, began = model.state_dict(), model_of("qwen3").state_dict()
+    wanted = model.state_dict()
+    began = model_of("qwen3").state_dict()
     assert first["state"].keys() == wanted.keys()
     for name, value in wanted.items():
         assert (first["state"][name] - value).abs().max() < 1e-9, name

@@ -143,7 +143,8 @@ def test_a_real_checkpoint(realdata: Path) -> None:
 def test_a_compiled_layer_is_one_graph(case: str, tmp_path: Path) -> None:
     torch.compiler.reset()  # graphs of other cases count among those of this one
     reference_model(case, num_hidden_layers=2).save_pretrained(tmp_path)
-    plain, compiled = load_ours(tmp_path), load_ours(tmp_path)
+    plain = load_ours(tmp_path)
+    compiled = load_ours(tmp_path)
     apply_activation_checkpointing(compiled, "full")  # a layer that were no graph then would not be compiled at all
     for layer in compiled.model.layers:
         layer.compile(backend="eager", fullgraph=True)

@@ -83,7 +83,10 @@ def test_rows_that_cannot_be_divided_evenly_are_refused() -> None:
 @pytest.mark.slow
 def test_tensors_of_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of heads and tokens are at their places beyond what 32 bits count, in both directions."""
-    group, tokens, heads, width = Group("none", 2, 0), 2**18 + 2, 2, 4096  # in long pieces, which are copied fast
+    group = Group("none", 2, 0)
+    tokens = 2**18 + 2
+    heads = 2
+    width = 4096  # long pieces are copied fast
     received = []
 
     def exchange(blocks: Tensor, _: Group) -> Tensor:

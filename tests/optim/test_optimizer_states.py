@@ -30,7 +30,8 @@ from benchmarks.optimizer_states import (
 )
 from tests.training.formulas import dynamic_levels
 
-FEW, MANY = 50, 1100  # steps; in many a gradient of `100 x` has changed
+FEW = 50  # steps
+MANY = 1100  # in which a gradient of `100 x` has changed
 HALF, WHOLE = 2.0**-8, 2.0**-7  # of a number in bf16: half the distance to the next one, at most, and all of it
 STATES = ("exp_avg", "exp_avg_sq")
 BLOCKED = [kind for kind in KINDS if kind.settings.get("state_bits") in (4, 8)]

@@ -46,7 +46,8 @@ def test_rows_of_many_lengths() -> None:
         compiled_for.append(length)
         return graph.forward
 
-    plain, compiled = build(), build(count)
+    plain = build()
+    compiled = build(count)
     generator = torch.Generator().manual_seed(1)
     for length in LENGTHS:
         tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS, length), generator=generator)

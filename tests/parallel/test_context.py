@@ -221,7 +221,8 @@ def test_one_family_of_each_kind_of_attention_on_two_ranks() -> None:
 def test_more_families_on_four_ranks_and_with_other_dimensions() -> None:
     """Four ranks are more than the kv heads of most; two of context meet two of each other dimension."""
     cases = [Case(family, 1, number % 2 == 0, {"context": 4}) for number, family in enumerate(MORE)]
-    tensor, four_kv_heads = {"context": 2, "tensor": 2}, {"num_key_value_heads": 4}
+    tensor = {"context": 2, "tensor": 2}
+    four_kv_heads = {"num_key_value_heads": 4}
     cases += [
         Case("gemma3", 2, True, {"context": 2, "data_replicate": 2, "reshard_after_forward": False}),
         Case("qwen3", 2, False, {"context": 2, "strategy": "ddp"}),
@@ -309,7 +310,8 @@ def exchanged(family: str, context: int, rows: int) -> tuple[list[int], list[int
 @pytest.mark.slow
 def test_an_attention_exchanges_twice_in_each_direction_and_as_much_as_its_heads_are() -> None:
     spec = Case("llama3").shape()
-    context, rows = 4, 2
+    context = 4
+    rows = 2
     of_head = rows * LENGTH // context * spec.head_width * 8  # bytes of one head of this rank's tokens, fp64
     kv_heads = max(spec.num_kv_heads, context)
     in_and_out = [(spec.num_heads + 2 * kv_heads) * of_head, spec.num_heads * of_head]

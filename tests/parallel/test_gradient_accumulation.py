@@ -251,7 +251,8 @@ def test_sums_in_fp32_have_what_bf16_loses():
     ddp = {"strategy": "ddp"}
     few = 4
     assert run_ranks(sum_of_small, 1, [{}, exact], few) == [[1.0, 1.0 + few * SMALL]]
-    lost, whole = 2.0, 2.0 + 2 * few * SMALL
+    lost = 2.0
+    whole = 2.0 + 2 * few * SMALL
     cases = [{}, exact, STEP, STEP | exact, ZERO_1 | exact, ddp, ddp | exact, STEP | {"reduce_dtype": "fp32"}]
     for found in run_ranks(sum_of_small, 2, cases, few):
         assert found == [lost, whole, lost, whole, whole, lost, whole, whole]

@@ -318,11 +318,13 @@ Launched = dict[str, tuple[list[int], list[str]]]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Exit codes of two processes with torchrun's environment, and what they print, by case; rank 0 holds the store."""
-    folder, context = tmp_path_factory.mktemp("launched"), multiprocessing.get_context("fork")
+    folder = tmp_path_factory.mktemp("launched")
+    context = multiprocessing.get_context("fork")
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     found = {}
     for case in ("together", "each", "bug"):
-        port, first_may_end = {"MASTER_PORT": str(free_port())}, context.Event()
+        port = {"MASTER_PORT": str(free_port())}
+        first_may_end = context.Event()
         files = [folder / f"{case}.{rank}" for rank in range(2)]
         ranks = [common | port | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         processes = [

@@ -13,7 +13,9 @@ from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made, hand_made_pipeline
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
-LAYERS, COUNT, SIZE = 2, 3, 4  # of the model; micro-batches; bytes of a number
+LAYERS = 2
+COUNT = 3  # of micro-batches
+SIZE = 4  # bytes of a number
 RANDOM = 16  # bytes of the random state that fp32's attention kernel returns
 MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP
 ACTIVATIONS = ROWS * TOKENS * WIDTH * SIZE  # of the stream, all tokens of a micro-batch

@@ -12,7 +12,11 @@ from recipe_lib.plan.tracing.simulate import give_to_children
 from tests.plan.apart import apart, settings
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
-LAYERS, SIZE, TENSOR, HEADS, KV_HEADS = 2, 2, 2, 4, 2
+LAYERS = 2
+SIZE = 2
+TENSOR = 2
+HEADS = 4
+KV_HEADS = 2
 RANDOM = 24  # bytes of the random state that the attention kernel returns
 QUERIES, KEYS = WIDTH, WIDTH // HEADS * KV_HEADS
 CASES = {

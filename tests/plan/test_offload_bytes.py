@@ -20,7 +20,9 @@ from tests.distributed.ranks import run_ranks
 from tests.plan.test_closed_forms import BF16, KEYS, MLP_WIDTH, QUERIES, WIDTH
 from tests.recipes.runs import FULL, PLAIN, ROOT, recipe_class, recipe_module
 
-LAYERS, TOKENS, HEADS = 4, 192, 32
+LAYERS = 4
+TOKENS = 192
+HEADS = 32
 RTX4090 = find_hardware("rtx4090")
 
 # What a layer keeps of each token, bytes. Widths: inputs and outputs of both norms, queries and attention, keys and

@@ -16,7 +16,14 @@ from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, order
 from tests.plan.apart import apart, settings
 from tests.selection import selected
 
-LAYERS, WIDTH, MLP, VOCABULARY, ROWS, TOKENS, COUNT, PLACES = 6, 64, 96, 320, 2, 32, 7, 3
+LAYERS = 6
+WIDTH = 64
+MLP = 96
+VOCABULARY = 320
+ROWS = 2
+TOKENS = 32
+COUNT = 7
+PLACES = 3
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP + 2 * WIDTH  # as many heads as kv heads
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,

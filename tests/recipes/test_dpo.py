@@ -102,7 +102,8 @@ def results(
         apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
-    together, compiled = selected(request, "case"), selected(request, "compiled")
+    together = selected(request, "case")
+    compiled = selected(request, "compiled")
     alone = [*sum(selected(request, "alone"), []), *map(basis, together)]
     alone = list(dict.fromkeys([*alone, *compiled, *(("lora", ()) for _ in compiled)]))
     if COMPILED in alone:

@@ -97,7 +97,8 @@ CASES: list[Key] = [*QUICK, (Division(2, 2, 2, replicate=2), "fp32", "sgd"),
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Key, dict[str, Any]]:
     """Every selected case and the undivided runs; as many processes as the division has ranks, once a world size."""
-    folder, cases = tmp_path_factory.mktemp("equality"), selected(request, "case")
+    folder = tmp_path_factory.mktemp("equality")
+    cases = selected(request, "case")
     kinds = dict.fromkeys([("fp64", "sgd"), ("fp64", "clipped"), *(case[1:] for case in cases)])
     keys: list[Key] = [*((WHOLE, *kind) for kind in kinds), *cases]
 
@@ -127,7 +128,9 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: ", ".join(map(str, case)))
 def test_a_step_is_the_same(results: dict[Key, dict[str, Any]], case: Key):
-    found, expected, dtype = results[case], results[WHOLE, *case[1:]], case[1]
+    found = results[case]
+    expected = results[WHOLE, *case[1:]]
+    dtype = case[1]
     assert found["parameters"].keys() == expected["parameters"].keys()
     assert all(tensor.dtype == getattr(torch, f"float{dtype[2:]}") for tensor in found["parameters"].values())
     assert difference(found, expected) <= TOLERANCE[dtype]

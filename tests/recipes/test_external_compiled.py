@@ -39,7 +39,8 @@ def test_two_ranks_record_what_one_process_does(tmp_path: Path) -> None:
     (tmp_path / "gpt_neox.json").write_text(json.dumps(COMMON | GPT_NEOX))
     run_ranks(train, 1, tmp_path, "alone", timeout=300)
     run_ranks(train_compiled, 2, tmp_path, timeout=500)
-    one, several = steps(tmp_path / "alone"), steps(tmp_path / "compiled")
+    one = steps(tmp_path / "alone")
+    several = steps(tmp_path / "compiled")
     assert len(one) == len({loss for _, loss, _ in one}) == 3 and all(norm > 0.01 for _, _, norm in one)
     for column in (1, 2):
         assert furthest([line[column] for line in several], [line[column] for line in one]) <= 1e-4

@@ -17,7 +17,8 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "n_embd": 32,
     "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
-STEPS, SAVED = 3, 2
+STEPS = 3
+SAVED = 2
 ZBV = ("parallel.pipeline=2", "parallel.pipeline_schedule=zbv")
 ADAPTERS = ("optimizer.lr=1e-2", "lora.rank=4", "lora.target_modules=[attn.c_proj, c_fc]")
 

@@ -51,13 +51,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["four", "one goes on"])
 def test_steps_and_weights_are_those_of_one_process(found: Path, name: str) -> None:
-    one, several = steps(found / "alone"), steps(found / name)
+    one = steps(found / "alone")
+    several = steps(found / name)
     assert len(one) == STEPS and all(norm > 0.05 for _, _, norm in one)
     one = one if name == "four" else one[SAVED:]
     assert [step for step, _, _ in several] == [step for step, _, _ in one]
     for column in (1, 2):
         assert furthest([each[column] for each in several], [each[column] for each in one]) <= 1e-9
-    right, ours = tensors(found / "alone" / "model"), tensors(found / name / "model")
+    right = tensors(found / "alone" / "model")
+    ours = tensors(found / name / "model")
     assert right.keys() == ours.keys() and right
     for tensor in right:
         assert (right[tensor] - ours[tensor]).abs().max() <= 1e-9 * right[tensor].abs().max(), tensor

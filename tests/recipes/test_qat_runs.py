@@ -14,7 +14,9 @@ from tests.recipes.runs import DPO, LORA, arguments, done, metrics, probe, run_h
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import everything, stop_after
 
-GROUP, START, STEPS = 4, 2, 4  # the MLPs of the real model have 172 channels
+GROUP = 4  # the MLPs of the real model have 172 channels
+START = 2
+STEPS = 4
 # Recipe's file by name, and what its run sets besides.
 RUNS: dict[str, tuple[str, ...]] = {
     "int4": ("qat=int4", f"qat_group_size={GROUP}"),

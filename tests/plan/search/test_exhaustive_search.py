@@ -11,7 +11,8 @@ from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.configs import wide_model
 
-RANKS, ROWS = 2, 2  # rows of a rank
+RANKS = 2
+ROWS = 2  # of a rank
 MEMORY = 8 * GIB  # of a card
 FIXED = ("memory.cpu_offload", "memory.optimizer_offload", "optimizer.state_bits", "parallel.data_replicate")
 

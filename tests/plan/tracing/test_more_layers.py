@@ -19,7 +19,8 @@ from recipe_lib.plan.world.shape_only_model import with_layers
 from tests.plan.apart import apart, settings
 
 RANKS = 4
-FULL, QLORA = "llama3/8B_full", "llama3/8B_qlora"
+FULL = "llama3/8B_full"
+QLORA = "llama3/8B_qlora"
 UNREAD = ("~model.path", "tokenizer.path=unread")
 # Shipped widths, whose matrices are large enough for every limit of sizes.
 DEEPER = [
