@@ -14,6 +14,9 @@ WORKERS ?= 2
 SEED ?= 1000
 CASES ?= 30
 
+# Python writes what it has compiled, whatever the environment says: tests start hundreds of processes that import torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all fuzz lint format types docs docs-config docs-site clean
 
