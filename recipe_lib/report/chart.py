@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from recipe_lib.report.view import Figure, Section
@@ -242,16 +244,7 @@ def render_page(
     kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or `bad` colors the
     headline. status: a word after the name.
     """
-    import jinja2  # which a plan on the terminal does without
-
-    environment = jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.PackageLoader("recipe_lib", "report"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html").render(
+    return page_template().render(
         kind=kind,
         title=title,
         name=name,
@@ -261,3 +254,18 @@ def render_page(
         status=status,
         footer=footer,
     )
+
+
+@cache
+def page_template() -> Any:
+    """Return the page as a compiled template of Jinja, which a plan on the terminal does without."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        loader=jinja2.PackageLoader("recipe_lib", "report"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
