@@ -28,7 +28,7 @@ LEAST = 3  # levers of a combination
 LENGTH = 64  # tokens of the longest row
 MIXTURES = ("qwen3moe", "mixtral")  # of experts, which adapters do not change here
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
-TEACHER = "qwen3"
+TEACHER = "qwen3_teacher"  # tied as well, and no model that is trained: from itself it would learn nothing
 CONFIGS = {
     FULL: FullFinetuneConfig,
     LORA: LoraFinetuneConfig,

@@ -79,7 +79,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys(MODELS, 4)) -> None:
+def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TEACHER), 4)) -> None:
     """The models that transformers makes, and rows and pairs of all lengths; the same every time.
 
     layers: of each model that is made; a pipeline of four ranks takes four.
