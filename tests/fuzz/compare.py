@@ -21,7 +21,7 @@ from recipe_lib.config import parse_arguments
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.fuzz.by_hand import ByHand
 from tests.fuzz.cases import CONFIGS, KEEP_BEST, LENGTH, MIXTURES, MODELS, STEPS, TEACHER, Case
-from tests.recipes.runs import ROOT, offload_on_a_cpu, run_here, steps
+from tests.recipes.runs import REWARD, ROOT, offload_on_a_cpu, run_here, steps
 from tests.recipes.watched import Watch
 
 SECONDS = 240.0  # of a run
@@ -65,6 +65,8 @@ BY_HAND = Limit(1e-4, 1e-3, 2e-2)
 # Codes of few bits, and Muon's iteration in bf16, make a difference in the last place a larger one.
 ROUNDED = Limit(2e-3, 2e-2, 0.1)
 MUON = Limit(2e-2, 0.1, 0.35)
+# A loss of differences of scores, each of which bf16 rounds: those of seed 1149 are 5 % apart, and in fp64 1e-15.
+SCORES = Limit(0.1, 0.15, 0.6)
 
 
 @dataclass
@@ -158,6 +160,8 @@ def _limit(case: Case, limit: Limit) -> Limit:
         wider.append(ROUNDED)
     if "optimizer.name=muon" in case.numbers:
         wider.append(MUON)
+    if case.recipe == REWARD and case.dtype == "bf16":
+        wider.append(SCORES)
     return Limit(*(max(getattr(one, name) for one in wider) for name in ("loss", "norm", "weights")))
 
 

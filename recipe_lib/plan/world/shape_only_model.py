@@ -97,20 +97,23 @@ def in_hub_cache(name: str) -> str | None:
 
 @cache
 def shipped_shapes() -> dict[str, str]:
-    """model.path -> preset, by the shipped configs: `FAMILY/SIZE_full` trains the model of the preset FAMILY/SIZE.
+    """Return model.path -> preset, by the shipped configs: `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE.
 
     A shipped config that starts from a preset leaves a model of that shape in its output_dir/model.
     """
     shapes = {}
-    presets = list_presets()
-    for path in sorted(configs_folder().rglob("*_full.yaml")) + sorted(configs_folder().rglob("full.yaml")):
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        preset = path.relative_to(configs_folder()).with_suffix("").as_posix().removesuffix("_full")
-        if preset in presets:
-            shapes[config["model"]["path"]] = preset
-        elif "preset" in config["model"]:
-            shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
+    for preset in list_presets():
+        files = sorted(configs_folder().glob(f"{preset}_*.yaml"), key=lambda file: not file.stem.endswith("_full"))
+        if files:
+            shapes[_read_yaml(files[0])["model"]["path"]] = preset
+    for file in configs_folder().rglob("full.yaml"):
+        config = _read_yaml(file)
+        shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
     return shapes
+
+
+def _read_yaml(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def with_layers(cfg: Any, layers: int) -> Any:

@@ -14,14 +14,15 @@ from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, plannable, with_layers
 from tests.plan.configs import SMALL, load
 
-SHIPPED = [name for name in list_configs()["full_finetune_distributed"] if name.endswith("_full")]
+SHIPPED = sorted({name for names in list_configs().values() for name in names if not name.startswith("demo/")})
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_hub_id_has_the_shape_of_the_preset_beside_its_config(name: str):
-    shaped, assumed = plannable(load_config(name))
-    assert (shaped.model.path, shaped.model.preset) == (None, name.removesuffix("_full"))
-    assert len(assumed) == 1 and name.removesuffix("_full") in assumed[0]
+    shaped, assumed = plannable(load(name))
+    preset = name.rpartition("_")[0]
+    assert (shaped.model.path, shaped.model.preset) == (None, preset)
+    assert f"its shape is that of the preset {preset}" in assumed[0]
 
 
 def test_every_preset_has_a_config():
