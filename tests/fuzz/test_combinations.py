@@ -31,8 +31,8 @@ NOT_DRAWN = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("combinations")
     layers = {draw(seed).model: 2 for seed in SEEDS}
-    # Two of the teacher's are prefetched; parameters in parts of parts, as Gemma's are, take time each.
-    compare.prepare(found, layers | {TEACHER: 3, "gemma2": 1})
+    # Two of seed 20's are prefetched; parameters in parts of parts, as Gemma's are, take time each.
+    compare.prepare(found, layers | {TEACHER: 2, "qwen3": 3, "gemma2": 1})
     return found
 
 
