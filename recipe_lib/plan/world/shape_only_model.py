@@ -103,9 +103,8 @@ def shipped_shapes() -> dict[str, str]:
     """
     shapes = {}
     for preset in list_presets():
-        files = sorted(configs_folder().glob(f"{preset}_*.yaml"), key=lambda file: not file.stem.endswith("_full"))
-        if files:
-            shapes[_read_yaml(files[0])["model"]["path"]] = preset
+        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[:1]:  # all of a size have one model
+            shapes[_read_yaml(file)["model"]["path"]] = preset
     for file in configs_folder().rglob("full.yaml"):
         config = _read_yaml(file)
         shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
