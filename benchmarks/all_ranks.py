@@ -1,4 +1,5 @@
-"""A plan of 16 ranks: who is in which group, what all of them communicate, and one rank beside the full model.
+"""A plan of 16 ranks: who is in which group, what all of them communicate, and one rank beside the
+full model.
 
     python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md
 
@@ -69,7 +70,9 @@ def page(text: str) -> str:
 
 def main() -> None:
     """Writes the page, or prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
     text = page(report())

@@ -1,15 +1,17 @@
-"""Recorded event streams of the real caching allocator, their replay through the model of it, and its smallest cap.
+"""Recorded event streams of the real caching allocator, their replay through the model of it, and
+its smallest cap.
 
 A stream is a dict, stored as JSON, compressed by gzip:
 
     {"settings": fields of AllocatorSettings,
-     "measured": {"reserved": the most bytes reserved at a time; as far as given: "allocated", "active", "retries"},
-     "events": [[action, address, bytes, stream], ...]}
+     "measured": {"reserved": the most bytes reserved at a time; as far as given: "allocated",
+     "active", "retries"}, "events": [[action, address, bytes, stream], ...]}
 
-The actions are those of `torch.cuda.memory._snapshot()["device_traces"]`: alloc, free_requested, free_completed,
-segment_alloc, segment_free, segment_map, segment_unmap, oom; and `free`, for a free that was completed at once.
-Addresses count from the lowest one, streams in the order in which they appear. Recording must start before the
-process's first allocation on the device, and end without an entry having been dropped.
+The actions are those of `torch.cuda.memory._snapshot()["device_traces"]`: alloc, free_requested,
+free_completed, segment_alloc, segment_free, segment_map, segment_unmap, oom; and `free`, for a free
+that was completed at once. Addresses count from the lowest one, streams in the order in which they
+appear. Recording must start before the process's first allocation on the device, and end without an
+entry having been dropped.
 """
 
 import gzip
@@ -42,8 +44,9 @@ Event = list[Any]
 class EventReplay:
     """Peaks of a replayed stream, bytes, and what else it shows.
 
-    segments: what was taken from the device and given back, and where memory ran out, as (action, bytes, stream).
-    recorded: the same as the stream has it. first_difference: the number of the first of these that differ, or None.
+    segments: what was taken from the device and given back, and where memory ran out, as (action,
+    bytes, stream). recorded: the same as the stream has it. first_difference: the number of the
+    first of these that differ, or None.
     """
 
     reserved: int
@@ -60,16 +63,23 @@ class EventReplay:
             return None
         pairs = zip(self.segments, self.recorded, strict=False)
         shorter = min(len(self.segments), len(self.recorded))
-        return next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
+        return next(
+            (number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter
+        )
 
 
 def events_from_snapshot(
-    snapshot: dict[str, Any], *, device: int = 0, cap: int | None = None, measured: dict[str, int] | None = None
+    snapshot: dict[str, Any],
+    *,
+    device: int = 0,
+    cap: int | None = None,
+    measured: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """The stream of one device, from a dict of `torch.cuda.memory._snapshot()`.
 
-    cap: bytes that `torch.cuda.set_per_process_memory_fraction` allowed, if it was called; the dict does not have them.
-    measured: peaks that `torch.cuda.memory_stats` gave. ValueError if the history is not whole, or disagrees with them.
+    cap: bytes that `torch.cuda.set_per_process_memory_fraction` allowed, if it was called; the dict
+    does not have them. measured: peaks that `torch.cuda.memory_stats` gave. ValueError if the
+    history is not whole, or disagrees with them.
     """
     entries = [entry for entry in snapshot["device_traces"][device] if entry["action"] in _ACTIONS]
     lowest = min((entry["addr"] for entry in entries if "addr" in entry), default=0)
@@ -83,7 +93,9 @@ def events_from_snapshot(
             live.add(address)
         elif action == "free_requested":
             if address not in live:
-                raise ValueError(f"the history does not begin before the allocation at {entry['addr']:#x}")
+                raise ValueError(
+                    f"the history does not begin before the allocation at {entry['addr']:#x}"
+                )
             live.remove(address)
         if action == "free_completed" and events and events[-1][:2] == ["free_requested", address]:
             events[-1][0] = "free"
@@ -95,10 +107,16 @@ def events_from_snapshot(
         peak = max(peak, reserved)
     figures = {"reserved": peak, **(measured or {})}
     if figures["reserved"] != peak:
-        raise ValueError(f"the history reserves {peak} bytes at most, {figures['reserved']} were measured")
-    held = sum(segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device)
+        raise ValueError(
+            f"the history reserves {peak} bytes at most, {figures['reserved']} were measured"
+        )
+    held = sum(
+        segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
+    )
     if held != reserved:
-        raise ValueError(f"the history ends with {reserved} bytes reserved, the segments hold {held}")
+        raise ValueError(
+            f"the history ends with {reserved} bytes reserved, the segments hold {held}"
+        )
     return {"settings": asdict(_settings(snapshot, cap)), "measured": figures, "events": events}
 
 
@@ -112,9 +130,13 @@ def _settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettings:
         "garbage_collection_threshold": bool(found.get("garbage_collection_threshold", 0)),
     }
     if any(others.values()):
-        raise ValueError(f"not modeled: {', '.join(name for name, is_set in others.items() if is_set)}")
+        raise ValueError(
+            f"not modeled: {', '.join(name for name, is_set in others.items() if is_set)}"
+        )
     return AllocatorSettings(
-        expandable=bool(found.get("expandable_segments", False)), cap=cap, by_fraction=cap is not None
+        expandable=bool(found.get("expandable_segments", False)),
+        cap=cap,
+        by_fraction=cap is not None,
     )
 
 
@@ -128,21 +150,30 @@ def read_fixture(path: Path) -> dict[str, Any]:
     """The stream that `write_fixture` stored."""
     stream: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     modeled = {field.name for field in fields(AllocatorSettings)}
-    stream["settings"] = {name: value for name, value in stream["settings"].items() if name in modeled}
+    stream["settings"] = {
+        name: value for name, value in stream["settings"].items() if name in modeled
+    }
     return stream
 
 
 def replay_events(stream: dict[str, Any]) -> EventReplay:
-    """The model does what the stream's program asked for; the stream's own segments only say where each one lies.
+    """The model does what the stream's program asked for; the stream's own segments only say where
+    each one lies.
 
-    A stream does not tell `empty_cache` calls: memory given back while the next allocation would have fitted under the
-    cap is taken for one. When freed blocks of several streams are complete is the device's doing, and read from it;
-    under a cap with an `empty_cache` a stream does not tell that exactly.
-    OutOfMemory if the model has no room where the device had.
+    A stream does not tell `empty_cache` calls: memory given back while the next allocation would
+    have fitted under the cap is taken for one. When freed blocks of several streams are complete is
+    the device's doing, and read from it; under a cap with an `empty_cache` a stream does not tell
+    that exactly. OutOfMemory if the model has no room where the device had.
     """
     events: list[Event] = stream["events"]
     recorded = [(action, size, number) for action, _, size, number in events if action in _COMPARED]
-    places = iter([(address, size, number) for action, address, size, number in events if action == "segment_alloc"])
+    places = iter(
+        [
+            (address, size, number)
+            for action, address, size, number in events
+            if action == "segment_alloc"
+        ]
+    )
 
     def place(size: int, number: int) -> int | None:
         address, *found = next(places, (None, 0, 0))
@@ -162,9 +193,12 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
             except OutOfMemory:
                 pass
         elif action in ("free", "free_requested"):
-            # Completed only as the next allocation waits for all streams, a free looks as if it had been at once.
+            # Completed only as the next allocation waits for all streams, a free looks as if it had
+            # been at once.
             if action == "free_requested" or _fills_up(allocator, events, index + 1):
-                unfinished[address] = -1 - index  # a stream of its own, so that it alone can be finished
+                unfinished[address] = (
+                    -1 - index
+                )  # a stream of its own, so that it alone can be finished
                 allocator.record_stream(live[address], unfinished[address])
             allocator.free(live.pop(address))
         elif action in ("free_completed", *_GIVEN_BACK) and index >= handled:
@@ -175,7 +209,9 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
             else:
                 allocator.empty_cache()
                 handled = _end_of_run(events, index)
-    segments = [(action, size, number) for action, _, size, number in allocator.log if action in _COMPARED]
+    segments = [
+        (action, size, number) for action, _, size, number in allocator.log if action in _COMPARED
+    ]
     return EventReplay(
         allocator.peak_reserved,
         allocator.peak_allocated,
@@ -194,7 +230,9 @@ def _end_of_run(events: list[Event], index: int) -> int:
 
 
 def _fills_up(allocator: CachingAllocator, events: list[Event], index: int) -> bool:
-    """Here begins what the allocator did for an allocation that comes next and found no room under the cap."""
+    """Here begins what the allocator did for an allocation that comes next and found no room under
+    the cap.
+    """
     cap = allocator.settings.cap
     if cap is None:
         return False
@@ -212,11 +250,13 @@ def _gives_back(events: list[Event]) -> bool:
 
 
 def smallest_cap(trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING) -> int:
-    """The least device memory, in bytes, that the segments can be held to and the run still goes through, with retries.
+    """The least device memory, in bytes, that the segments can be held to and the run still goes
+    through, with retries.
 
-    Found by halving between the most that is asked for at a time, below which nothing goes through, and what is
-    reserved without a cap, which always does; a multiple of `step`, or the latter. With a little more memory the run
-    can, rarely, fail again, because blocks then come to lie differently.
+    Found by halving between the most that is asked for at a time, below which nothing goes through,
+    and what is reserved without a cap, which always does; a multiple of `step`, or the latter. With
+    a little more memory the run can, rarely, fail again, because blocks then come to lie
+    differently.
     """
     free_run = replay(trace, AllocatorSettings(expandable=expandable))
     enough = free_run.reserved

@@ -1,8 +1,10 @@
-"""What a plan says of runs with `compile=true`, next to what torch's profiler counts in real ones on a CPU.
+"""What a plan says of runs with `compile=true`, next to what torch's profiler counts in real ones
+on a CPU.
 
     python -m benchmarks.compiled_plans --output docs/measurements/compiled_plans.md
 
-The runs are those of tests/plan/test_compiled_runs.py: a model of two layers, every recipe, on one rank and on two.
+The runs are those of tests/plan/test_compiled_runs.py: a model of two layers, every recipe, on one
+rank and on two.
 """
 
 import argparse
@@ -36,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     """Writes the page, or prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="RUN")
+    parser.add_argument(
+        "--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="RUN"
+    )
     arguments = parser.parse_args(argv)
     rows, errors = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
             errors.append(planned / measured - 1)
             ranks, _, *overrides = CASES[name]
             settings = f"`{' '.join(overrides)}`" if overrides else ""
-            rows.append(f"| {name} | {ranks} | {settings} | {planned:,} | {measured:,} | {errors[-1]:+.2%} |")
+            rows.append(
+                f"| {name} | {ranks} | {settings} | {planned:,} | {measured:,} |"
+                f" {errors[-1]:+.2%} |"
+            )
             print(rows[-1], flush=True)
     worst = max(errors, key=abs)
     mean = sum(map(abs, errors)) / len(errors)

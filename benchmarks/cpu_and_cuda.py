@@ -1,11 +1,12 @@
-"""The same small runs on the CPU and on CUDA: levers, families, mixtures, adapters and methods, loss by loss.
+"""The same small runs on the CPU and on CUDA: levers, families, mixtures, adapters and methods,
+loss by loss.
 
     python -m benchmarks.cpu_and_cuda                   on a GPU; ten minutes at most, in three processes
     python -m benchmarks.cpu_and_cuda --second cpu      a dry run: the CPU twice
     python -m benchmarks.cpu_and_cuda --only "family"   the cases whose name has these words
 
-Each case trains a tiny model for three steps, in a process of its own. The levers are those of `tests/recipes`. Cases
-come in an order drawn once, so that what a cut run has reached is a sample.
+Each case trains a tiny model for three steps, in a process of its own. The levers are those of
+`tests/recipes`. Cases come in an order drawn once, so that what a cut run has reached is a sample.
 """
 
 import argparse
@@ -31,7 +32,17 @@ from recipe_lib.config.registry import register
 from tests.recipes import distill_models, labeled_runs, test_adapter_levers
 from tests.recipes.levers import HALVING, LEVERS, LOSS, TOGETHER, on_one_rank
 from tests.recipes.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, arguments, latest, metrics, run_here
+from tests.recipes.runs import (
+    DISTILL,
+    DPO,
+    FULL,
+    LORA,
+    REWARD,
+    arguments,
+    latest,
+    metrics,
+    run_here,
+)
 from tests.recipes.test_levers import smoothed
 
 MINUTES = 9.0
@@ -70,9 +81,10 @@ STREAMED = ("memory.stream_layers=true", "memory.optimizer_in_backward=true", "c
 
 @dataclass(frozen=True)
 class RunPair:
-    """A run that both devices make. words: its overrides, with `{folder}` for the case's files. tolerance: of the
-    losses, relative. model: a file of the folder. basis: overrides of the CPU's run alone, which cannot have the same.
-    data: for labeled rows, their file."""
+    """A run that both devices make. words: its overrides, with `{folder}` for the case's files.
+    tolerance: of the losses, relative. model: a file of the folder. basis: overrides of the CPU's
+    run alone, which cannot have the same. data: for labeled rows, their file.
+    """
 
     name: str
     recipe: str
@@ -85,7 +97,15 @@ class RunPair:
 
 def cases() -> list[RunPair]:
     """Return all of them, in the order in which they are run."""
-    found = [*_levers(), *_families(), *_mixtures(), *_adapters(), *_low_precision(), *_labeled(), *_distilled()]
+    found = [
+        *_levers(),
+        *_families(),
+        *_mixtures(),
+        *_adapters(),
+        *_low_precision(),
+        *_labeled(),
+        *_distilled(),
+    ]
     random.Random(1).shuffle(found)
     return found
 
@@ -96,9 +116,13 @@ def _on_any_device(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def _levers() -> list[RunPair]:
     """Each lever that one process can have, and the tests' runs of many together."""
-    singles = [setting for setting in LEVERS if setting.ranks == 2 and not HALVING & set(setting.overrides)]
+    singles = [
+        setting for setting in LEVERS if setting.ranks == 2 and not HALVING & set(setting.overrides)
+    ]
     pairs = [
-        RunPair(f"full {setting}", FULL, _on_any_device(setting.overrides), max(2e-4, setting.tolerance))
+        RunPair(
+            f"full {setting}", FULL, _on_any_device(setting.overrides), max(2e-4, setting.tolerance)
+        )
         for setting in singles
     ]
     for number, row in enumerate(TOGETHER):
@@ -116,12 +140,18 @@ def _families() -> list[RunPair]:
             words = (f"dtype={dtype}",)
             pairs.append(RunPair(f"family {model} {dtype}", FULL, words, tolerance, model))
             packed = (*words, *PACKED, "memory.activation_checkpointing=full")
-            pairs.append(RunPair(f"family {model} {dtype} packed checkpointed", FULL, packed, tolerance, model))
+            pairs.append(
+                RunPair(
+                    f"family {model} {dtype} packed checkpointed", FULL, packed, tolerance, model
+                )
+            )
         for name, words in {
             "compiled": ("compile=true",),
             "transformers": ("model.implementation=transformers",),
         }.items():
-            pairs.append(RunPair(f"family {model} {name} bf16", FULL, ("dtype=bf16", *words), 2e-2, model))
+            pairs.append(
+                RunPair(f"family {model} {name} bf16", FULL, ("dtype=bf16", *words), 2e-2, model)
+            )
         nf4 = (*ADAPTERS, "dtype=bf16", "lora.quantize_base=nf4")
         pairs.append(RunPair(f"family {model} nf4 bf16", LORA, nf4, 2e-2, model))
     return pairs
@@ -131,15 +161,29 @@ def _mixtures() -> list[RunPair]:
     pairs = []
     for model in MIXTURES:
         for dtype, tolerance in (("fp32", 2e-4), ("bf16", 3e-2)):
-            pairs.append(RunPair(f"moe {model} full {dtype}", FULL, (f"dtype={dtype}",), tolerance, model))
+            pairs.append(
+                RunPair(f"moe {model} full {dtype}", FULL, (f"dtype={dtype}",), tolerance, model)
+            )
         targets = "lora.target_modules=[q, v, router, experts]"
         for base in ("none", "nf4", "int8"):
             words = (*ADAPTERS, targets, "dtype=bf16", f"lora.quantize_base={base}")
             pairs.append(RunPair(f"moe {model} lora {base} bf16", LORA, words, 3e-2, model))
             if base != "none":
                 offloaded = (*words, OFFLOADED_EXPERTS)
-                pairs.append(RunPair(f"moe {model} lora {base} bf16 {OFFLOADED_EXPERTS}", LORA, offloaded, 3e-2, model))
-        pairs.append(RunPair(f"moe {model} full compiled bf16", FULL, ("dtype=bf16", "compile=true"), 3e-2, model))
+                pairs.append(
+                    RunPair(
+                        f"moe {model} lora {base} bf16 {OFFLOADED_EXPERTS}",
+                        LORA,
+                        offloaded,
+                        3e-2,
+                        model,
+                    )
+                )
+        pairs.append(
+            RunPair(
+                f"moe {model} full compiled bf16", FULL, ("dtype=bf16", "compile=true"), 3e-2, model
+            )
+        )
     return pairs
 
 
@@ -162,17 +206,28 @@ def _adapters() -> list[RunPair]:
 
 
 def _low_precision() -> list[RunPair]:
-    """Matmuls and codes of 8 and 4 bits, and what exists on a GPU alone, which the CPU's run has no like of."""
+    """Matmuls and codes of 8 and 4 bits, and what exists on a GPU alone, which the CPU's run has no
+    like of.
+    """
     bf16 = ("dtype=bf16",)
     pairs = [
         RunPair("streamed full fp32", FULL, STREAMED, 2e-4),
-        RunPair("streamed full bf16, states of 8 bits", FULL, (*STREAMED, *bf16, "optimizer.state_bits=8"), 2e-2),
-        RunPair("matmul fp8", FULL, (*bf16, "matmul_dtype=fp8"), 5e-2, basis=("matmul_dtype=null",)),
+        RunPair(
+            "streamed full bf16, states of 8 bits",
+            FULL,
+            (*STREAMED, *bf16, "optimizer.state_bits=8"),
+            2e-2,
+        ),
+        RunPair(
+            "matmul fp8", FULL, (*bf16, "matmul_dtype=fp8"), 5e-2, basis=("matmul_dtype=null",)
+        ),
         RunPair("matmul int8", FULL, (*bf16, "matmul_dtype=int8"), 5e-2),
     ]
     for bits in ("int4", "int8", "fp8"):
         words = (*bf16, f"qat={bits}", *(["qat_group_size=32"] if bits == "int4" else []))
-        pairs.append(RunPair(f"qat {bits}", FULL, words, 5e-2, basis=("qat=null",) if bits == "fp8" else ()))
+        pairs.append(
+            RunPair(f"qat {bits}", FULL, words, 5e-2, basis=("qat=null",) if bits == "fp8" else ())
+        )
     return pairs
 
 
@@ -188,7 +243,9 @@ def _labeled() -> list[RunPair]:
                                             "reward.num_labels=3")),
     }  # fmt: skip
     return [
-        RunPair(f"{name} {dtype}", recipe, (*words, f"dtype={dtype}"), tolerance, data=f"{data}.jsonl")
+        RunPair(
+            f"{name} {dtype}", recipe, (*words, f"dtype={dtype}"), tolerance, data=f"{data}.jsonl"
+        )
         for name, (recipe, data, words) in kinds.items()
         for dtype, tolerance in (("fp32", 1e-3), ("bf16", 5e-2))
     ]
@@ -202,7 +259,8 @@ def _distilled() -> list[RunPair]:
         ("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
     )
     return [
-        RunPair(f"distill {' '.join(words) or 'plain'}", DISTILL, ("dtype=fp32", *words), 2e-3) for words in teachers
+        RunPair(f"distill {' '.join(words) or 'plain'}", DISTILL, ("dtype=fp32", *words), 2e-3)
+        for words in teachers
     ]
 
 
@@ -215,7 +273,11 @@ def command_of(pair: RunPair, folder: Path) -> list[str]:
     words = [word.format(folder=folder) for word in pair.words]
     if pair.recipe == DISTILL:
         return distill_models.arguments(folder, output, *words)
-    common = [f"model.preset={folder}/{pair.model}.json", f"max_steps={STEPS}", "overwrite_output_dir=true"]
+    common = [
+        f"model.preset={folder}/{pair.model}.json",
+        f"max_steps={STEPS}",
+        "overwrite_output_dir=true",
+    ]
     if pair.data:
         labeled = labeled_runs.arguments(folder / pair.data, output, pair.recipe, "batch_size=4")
         return latest(*labeled, *common, *words)
@@ -240,20 +302,32 @@ def write_files(pair: RunPair, folder: Path) -> None:
 
 
 def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
-    """Return what each device recorded: its exit code, then losses and gradient norms, or what it said last."""
+    """Return what each device recorded: its exit code, then losses and gradient norms, or what it
+    said last.
+    """
     register("loss", LOSS)(smoothed)
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)  # of this process, which is the case's alone
     os.dup2(silent, 2)
-    result: dict[str, Any] = {"name": pair.name, "words": list(pair.words), "tolerance": pair.tolerance}
+    result: dict[str, Any] = {
+        "name": pair.name,
+        "words": list(pair.words),
+        "tolerance": pair.tolerance,
+    }
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as temporary:
         folder = Path(temporary)
         write_files(pair, folder)
         for number, device in enumerate(("cpu", second)):
             torch._dynamo.reset()
-            words = latest(*command_of(pair, folder), f"device={'auto' if device == 'cuda' else device}")
+            words = latest(
+                *command_of(pair, folder), f"device={'auto' if device == 'cuda' else device}"
+            )
             run = run_here(latest(*words, *(pair.basis if number == 0 else ())), recipe=pair.recipe)
-            lines = [line for line in metrics(folder / "out") if "loss" in line] if run.code == 0 else []
+            lines = (
+                [line for line in metrics(folder / "out") if "loss" in line]
+                if run.code == 0
+                else []
+            )
             result["cpu" if number == 0 else "second"] = {
                 "device": device,
                 "code": run.code,
@@ -266,41 +340,74 @@ def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
 
 def difference(row: Mapping[str, Any]) -> float | None:
     """Return the largest relative difference of the losses; None where a run has none."""
-    pairs = list(zip(row["cpu"]["losses"], row["second"]["losses"], strict=False)) if "cpu" in row else []
+    pairs = (
+        list(zip(row["cpu"]["losses"], row["second"]["losses"], strict=False))
+        if "cpu" in row
+        else []
+    )
     return max(abs(ours - other) / max(abs(ours), 1e-9) for ours, other in pairs) if pairs else None
 
 
 def main(argv: list[str]) -> int:
     """Run the cases and write the report; 1 if two runs differ by more than their tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--second", choices=("cpu", "cuda"), help="the device beside the CPU; default: a GPU's")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--second", choices=("cpu", "cuda"), help="the device beside the CPU; default: a GPU's"
+    )
     parser.add_argument("--only", default="", help="words of the names of the cases to run")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="how many run cases side by side")
-    parser.add_argument("--part", type=int, help="of these, the one that this process is; it writes no page")
     parser.add_argument(
-        "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
+        "--processes", type=int, default=PROCESSES, help="how many run cases side by side"
+    )
+    parser.add_argument(
+        "--part", type=int, help="of these, the one that this process is; it writes no page"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=REPOSITORY / "docs" / "measurements",
+        help="folder of the report",
     )
     options = parser.parse_args(argv)
     second = options.second or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.part is not None:
         _run_part(options, second)
         return 0
-    device = run_apart(describe_device, CASE_SECONDS) if second == "cuda" else {"type": "cpu", "name": "cpu"}
+    device = (
+        run_apart(describe_device, CASE_SECONDS)
+        if second == "cuda"
+        else {"type": "cpu", "name": "cpu"}
+    )
     report = begun_report("cpu_and_cuda", argv, device, hardware_of(device))
     report["command"] = " ".join(["python -m benchmarks.cpu_and_cuda", *argv])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as folder:
-        words = [sys.executable, "-m", "benchmarks.cpu_and_cuda", *argv, "--second", second, "--output", folder]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.cpu_and_cuda",
+            *argv,
+            "--second",
+            second,
+            "--output",
+            folder,
+        ]
         parts = [
-            subprocess.Popen([*words, "--part", str(number)], cwd=REPOSITORY) for number in range(options.processes)
+            subprocess.Popen([*words, "--part", str(number)], cwd=REPOSITORY)
+            for number in range(options.processes)
         ]
         for part in parts:
             part.wait()
         for number in range(options.processes):
-            report["rows"] += json.loads((Path(folder) / f"{number}.json").read_text(encoding="utf-8"))
+            report["rows"] += json.loads(
+                (Path(folder) / f"{number}.json").read_text(encoding="utf-8")
+            )
     report["seconds"] = round(time.monotonic() - started)
-    paths = write_pair(options.output / f"cpu-and-cuda-{device_word(device)}", report, to_markdown(report))
+    paths = write_pair(
+        options.output / f"cpu-and-cuda-{device_word(device)}", report, to_markdown(report)
+    )
     print(summary(report), *paths, sep="\n")
     return 1 if any(verdict_of(row) == DIFFERS for row in report["rows"]) else 0
 
@@ -310,20 +417,30 @@ def _run_part(options: argparse.Namespace, second: str) -> None:
     torch.set_num_threads(2)
     started = time.monotonic()
     rows = []
-    for pair in [pair for pair in cases() if options.only in pair.name][options.part :: options.processes]:
+    for pair in [pair for pair in cases() if options.only in pair.name][
+        options.part :: options.processes
+    ]:
         left = options.minutes * 60 - (time.monotonic() - started)
         if left <= 0:
             rows.append({"name": pair.name, "skipped": "no time left"})
             continue
         found = run_apart(functools.partial(run_pair, pair, second), min(CASE_SECONDS, left))
         rows.append(found if "name" in found else {"name": pair.name, **found})
-        print(f"{time.monotonic() - started:5.0f} s  {pair.name}: {verdict_of(rows[-1])}", flush=True)
+        print(
+            f"{time.monotonic() - started:5.0f} s  {pair.name}: {verdict_of(rows[-1])}", flush=True
+        )
     (options.output / f"{options.part}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
 # The page
 
-EQUAL, DIFFERS, REFUSED, ONE_SIDE, NOT_RUN = "equal", "differs", "refused by both", "refused by one", "not run"
+EQUAL, DIFFERS, REFUSED, ONE_SIDE, NOT_RUN = (
+    "equal",
+    "differs",
+    "refused by both",
+    "refused by one",
+    "not run",
+)
 
 
 def verdict_of(row: Mapping[str, Any]) -> str:
@@ -340,19 +457,32 @@ def summary(report: Mapping[str, Any]) -> str:
     """Return how many rows came out how, in a line."""
     verdicts = [verdict_of(row) for row in report["rows"]]
     compared = [row for row in report["rows"] if difference(row) is not None]
-    fp32 = [difference(row) or 0.0 for row in compared if row["tolerance"] <= 1e-3 and verdict_of(row) == EQUAL]
+    fp32 = [
+        difference(row) or 0.0
+        for row in compared
+        if row["tolerance"] <= 1e-3 and verdict_of(row) == EQUAL
+    ]
     line = f"{verdicts.count(EQUAL)} of {len(compared)} equal within their tolerances"
     line += f" (those of at most 1e-3 to {max(fp32):.1e})" if fp32 else ""
-    apart = [f"{row['name']} by {difference(row):.1e}" for row in compared if verdict_of(row) == DIFFERS]
+    apart = [
+        f"{row['name']} by {difference(row):.1e}" for row in compared if verdict_of(row) == DIFFERS
+    ]
     line += f"; differs: {', '.join(apart)}" if apart else ""
-    told = [f"{verdicts.count(word)} {word}" for word in (REFUSED, ONE_SIDE, NOT_RUN) if verdicts.count(word)]
+    told = [
+        f"{verdicts.count(word)} {word}"
+        for word in (REFUSED, ONE_SIDE, NOT_RUN)
+        if verdicts.count(word)
+    ]
     return "; ".join([line, *told])
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """Return the page."""
     gpu = report["device"].get("type") == "cuda"
-    lines = [f"# The same runs on the CPU and on {'CUDA' if gpu else 'the CPU again: a dry run'}", ""]
+    lines = [
+        f"# The same runs on the CPU and on {'CUDA' if gpu else 'the CPU again: a dry run'}",
+        "",
+    ]
     lines += [*head(dict(report)), "", HOW, "", f"- {summary(report)}", ""]
     lines += ["| run | losses on the CPU | differ by | tolerance | |", "|---|---|---:|---:|---|"]
     for row in sorted(report["rows"], key=lambda row: (verdict_of(row) != DIFFERS, row["name"])):
@@ -360,7 +490,9 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         if apart is None:
             continue
         losses = ", ".join(f"{loss:.5f}" for loss in row["cpu"]["losses"])
-        lines.append(f"| {_shown(row)} | {losses} | {apart:.1e} | {row['tolerance']:g} | {verdict_of(row)} |")
+        lines.append(
+            f"| {_shown(row)} | {losses} | {apart:.1e} | {row['tolerance']:g} | {verdict_of(row)} |"
+        )
     rest = [row for row in report["rows"] if difference(row) is None]
     if rest:
         lines += ["", "## Not compared", "", "| run | | CPU | second |", "|---|---|---|---|"]

@@ -1,17 +1,20 @@
-"""Tokenizing, masking and packing 100,000 conversations: ours beside TRL's, on the same rows and tokenizer.
+"""Tokenizing, masking and packing 100,000 conversations: ours beside TRL's, on the same rows and
+tokenizer.
 
     python -m benchmarks.data_path --trl /path/to/venv/bin/python --output docs/measurements/data_path.md
 
-Rows are GSM8K's, again and again, each with its number so that no two are alike; the tokenizer is Qwen 2.5's with its
-chat template. Both are read from REALDATA_DIR. Each side runs in a process of its own, with two worker processes and an
-empty cache, then once more with what the first left. TRL's trainer prepares its rows when it is made (packing
-`bfd`, loss on the completion). Run it on a machine that does nothing else.
+Rows are GSM8K's, again and again, each with its number so that no two are alike; the tokenizer is
+Qwen 2.5's with its chat template. Both are read from REALDATA_DIR. Each side runs in a process of
+its own, with two worker processes and an empty cache, then once more with what the first left.
+TRL's trainer prepares its rows when it is made (packing `bfd`, loss on the completion). Run it on a
+machine that does nothing else.
 
     git worktree add ../before COMMIT
     python -m benchmarks.data_path --against ../before --output docs/measurements/data_path_before.md
 
-compares with an earlier commit of this project instead: the same processes and `tune data check`, of both checkouts in
-turn, on rows of `messages` alone and on rows with columns beside them that change nothing.
+compares with an earlier commit of this project instead: the same processes and `tune data check`,
+of both checkouts in turn, on rows of `messages` alone and on rows with columns beside them that
+change nothing.
 """
 
 import argparse
@@ -55,13 +58,18 @@ memory that of the largest. Each row of `with columns` has an `id`, a `source` a
 |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {lines}
 """
-AGAINST_COMMAND = "python -m benchmarks.data_path --against CHECKOUT --output docs/measurements/data_path_before.md"
+AGAINST_COMMAND = (
+    "python -m benchmarks.data_path --against CHECKOUT --output"
+    " docs/measurements/data_path_before.md"
+)
 COLUMNS = {"source": "gsm8k", "tags": ["arithmetic", "words"]}  # beside a row's number as its id
 
 
 def main() -> None:
     """Runs both sides and writes the page; with --side one of them, in this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl", type=Path, help="a Python that has trl")
     parser.add_argument("--against", type=Path, help="a checkout of an earlier commit")
     parser.add_argument("--output", type=Path)
@@ -78,7 +86,9 @@ def main() -> None:
     find_real_data("tokenizers/qwen2_5")
     realdata = find_real_data("datasets/gsm8k").parents[1]
     if arguments.against:
-        page = compare_with(arguments.against.resolve(), realdata, arguments.rows, arguments.repeats)
+        page = compare_with(
+            arguments.against.resolve(), realdata, arguments.rows, arguments.repeats
+        )
         print(page)
         if arguments.output:
             arguments.output.write_text(page)
@@ -87,11 +97,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(realdata, folder, arguments.rows)
-        found = {side: run_side(side, python, folder, arguments.repeats) for side, python in pythons.items()}
+        found = {
+            side: run_side(side, python, folder, arguments.repeats)
+            for side, python in pythons.items()
+        }
     names = {"ours": "tune-recipes", "trl": "TRL"}
     lines = [
-        f"| {names[side]} | {runs['cold']:.1f} | {runs['warm']:.1f} | {one['mib']:.0f} | {one['tokens']:,} | "
-        f"{one['trained']:,} | {one['packs']:,} | {one['tokens'] / one['packs'] / LENGTH:.2%} |"
+        f"| {names[side]} | {runs['cold']:.1f} | {runs['warm']:.1f} | {one['mib']:.0f} |"
+        f" {one['tokens']:,} | {one['trained']:,} | {one['packs']:,} |"
+        f" {one['tokens'] / one['packs'] / LENGTH:.2%} |"
         for side, (runs, one) in found.items()
     ]
     arguments.output.write_text(
@@ -102,14 +116,21 @@ def main() -> None:
             workers=WORKERS,
             repeats=arguments.repeats,
             lines="\n".join(lines),
-            inside=", ".join(f"{names[side]} {one['inside']:.1f} s" for side, (_, one) in found.items()),
-            versions=", ".join(f"{names[side]}: {one['versions']}" for side, (_, one) in found.items()),
+            inside=", ".join(
+                f"{names[side]} {one['inside']:.1f} s" for side, (_, one) in found.items()
+            ),
+            versions=", ".join(
+                f"{names[side]}: {one['versions']}" for side, (_, one) in found.items()
+            ),
         )
     )
 
 
-def write_rows(realdata: Path, folder: Path, rows: int, columns: dict[str, Any] | None = None) -> None:
-    """Write ours.jsonl with `messages`, trl.jsonl with `prompt` and `completion`, and the tokenizer's folder.
+def write_rows(
+    realdata: Path, folder: Path, rows: int, columns: dict[str, Any] | None = None
+) -> None:
+    """Write ours.jsonl with `messages`, trl.jsonl with `prompt` and `completion`, and the
+    tokenizer's folder.
 
     columns: what each row of ours.jsonl has besides, with its number as `id`.
     """
@@ -140,7 +161,10 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
             write_rows(realdata, folder, rows, columns)
             tokenize = ["-m", "benchmarks.data_path", "--side", "ours", "--folder", folder_name]
             check = ["-m", "recipe_lib", "data", "check", *check_words(folder)]
-            for work, words in (("tokenize, mask and pack", tokenize), ("`tune data check`", check)):
+            for work, words in (
+                ("tokenize, mask and pack", tokenize),
+                ("`tune data check`", check),
+            ):
                 runs: dict[str, list[tuple[float, ...]]] = {side: [] for side in checkouts}
                 for _ in range(repeats):
                     for side, checkout in checkouts.items():
@@ -148,12 +172,17 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
                         runs[side].append(measure_process(words, checkout, folder))
                 cells = []
                 for number, digits in enumerate((1, 1, 0)):  # seconds, CPU seconds, MiB
-                    pairs = [(old[number], new[number]) for old, new in zip(runs["before"], runs["now"], strict=True)]
+                    pairs = [
+                        (old[number], new[number])
+                        for old, new in zip(runs["before"], runs["now"], strict=True)
+                    ]
                     old, new = (statistics.median(values) for values in zip(*pairs, strict=True))
                     ratio = statistics.median(new / old for old, new in pairs)
                     cells += [f"{old:.{digits}f}", f"{new:.{digits}f}", f"{ratio:.3f}"]
                 lines.append(f"| {work}, {name} | {' | '.join(cells)} |")
-    commit = subprocess.run(["git", "-C", before, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "-C", before, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True
+    )
     return AGAINST.format(
         command=AGAINST_COMMAND,
         rows=rows,
@@ -165,12 +194,18 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
 
 
 def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[float, float, float]:
-    """Run Python with the words in a checkout; return seconds, CPU seconds and the MiB of its largest process."""
+    """Run Python with the words in a checkout; return seconds, CPU seconds and the MiB of its
+    largest process.
+    """
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     with open(folder / "said", "w+b") as said:
         began = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=checkout, env=environment, stdout=said, stderr=subprocess.STDOUT
+            [sys.executable, *words],
+            cwd=checkout,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
         )
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
@@ -180,7 +215,9 @@ def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[flo
     return seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
-def run_side(side: str, python: Path, folder: Path, repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
+def run_side(
+    side: str, python: Path, folder: Path, repeats: int
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Median seconds cold and warm, and what the last process said."""
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     said: dict[str, Any] = {}
@@ -189,7 +226,15 @@ def run_side(side: str, python: Path, folder: Path, repeats: int) -> tuple[dict[
         shutil.rmtree(folder / "cache", ignore_errors=True)
         for kind in seconds:
             environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-            command = [str(python), "-m", "benchmarks.data_path", "--side", side, "--folder", str(folder)]
+            command = [
+                str(python),
+                "-m",
+                "benchmarks.data_path",
+                "--side",
+                side,
+                "--folder",
+                str(folder),
+            ]
             began = time.perf_counter()
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
@@ -206,7 +251,10 @@ def run_side(side: str, python: Path, folder: Path, repeats: int) -> tuple[dict[
 def one_side(side: str, folder: Path) -> dict[str, Any]:
     """What it made, the seconds it took beside the imports, and the most memory."""
     found = (ours if side == "ours" else trl)(folder)
-    most = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    most = sum(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return found | {"mib": most / 1024}
 
 
@@ -265,7 +313,11 @@ def trl(folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     rows = datasets.load_dataset("json", data_files=str(folder / "trl.jsonl"), split="train")
     small = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=512
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=512,
     )
     settings = library.SFTConfig(
         output_dir=str(folder / "run"),
@@ -283,13 +335,18 @@ def trl(folder: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     lengths = [len(one) for one in packed["input_ids"]]
     masks = "completion_mask" if "completion_mask" in packed.column_names else "labels"
-    trained = sum(sum(value != -100 if masks == "labels" else value for value in one) for one in packed[masks])
+    trained = sum(
+        sum(value != -100 if masks == "labels" else value for value in one) for one in packed[masks]
+    )
     return {
         "inside": seconds,
         "tokens": sum(lengths),
         "trained": int(trained),
         "packs": len(lengths),
-        "versions": f"{library.__version__}, transformers {transformers.__version__}, datasets {datasets.__version__}",
+        "versions": (
+            f"{library.__version__}, transformers {transformers.__version__}, datasets"
+            f" {datasets.__version__}"
+        ),
     }
 
 

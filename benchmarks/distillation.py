@@ -1,13 +1,15 @@
-"""A small student of the demo's task, trained on labels alone and with a teacher: `python -m benchmarks.distillation`.
+"""A small student of the demo's task, trained on labels alone and with a teacher: `python -m
+benchmarks.distillation`.
 
     python -m benchmarks.distillation                                      writes the table of docs/distillation.md
     python -m benchmarks.distillation --wrong 0 0.3 --rows 2000 --epochs 4  something else; prints the table
 
-The teacher is the demo's model of 0.5 M parameters, trained as `make demo` does it. Students are `demo/0.1M`, from the
-same random start for each seed, on the same rows in the same order, with the same learning rate and steps; they differ
-in distill.weight alone, and with weight 0 the loss is the labels' cross-entropy. The rows are the demo's, with a share
-of the answers exchanged among each other, so that these are wrong. What is measured is the cross-entropy of the right
-answers to held-out questions.
+The teacher is the demo's model of 0.5 M parameters, trained as `make demo` does it. Students are
+`demo/0.1M`, from the same random start for each seed, on the same rows in the same order, with the
+same learning rate and steps; they differ in distill.weight alone, and with weight 0 the loss is the
+labels' cross-entropy. The rows are the demo's, with a share of the answers exchanged among each
+other, so that these are wrong. What is measured is the cross-entropy of the right answers to
+held-out questions.
 """
 
 import argparse
@@ -33,10 +35,14 @@ Found = dict[str, dict[str, list[float]]]
 
 def main() -> None:
     """Trains teacher and students, and writes or prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--kinds", nargs="*", default=[KINDS[0]], choices=KINDS)
-    parser.add_argument("--wrong", type=float, nargs="+", default=[0.3], help="shares of answers that are exchanged")
+    parser.add_argument(
+        "--wrong", type=float, nargs="+", default=[0.3], help="shares of answers that are exchanged"
+    )
     parser.add_argument("--rows", type=int, default=6000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("outputs/distillation"))
@@ -46,12 +52,19 @@ def main() -> None:
     found: Found = {}
     for share in arguments.wrong:
         data = f"{arguments.rows} rows, {share:.0%} wrong"
-        rows = write_rows(arguments.folder / f"{arguments.rows} {share:g}.jsonl", arguments.rows, share)
+        rows = write_rows(
+            arguments.folder / f"{arguments.rows} {share:g}.jsonl", arguments.rows, share
+        )
         for kind in (LABELS, *arguments.kinds):
             for seed in arguments.seeds:
                 words = [f"data.source={rows}", *student(kind, seed, arguments.epochs, teacher)]
-                output = arguments.folder / f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
-                loss = last_of(train("distill_distributed", "demo/distill", output, *words), "cross_entropy")
+                output = (
+                    arguments.folder
+                    / f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
+                )
+                loss = last_of(
+                    train("distill_distributed", "demo/distill", output, *words), "cross_entropy"
+                )
                 found.setdefault(kind, {}).setdefault(data, []).append(loss)
                 print(f"{data}, {kind}, seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
     text = table(last_of(teacher, "loss"), found, arguments)
@@ -76,7 +89,11 @@ def write_rows(path: Path, count: int, share: float) -> Path:
 
 def student(kind: str, seed: int, epochs: int, teacher: Path) -> list[str]:
     """Overrides of configs/demo/distill.yaml."""
-    loss = ["distill.weight=0"] if kind == LABELS else [f"distill.divergence={kind}", f"distill.weight={WEIGHT}"]
+    loss = (
+        ["distill.weight=0"]
+        if kind == LABELS
+        else [f"distill.divergence={kind}", f"distill.weight={WEIGHT}"]
+    )
     words = [f"epochs={epochs}", f"distill.temperature={TEMPERATURE}", "data.cache=false"]
     return [f"distill.teacher={teacher / 'model'}", f"seed={seed}", *words, *loss]
 
@@ -93,7 +110,10 @@ def train(recipe: str, config: str, output: Path, *words: str) -> Path:
 
 def last_of(run: Path, name: str) -> float:
     """The last validation's number of a run."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return float([line[f"validation_{name}"] for line in lines if f"validation_{name}" in line][-1])
 
 
@@ -102,16 +122,21 @@ def table(teacher: float, found: Found, arguments: argparse.Namespace) -> str:
     data = list(found[LABELS])
     steps = arguments.rows // 32 * arguments.epochs
     lines = [
-        f"Held-out cross-entropy of students `demo/0.1M`, {steps} steps, {len(arguments.seeds)} seeds: mean, lowest"
-        f" to highest. With a teacher: temperature {TEMPERATURE:g}, weight {WEIGHT:g}. The teacher, `demo/0.5M`, has "
-        f"{teacher:.3f}. torch {torch.__version__}, fp32 on a CPU.",
+        (
+            f"Held-out cross-entropy of students `demo/0.1M`, {steps} steps, {len(arguments.seeds)}"
+            f" seeds: mean, lowest to highest. With a teacher: temperature {TEMPERATURE:g}, weight"
+            f" {WEIGHT:g}. The teacher, `demo/0.5M`, has {teacher:.3f}. torch {torch.__version__},"
+            " fp32 on a CPU."
+        ),
         "",
         f"| trained with | {' | '.join(data)} |",
         f"|---|{'---|' * len(data)}",
     ]
     for kind, by_data in found.items():
         cells = [spread(by_data[each]) for each in data]
-        lines.append(f"| {kind if kind == LABELS else f'labels and `{kind}`'} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {kind if kind == LABELS else f'labels and `{kind}`'} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

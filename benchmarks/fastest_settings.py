@@ -1,10 +1,12 @@
-"""The fastest settings that fit the cards that a shipped config is meant for, which its header says.
+"""The fastest settings that fit the cards that a shipped config is meant for, which its header
+says.
 
     python -m benchmarks.fastest_settings                      all configs, a minute or two of CPU time for each
     python -m benchmarks.fastest_settings llama3/8B_lora ...   some
 
-Found by the search of `tune plan --search`, and kept in benchmarks/fastest_settings.json; how the base weights of
-adapters are rounded is left as it is. `benchmarks/planned_peaks.py` writes the headers, of which this calls that part.
+Found by the search of `tune plan --search`, and kept in benchmarks/fastest_settings.json; how the
+base weights of adapters are rounded is left as it is. `benchmarks/planned_peaks.py` writes the
+headers, of which this calls that part.
 """
 
 import argparse
@@ -15,7 +17,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.planned_peaks import FASTEST, meant_for, names, read_fastest, read_plans, write_header
+from benchmarks.planned_peaks import (
+    FASTEST,
+    meant_for,
+    names,
+    read_fastest,
+    read_plans,
+    write_header,
+)
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
@@ -31,8 +40,9 @@ METHOD = "lora.quantize_base"  # which way to train a config is, not a setting
 
 @dataclass
 class Fastest:
-    """cards: how many of how many GB. settings: overrides of the config, as typed. Both speeds: tokens a second of all
-    cards; shipped: of the config as it is."""
+    """cards: how many of how many GB. settings: overrides of the config, as typed. Both speeds:
+    tokens a second of all cards; shipped: of the config as it is.
+    """
 
     cards: str
     settings: str
@@ -42,7 +52,9 @@ class Fastest:
 
 def main() -> None:
     """Searches for the configs that are named, or all, on all cores, and writes their headers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="CONFIG")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
@@ -54,7 +66,9 @@ def main() -> None:
         for future in as_completed(begun):
             name = begun[future]
             found[name] = asdict(future.result())
-            FASTEST.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+            FASTEST.write_text(
+                json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8"
+            )
             write_header(name, plans[name])
             print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
 
@@ -70,13 +84,17 @@ def fastest_of(name: str, size: int, ranks: int) -> Fastest:
 
 
 def searched(name: str, cards: str, words: tuple[str, ...] = ()) -> Search:
-    """The fastest settings of a config with these overrides, which stay, on cards such as `4x24GB`; in this process."""
+    """The fastest settings of a config with these overrides, which stay, on cards such as `4x24GB`;
+    in this process.
+    """
     cfg, settings = prepared(name, cards, words)
     fixed = {word.partition("=")[0] for word in words} | {METHOD}
     return search(recipe_class(recipe_for(name)), cfg, settings, want=1, fixed=fixed, processes=1)
 
 
-def prepared(name: str, cards: str, words: tuple[str, ...] | list[str] = ()) -> tuple[Any, PlanSettings]:
+def prepared(
+    name: str, cards: str, words: tuple[str, ...] | list[str] = ()
+) -> tuple[Any, PlanSettings]:
     """What a plan takes: the config and where it runs, with sequences as long as it allows."""
     cfg, _ = plannable(load_config(name, words, recipe_for(name).schema()))
     ranks, hardware = parse_fit(cards)

@@ -1,11 +1,12 @@
-"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, dense models and mixtures of experts, as docs/fit.md.
+"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, dense models and mixtures of experts, as
+docs/fit.md.
 
     python -m benchmarks.fit --output docs/fit.md [--only 8B]
 
-For a model, a way to train it and a number of cards, the search of `tune plan --search` looks for the fastest settings
-that fit. The last part of the page is of `benchmarks/longest.py`.
-Needs no GPU, no weights and no data. With --only the other lines are
-kept, so that `--only none` writes the page from the kept lines.
+For a model, a way to train it and a number of cards, the search of `tune plan --search` looks for
+the fastest settings that fit. The last part of the page is of `benchmarks/longest.py`. Needs no
+GPU, no weights and no data. With --only the other lines are kept, so that `--only none` writes the
+page from the kept lines.
 """
 
 import argparse
@@ -38,7 +39,8 @@ MODELS = {
 }
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
-# Another way to train, for cards on which nothing fits but parameters in host memory: no clipping, a sequence a step.
+# Another way to train, for cards on which nothing fits but parameters in host memory: no clipping,
+# a sequence a step.
 IN_BACKWARD = (
     "memory.optimizer_in_backward=true", "clip_grad_norm=null", "batch_size=1", "gradient_accumulation_steps=1"
 )  # fmt: skip
@@ -47,8 +49,9 @@ OFFLOADED = "memory.cpu_offload"
 
 @dataclass
 class Line:
-    """A line of the page. host: bytes of one rank. tried: settings that were estimated; skipped: settings, each for
-    more of its kind, that were ruled out without a simulation."""
+    """A line of the page. host: bytes of one rank. tried: settings that were estimated; skipped:
+    settings, each for more of its kind, that were ruled out without a simulation.
+    """
 
     model: str
     method: str
@@ -65,13 +68,26 @@ class Line:
 
 def main() -> None:
     """Plans and writes the page, line by line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="the page; its lines are kept beside it, as .json")
-    parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="the page; its lines are kept beside it, as .json",
+    )
+    parser.add_argument(
+        "--only", default="", help="lines whose config has this in it, such as 8B_full"
+    )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     kept = arguments.output.with_suffix(".json")
-    lines = {tuple(key): Line(**fields) for key, fields in json.loads(kept.read_text())} if kept.exists() else {}
+    lines = (
+        {tuple(key): Line(**fields) for key, fields in json.loads(kept.read_text())}
+        if kept.exists()
+        else {}
+    )
     cells = [(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS]
     wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
     spawn = multiprocessing.get_context("spawn")
@@ -79,7 +95,9 @@ def main() -> None:
         for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
             line = future.result()
             lines[line.model, line.method, line.cards] = line
-            text = json.dumps([[cell, asdict(lines[cell])] for cell in cells if cell in lines], indent=1)
+            text = json.dumps(
+                [[cell, asdict(lines[cell])] for cell in cells if cell in lines], indent=1
+            )
             kept.write_text(text + "\n")
             print(line, file=sys.stderr, flush=True)
     far = longest.read(arguments.output.with_name("longest.json"))
@@ -92,11 +110,17 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     line = Line(model, method, cards, None)
     config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
     found = [searched(config, on)]
-    if method == "full" and not any(result.found and OFFLOADED not in result.found[0].changes for result in found):
+    if method == "full" and not any(
+        result.found and OFFLOADED not in result.found[0].changes for result in found
+    ):
         found.append(searched(config, on, IN_BACKWARD))
-    line.tried, line.skipped = (sum(getattr(result, name) for result in found) for name in ("tried", "skipped"))
+    line.tried, line.skipped = (
+        sum(getattr(result, name) for result in found) for name in ("tried", "skipped")
+    )
     fitting = [
-        (result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result.found
+        (result.found[0], begun)
+        for result, begun in zip(found, ((), IN_BACKWARD), strict=False)
+        if result.found
     ]
     if not fitting:
         return line
@@ -116,11 +140,21 @@ def page(lines: list[Line], far: list[longest.Longest]) -> str:
         for method, title in METHODS.items():
             found = [line for line in lines if (line.model, line.method) == (model, method)]
             if found:
-                cfg = load_config(f"{config}_{method}", (), recipe_for(f"{config}_{method}").schema())
-                rows = f"{cfg.batch_size * cfg.gradient_accumulation_steps} sequences of {cfg.max_seq_len} tokens"
+                cfg = load_config(
+                    f"{config}_{method}", (), recipe_for(f"{config}_{method}").schema()
+                )
+                rows = (
+                    f"{cfg.batch_size * cfg.gradient_accumulation_steps} sequences of"
+                    f" {cfg.max_seq_len} tokens"
+                )
                 recipe = recipe_for(f"{config}_{method}").name
-                command = f"tune run --nproc_per_node CARDS {recipe} --config {config}_{method} SETTINGS"
-                parts.append(f"## {model}, {title}\n\n`{command}`, {rows} per rank and step.\n\n" + table(found))
+                command = (
+                    f"tune run --nproc_per_node CARDS {recipe} --config {config}_{method} SETTINGS"
+                )
+                parts.append(
+                    f"## {model}, {title}\n\n`{command}`, {rows} per rank and step.\n\n"
+                    + table(found)
+                )
     return "\n\n".join([*parts, longest.section(far)]) + "\n"
 
 
@@ -135,7 +169,9 @@ def table(lines: list[Line]) -> str:
         if line.settings is None:
             rows.append(f"| {line.cards} | does not fit | | | | | | {tried} |")
             continue
-        words = f"`{' '.join(line.settings)}`" if line.settings else "as shipped"  # one span: some go together only
+        words = (
+            f"`{' '.join(line.settings)}`" if line.settings else "as shipped"
+        )  # one span: some go together only
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
         speed = format_count(line.tokens_per_second)
         rows.append(f"| {line.cards} | {words} | {speed} | {sizes} | {line.verdict} | {tried} |")

@@ -1,10 +1,11 @@
-"""What the authors of five public pieces of work showed, and what a command prints here for each of their rows.
+"""What the authors of five public pieces of work showed, and what a command prints here for each of
+their rows.
 
     python benchmarks/five_systems.py
 
-A row's last cell is read from the output of its command, or from the page that its command writes: nothing is typed.
-Outputs are kept in docs/five_systems.json, so that the page can be checked without running everything again;
-`--only TEXT` runs the commands again that have TEXT in them.
+A row's last cell is read from the output of its command, or from the page that its command writes:
+nothing is typed. Outputs are kept in docs/five_systems.json, so that the page can be checked
+without running everything again; `--only TEXT` runs the commands again that have TEXT in them.
 """
 
 import argparse
@@ -28,12 +29,18 @@ KEPT = REPOSITORY / "docs" / "five_systems.json"
 
 def main() -> None:
     """Run the commands whose output is not kept yet, or that `--only` names, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=PAGE, help="the page; default: docs/five_systems.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=PAGE, help="the page; default: docs/five_systems.md"
+    )
     parser.add_argument("--only", help="run the commands again that have this in them")
     arguments = parser.parse_args()
     kept: dict[str, str] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    commands = dict.fromkeys(row.command for system in SYSTEMS for row in system.rows if row.page is None)
+    commands = dict.fromkeys(
+        row.command for system in SYSTEMS for row in system.rows if row.page is None
+    )
     for command in commands:
         if command not in kept or (arguments.only and arguments.only in command):
             print(command, flush=True)
@@ -45,9 +52,11 @@ def main() -> None:
 
 
 def run_command(command: str) -> str:
-    """Return the lines of a command's output that rows look for; of tests, that all passed. SystemExit if none did.
+    """Return the lines of a command's output that rows look for; of tests, that all passed.
+    SystemExit if none did.
 
-    How many tests a file has, and how long they take, is not kept: both change with every test that is added.
+    How many tests a file has, and how long they take, is not kept: both change with every test that
+    is added.
     """
     words = shlex.split(command)
     program = {"tune": ["-m", "recipe_lib"], "pytest": ["-m", "pytest"], "python": []}[words[0]]
@@ -61,18 +70,28 @@ def run_command(command: str) -> str:
     if words[0] == "pytest":
         lines = ["all passed"] if done.returncode == 0 else []
     else:
-        patterns = [row.pattern for system in SYSTEMS for row in system.rows if row.command == command]
-        lines = [line for line in done.stdout.splitlines() if any(re.search(pattern, line) for pattern in patterns)]
+        patterns = [
+            row.pattern for system in SYSTEMS for row in system.rows if row.command == command
+        ]
+        lines = [
+            line
+            for line in done.stdout.splitlines()
+            if any(re.search(pattern, line) for pattern in patterns)
+        ]
     if not lines:
         said = (done.stdout + done.stderr)[-2000:]
-        raise SystemExit(f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n{said}")
+        raise SystemExit(
+            f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n{said}"
+        )
     return "\n".join(lines)
 
 
 def read_cell(row: Row, kept: dict[str, str]) -> str:
-    """Return what a row's last cell says: the lines that it looks for, their groups alone where they have some.
+    """Return what a row's last cell says: the lines that it looks for, their groups alone where
+    they have some.
 
-    SystemExit where there are fewer lines or more: a row that takes the first of several may be another run's.
+    SystemExit where there are fewer lines or more: a row that takes the first of several may be
+    another run's.
     """
     text = kept[row.command] if row.page is None else read_section(row)
     cells = []
@@ -81,11 +100,17 @@ def read_cell(row: Row, kept: dict[str, str]) -> str:
         cells.append(" ".join(" ".join(groups).split()))
     if len(cells) != row.lines:
         place = row.page or row.command
-        raise SystemExit(f"{place}: {len(cells)} lines like {row.pattern!r}, expected {row.lines}, for {row.shown!r}")
+        raise SystemExit(
+            f"{place}: {len(cells)} lines like {row.pattern!r}, expected {row.lines}, for"
+            f" {row.shown!r}"
+        )
     if row.against:
-        own, other = (read_tokens_per_second(kept[command]) for command in (row.command, row.against))
+        own, other = (
+            read_tokens_per_second(kept[command]) for command in (row.command, row.against)
+        )
         cells.append(f"{own / other:.0%}")
-    # As plain words in a cell: a link would lead from another folder, and `[a] [b]` be taken for one.
+    # As plain words in a cell: a link would lead from another folder, and `[a] [b]` be taken for
+    # one.
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", "; ".join(cells))
     return text.replace("|", "/").replace("**", "").replace("[", r"\[")
 
@@ -104,30 +129,48 @@ def read_section(row: Row) -> str:
     text = (REPOSITORY / row.page).read_text(encoding="utf-8")
     if not row.section:
         return text
-    sections = [part for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE) if part.startswith(row.section)]
+    sections = [
+        part
+        for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)
+        if part.startswith(row.section)
+    ]
     if len(sections) != 1:
-        raise SystemExit(f"{row.page}: {len(sections)} sections {row.section!r}, expected one, for {row.shown!r}")
+        raise SystemExit(
+            f"{row.page}: {len(sections)} sections {row.section!r}, expected one, for {row.shown!r}"
+        )
     return sections[0]
 
 
 def write_page(kept: dict[str, str]) -> str:
     """Return the document."""
     rows = [row for system in SYSTEMS for row in system.rows]
-    others, missing = sum(bool(row.differs) for row in rows), sum(len(system.missing) for system in SYSTEMS)
+    others, missing = (
+        sum(bool(row.differs) for row in rows),
+        sum(len(system.missing) for system in SYSTEMS),
+    )
     lines = [
         "# The five systems",
         "",
-        "Five public pieces of work are what this library stands on. Each table has what its authors showed, in their "
-        "order, and beside it a command and what it prints here. `python benchmarks/five_systems.py` writes the page "
-        "from the commands' output and from the pages under [measurements](measurements/README.md) that they write. "
-        "What is printed is planned or comes from a CPU, not from a GPU; many of the authors' figures were measured on "
-        "GPUs. [What was measured here on an H200](measurements/on_a_gpu.md) has pages of its own.",
+        (
+            "Five public pieces of work are what this library stands on. Each table has what its"
+            " authors showed, in their order, and beside it a command and what it prints here."
+            " `python benchmarks/five_systems.py` writes the page from the commands' output and"
+            " from the pages under [measurements](measurements/README.md) that they write. What is"
+            " printed is planned or comes from a CPU, not from a GPU; many of the authors' figures"
+            " were measured on GPUs. [What was measured here on an H200](measurements/on_a_gpu.md)"
+            " has pages of its own."
+        ),
         "",
-        f"Of {len(rows) + missing} rows {others} are no like for like: what differs from the authors' run stands in "
-        f"the cell, behind *differs*. {missing} are not shown, behind a `-`.",
+        (
+            f"Of {len(rows) + missing} rows {others} are no like for like: what differs from the"
+            f" authors' run stands in the cell, behind *differs*. {missing} are not shown, behind a"
+            " `-`."
+        ),
         "",
-        "Long commands, by their letters; some need real data, which do not come with the repository "
-        "([what the folder holds](measurements/README.md#real-data)):",
+        (
+            "Long commands, by their letters; some need real data, which do not come with the"
+            " repository ([what the folder holds](measurements/README.md#real-data)):"
+        ),
         "",
         *(f"- {letter}: `{command}`{_need(command)}" for command, letter in LONG.items()),
     ]
@@ -136,7 +179,9 @@ def write_page(kept: dict[str, str]) -> str:
         lines += ["| what its authors showed | command | what it prints |", "| --- | --- | --- |"]
         for row in system.rows:
             differs = f"; *differs*: {row.differs}" if row.differs else ""
-            lines.append(f"| {row.shown} | {_command(row)} | {read_cell(row, kept)}{row.note}{differs} |")
+            lines.append(
+                f"| {row.shown} | {_command(row)} | {read_cell(row, kept)}{row.note}{differs} |"
+            )
         lines += [f"| {shown} | - | {why} |" for shown, why in system.missing]
     return "\n".join(lines) + "\n"
 
@@ -147,7 +192,9 @@ def _command(row: Row) -> str:
 
 
 def _need(command: str) -> str:
-    return f", with `REALDATA_DIR`, a folder that has `{NEEDS[command]}`" if command in NEEDS else ""
+    return (
+        f", with `REALDATA_DIR`, a folder that has `{NEEDS[command]}`" if command in NEEDS else ""
+    )
 
 
 if __name__ == "__main__":

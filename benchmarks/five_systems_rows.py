@@ -1,4 +1,6 @@
-"""The rows of docs/five_systems.md: what each system's authors showed, our command, and where its answer is read."""
+"""The rows of docs/five_systems.md: what each system's authors showed, our command, and where its
+answer is read.
+"""
 
 from dataclasses import dataclass
 
@@ -7,10 +9,11 @@ from dataclasses import dataclass
 class Row:
     """A thing that authors showed, and where our answer is read.
 
-    shown: by its authors. command: as it is typed. pattern: of the lines that say it, in what the command prints or,
-    with `page`, on the page that it writes, in the section whose heading begins with `section`; lines: how many there
-    are. against: a command whose tokens a second these are compared with. note: a word to the reader, behind them.
-    differs: what our run has otherwise than theirs, where it is no like for like.
+    shown: by its authors. command: as it is typed. pattern: of the lines that say it, in what the
+    command prints or, with `page`, on the page that it writes, in the section whose heading begins
+    with `section`; lines: how many there are. against: a command whose tokens a second these are
+    compared with. note: a word to the reader, behind them. differs: what our run has otherwise than
+    theirs, where it is no like for like.
     """
 
     shown: str
@@ -43,33 +46,50 @@ PP_MEMORY = "python benchmarks/pp_memory.py --output docs/measurements/pp_memory
 PP_PAGE = "docs/measurements/pp_memory.md"
 PASSED = "all passed"
 FOUR_CARDS = (
-    "tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090 batch_size=1"
+    "tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device"
+    " rtx4090 batch_size=1"
 )
 SIXTEEN = (
-    "tune plan --nnodes 2 --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full --device h100 "
-    "parallel.tensor=2 parallel.pipeline=2 batch_size=4 gradient_accumulation_steps=32 "
-    "memory.activation_checkpointing=none --full"
+    "tune plan --nnodes 2 --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full"
+    " --device h100 parallel.tensor=2 parallel.pipeline=2 batch_size=4"
+    " gradient_accumulation_steps=32 memory.activation_checkpointing=none --full"
 )
 ALL_RANKS = "docs/measurements/all_ranks.md"
 PLANS, LOSSES = "docs/measurements/tensor_plans.md", "docs/measurements/tp_losses.md"
 TP_PLANS = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
-INFERRED = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
+INFERRED = (
+    "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
+)
 INFERRED_PAGE = "docs/measurements/inferred_tp_memory.md"
 TP_LOSSES = "python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md"
 ZERO_1 = "python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md"
 ZERO_1_PAGE = "docs/measurements/gradient_reduction.md"
 
 
-SEVEN_BILLION = "tune plan --nproc_per_node {ranks} full_finetune_distributed --config llama2/7B_full --device h100"
+SEVEN_BILLION = (
+    "tune plan --nproc_per_node {ranks} full_finetune_distributed --config llama2/7B_full --device"
+    " h100"
+)
 AS_THEIRS = SEVEN_BILLION + " model.implementation=transformers"
 ZERO_3 = AS_THEIRS.format(ranks=4) + " batch_size=4 --full"
 TENSOR_4 = AS_THEIRS.format(ranks=4) + " parallel.tensor=4 batch_size=16 --full"
-TENSOR_4_SMALL = AS_THEIRS.format(ranks=4) + " parallel.tensor=4 batch_size=4 gradient_accumulation_steps=32 --full"
+TENSOR_4_SMALL = (
+    AS_THEIRS.format(ranks=4)
+    + " parallel.tensor=4 batch_size=4 gradient_accumulation_steps=32 --full"
+)
 TENSOR_8 = AS_THEIRS.format(ranks=8) + " parallel.tensor=8 batch_size=16"
 TOKENS = r"^ +(tokens +[\d.]+ \w? ?a step.*)"
 VERDICT = r"^(?:FITS|RISKY|DOES NOT FIT) .*"
 
-LONG = {SIXTEEN: "A", FOUR_CARDS: "B", REPLICATE: "C", TP_TRACE: "D", TP_MEMORY: "E", PP_MEMORY: "F", TP_LOSSES: "G"}
+LONG = {
+    SIXTEEN: "A",
+    FOUR_CARDS: "B",
+    REPLICATE: "C",
+    TP_TRACE: "D",
+    TP_MEMORY: "E",
+    PP_MEMORY: "F",
+    TP_LOSSES: "G",
+}
 # Command -> what it reads of the folder that REALDATA_DIR names.
 NEEDS = {TP_TRACE: "datasets/tinystories/tinystories_train_head.txt", TP_LOSSES: "stories260K-hf"}
 TRACED = "## Peaks"
@@ -169,10 +189,13 @@ NANOTRON = System(
     (("8B: measured tokens a second of all versions", "takes several GPUs; only planned seconds are here"),),
 )  # fmt: skip
 
-PLANNED_CELLS = " (rank; held; ours, torch GiB; ratio; besides held: ours, torch, ratio; before; saved)"
+PLANNED_CELLS = (
+    " (rank; held; ours, torch GiB; ratio; besides held: ours, torch, ratio; before; saved)"
+)
 NOT_STATED = (
-    "schedule, ranks, micro-batches and rank of their figure are not stated; the last figure is what the change saves "
-    "of the rank that returns the losses, with settings chosen here, and no second measurement of theirs"
+    "schedule, ranks, micro-batches and rank of their figure are not stated; the last figure is"
+    " what the change saves of the rank that returns the losses, with settings chosen here, and no"
+    " second measurement of theirs"
 )
 
 ZERO_BUBBLE = System(

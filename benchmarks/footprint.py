@@ -1,10 +1,12 @@
-"""What is installed and how soon it answers: packages, MB, seconds to import and to `--help`, ours beside others.
+"""What is installed and how soon it answers: packages, MB, seconds to import and to `--help`, ours
+beside others.
 
     python -m benchmarks.footprint --environment tune-recipes=VENV --environment trl=VENV ... --output FILE
 
-VENV: a virtual environment in which nothing but that tool is installed. CPU seconds (user and system), the median of
-`--repeats`, after one run that is not counted; on a machine that does nothing else. The bytes are those of the files
-that the environment's packages list as theirs. TOOL may have a remark behind it, `tune-recipes (pip --no-compile)`.
+VENV: a virtual environment in which nothing but that tool is installed. CPU seconds (user and
+system), the median of `--repeats`, after one run that is not counted; on a machine that does
+nothing else. The bytes are those of the files that the environment's packages list as theirs. TOOL
+may have a remark behind it, `tune-recipes (pip --no-compile)`.
 """
 
 import argparse
@@ -25,7 +27,10 @@ HELP = {
     "axolotl": ["axolotl", "--help"],
 }
 TRAINING = {  # what a training process imports
-    "tune-recipes": "recipe_lib.training, recipe_lib.parallel, recipe_lib.parallel.tensor, recipe_lib.checkpoint.state",
+    "tune-recipes": (
+        "recipe_lib.training, recipe_lib.parallel, recipe_lib.parallel.tensor,"
+        " recipe_lib.checkpoint.state"
+    ),
     "trl": "trl; trl.SFTTrainer",
     "torchtune": "torchtune.training, torchtune.models.llama3, torchtune.datasets",
     "litgpt": "litgpt.finetune.full",
@@ -60,7 +65,9 @@ CUDA's libraries, which a build of torch for CPUs does not bring.
 
 def main() -> None:
     """Looks at each environment and writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--environment", action="append", required=True, metavar="TOOL=VENV")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
@@ -74,9 +81,12 @@ def main() -> None:
         )
         command, *rest = HELP[tool.split()[0]]
         asked = seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
-        imported = seconds([str(python), "-c", f"import {TRAINING[tool.split()[0]]}"], arguments.repeats)
+        imported = seconds(
+            [str(python), "-c", f"import {TRAINING[tool.split()[0]]}"], arguments.repeats
+        )
         lines.append(
-            f"| {tool} | {packages} | {size / 1e6:.0f} | {beside / 1e6:.0f} | {torch} | {asked:.2f} | {imported:.2f} |"
+            f"| {tool} | {packages} | {size / 1e6:.0f} | {beside / 1e6:.0f} | {torch} | {asked:.2f}"
+            f" | {imported:.2f} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)
     arguments.output.write_text(

@@ -1,16 +1,19 @@
-"""`gpu_check.py cards`: what docs/fit.md says to type with cards of 24 GB, run as rank 0 of N under such a card's cap.
+"""`gpu_check.py cards`: what docs/fit.md says to type with cards of 24 GB, run as rank 0 of N under
+such a card's cap.
 
     python benchmarks/gpu_check.py cards                       on this machine's GPU; a dry run without one
     python benchmarks/gpu_check.py cards --lines docs/fit.json --minutes 25
 
-Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json next to it, is run in a process of its own
-under a time limit. The fake process group moves nothing, so values mean nothing, but every tensor is allocated where a
-real rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve
-that plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card.
-Beside it is the plan for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
+Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json next to it, is run in a
+process of its own under a time limit. The fake process group moves nothing, so values mean nothing,
+but every tensor is allocated where a real rank allocates it; the allocator may take what a card of
+24 GB leaves it, with the context, NCCL and the reserve that plans count with taken off. It is
+memory alone that is measured: what runs out there would run out on the card. Beside it is the plan
+for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
 
-A line that runs out with torch's default allocator is run once more with expandable segments. Without a GPU tiny
-configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.
+A line that runs out with torch's default allocator is run once more with expandable segments.
+Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there:
+nothing is measured.
 """
 
 import argparse
@@ -28,7 +31,14 @@ from benchmarks.fit import CARDS, METHODS, MODELS, Line
 from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
 from benchmarks.gpu_ladder import is_wrong, planned_line, told
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
-from benchmarks.gpu_plan_report import DRY_HOW, device_word, errors_of, head, share_below, write_pair
+from benchmarks.gpu_plan_report import (
+    DRY_HOW,
+    device_word,
+    errors_of,
+    head,
+    share_below,
+    write_pair,
+)
 from benchmarks.longest import Longest, read
 from recipe_lib.errors import ConfigError, exit_code_of
 from recipe_lib.memory.peaks import free_host_memory
@@ -51,19 +61,29 @@ FIRST = (
 )
 DRY = [
     Line("demo", "full", 2, [*TINY, "batch_size=2"], verdict="fits"),
-    Line("demo", "qlora", 1, [*TINY, "lora.quantize_base=nf4", "data.packing=false"], verdict="fits"),
+    Line(
+        "demo", "qlora", 1, [*TINY, "lora.quantize_base=nf4", "data.packing=false"], verdict="fits"
+    ),
 ]
 LONG_ROWS = ("batch_size=1", "gradient_accumulation_steps=1", "max_seq_len=96")
 DRY_LONGEST = [
     Longest("demo", "full", 2, 24, 96, (*TINY, *LONG_ROWS, "parallel.context=2")),
-    Longest("demo", "qlora", 1, 24, 96, (*TINY, *LONG_ROWS, "lora.quantize_base=nf4", "data.packing=false")),
+    Longest(
+        "demo",
+        "qlora",
+        1,
+        24,
+        96,
+        (*TINY, *LONG_ROWS, "lora.quantize_base=nf4", "data.packing=false"),
+    ),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run of a line. tokens: of a longest row; 0 of others. host: bytes that its rank takes on the host. said: the
-    page's verdict. active, reserved: bytes that it says, 0 where it does not."""
+    """A run of a line. tokens: of a longest row; 0 of others. host: bytes that its rank takes on
+    the host. said: the page's verdict. active, reserved: bytes that it says, 0 where it does not.
+    """
 
     model: str
     method: str
@@ -87,12 +107,20 @@ class Job:
 def main(words: list[str]) -> int:
     """Runs all lines and writes the report after each; 1 if one failed, or ran out of memory."""
     parser = argparse.ArgumentParser(
-        prog="gpu_check.py cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gpu_check.py cards",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     docs = REPOSITORY / "docs"
-    parser.add_argument("--output", type=Path, default=docs / "measurements", help="folder of the report")
-    parser.add_argument("--lines", type=Path, default=docs / "fit.json", help="what benchmarks/fit.py has planned")
-    parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
+    parser.add_argument(
+        "--output", type=Path, default=docs / "measurements", help="folder of the report"
+    )
+    parser.add_argument(
+        "--lines", type=Path, default=docs / "fit.json", help="what benchmarks/fit.py has planned"
+    )
+    parser.add_argument(
+        "--only", default="", help="lines whose config has this in it, such as 8B_full"
+    )
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
     return exit_code_of(lambda: _run(options, words))
@@ -104,12 +132,24 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
     gpu = device.get("type") == "cuda"
     hardware = gpu_plan.hardware_of(device)
     report = gpu_plan.begun_report("cards", words, device, hardware)
-    known = jobs(read_lines(options.lines), read_longest(options.lines)) if gpu else jobs(DRY, DRY_LONGEST)
+    known = (
+        jobs(read_lines(options.lines), read_longest(options.lines))
+        if gpu
+        else jobs(DRY, DRY_LONGEST)
+    )
     todo = [job for job in known if options.only in job.case.config]
     if not todo:
         configs = ", ".join(sorted({job.case.config for job in known}))
-        raise ConfigError(f"--only {options.only}: found in no line, expected a part of one of {configs}")
-    name = "-".join(["gpu-cards", device_word(device), *([options.only.replace("/", "-")] if options.only else [])])
+        raise ConfigError(
+            f"--only {options.only}: found in no line, expected a part of one of {configs}"
+        )
+    name = "-".join(
+        [
+            "gpu-cards",
+            device_word(device),
+            *([options.only.replace("/", "-")] if options.only else []),
+        ]
+    )
     paths: list[Path] = []
     with gpu_plan.planners([job.case for job in todo], hardware, planned_line) as planned:
         for job in todo:
@@ -140,31 +180,41 @@ def read_lines(file: Path) -> list[Line]:
 
 
 def read_longest(file: Path) -> list[Longest]:
-    """The longest sequences on such cards, of the file next to the lines; none where there is none."""
+    """The longest sequences on such cards, of the file next to the lines; none where there is
+    none.
+    """
     beside = file.with_name("longest.json")
     return [line for line in read(beside) if f"{line.size}GB" == CARD] if beside.is_file() else []
 
 
 def jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
-    """What to run: each line that fits and each longest row, in the order of FIRST, then small models before large
-    ones."""
+    """What to run: each line that fits and each longest row, in the order of FIRST, then small
+    models before large ones.
+    """
     found = []
     for line in lines:
         if line.settings is None:
             continue
-        job = Job(line.model, line.method, line.cards, tuple(line.settings), 0, line.host, line.verdict)
+        job = Job(
+            line.model, line.method, line.cards, tuple(line.settings), 0, line.host, line.verdict
+        )
         found.append(dataclasses.replace(job, active=line.active, reserved=line.reserved))
     for far in longest:
         if far.tokens:
             of_rank = far.host // far.cards, FITS, far.active, far.reserved
-            found.append(Job(far.model, far.method, far.cards, tuple(far.settings), far.tokens, *of_rank))
+            found.append(
+                Job(far.model, far.method, far.cards, tuple(far.settings), far.tokens, *of_rank)
+            )
     return sorted(found, key=_place)
 
 
 def _place(job: Job) -> tuple[int, int, bool, int, int]:
     """Where a job comes; among equals, settings before the longest row, few cards before many."""
     wanted = (
-        job.model in models and job.method in ways and job.cards in cards and bool(job.tokens) == longest
+        job.model in models
+        and job.method in ways
+        and job.cards in cards
+        and bool(job.tokens) == longest
         for models, ways, cards, longest in FIRST
     )
     place = next((number for number, found in enumerate(wanted) if found), len(FIRST))
@@ -174,7 +224,9 @@ def _place(job: Job) -> tuple[int, int, bool, int, int]:
 
 
 def row_of(job: Job) -> dict[str, Any]:
-    """A row of the report, without what is measured. cap: bytes that torch may take on such a card."""
+    """A row of the report, without what is measured. cap: bytes that torch may take on such a
+    card.
+    """
     _, cfg = job.case.load()
     settings = PlanSettings(find_hardware(CARD), job.case.rows, job.cards)
     return dataclasses.asdict(job) | {
@@ -187,16 +239,22 @@ def row_of(job: Job) -> dict[str, Any]:
 
 
 def measured(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
-    """{"measured": ...}, {"failed": why} or {"skipped": why}; expandable: it took such segments to go through."""
+    """{"measured": ...}, {"failed": why} or {"skipped": why}; expandable: it took such segments to
+    go through.
+    """
     if not gpu:
         result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, job.case), seconds)
         return result if "failed" in result else {"measured": result}
     free, _ = free_host_memory()
     if job.host > free:
-        return {"skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(job.host)}"}
+        return {
+            "skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(job.host)}"
+        }
     found: dict[str, Any] = {}
     for expandable in (False, True):
-        result = run_apart(functools.partial(told, gpu_plan.measure, job.case, expandable, cap, steady=1), seconds)
+        result = run_apart(
+            functools.partial(told, gpu_plan.measure, job.case, expandable, cap, steady=1), seconds
+        )
         if "failed" in result:
             return found or result
         found = {"measured": result, "expandable": expandable}
@@ -233,9 +291,14 @@ def summary(report: dict[str, Any]) -> list[str]:
     rows = report["rows"]
     counts = Counter((row["said"], outcome(row).split(",")[0]) for row in rows if "measured" in row)
     lines = [f"said {said}, {found}: {count}" for (said, found), count in sorted(counts.items())]
-    # Under a cap the allocator gives back what it would have kept, so that reserved bytes cannot be compared.
-    errors = [error for row in rows if "active" in row.get("planned", {}) for error in errors_of(row)]
-    metric = "requested" if report["device"].get("type") == "cpu" else "active"  # a CPU has no blocks
+    # Under a cap the allocator gives back what it would have kept, so that reserved bytes cannot be
+    # compared.
+    errors = [
+        error for row in rows if "active" in row.get("planned", {}) for error in errors_of(row)
+    ]
+    metric = (
+        "requested" if report["device"].get("type") == "cpu" else "active"
+    )  # a CPU has no blocks
     found = [error for _, name, error in errors if name == metric]
     if found:
         lines.append(f"planned against measured, {metric}: {len(found)} figures, 95 % within "
@@ -259,8 +322,20 @@ HEADS = ("config", "cards", "settings", "rows of", "cap", "page says", "page: ac
 def cards_markdown(report: dict[str, Any]) -> str:
     """The report."""
     dry = report["device"].get("type") != "cuda"
-    lines = [f"# Cards of {CARD}: {report['kind']}", "", *head(report), "", HOW_DRY if dry else HOW, ""]
-    lines += [*(f"- {line}" for line in summary(report)), "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    lines = [
+        f"# Cards of {CARD}: {report['kind']}",
+        "",
+        *head(report),
+        "",
+        HOW_DRY if dry else HOW,
+        "",
+    ]
+    lines += [
+        *(f"- {line}" for line in summary(report)),
+        "",
+        f"| {' | '.join(HEADS)} |",
+        "|---" * len(HEADS) + "|",
+    ]
     return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in report["rows"])]) + "\n"
 
 
@@ -268,10 +343,22 @@ def _cells(row: dict[str, Any]) -> list[str]:
     planned, found = row.get("planned", {}), row.get("measured", {})
     peaks = found.get("peaks") or {}
     words = f"`{' '.join(row['overrides'])}`" if row["overrides"] else "nothing"
-    cells = [row["config"], str(row["cards"]), words, str(row["row_tokens"]), format_bytes(row["cap"]), row["said"]]
+    cells = [
+        row["config"],
+        str(row["cards"]),
+        words,
+        str(row["row_tokens"]),
+        format_bytes(row["cap"]),
+        row["said"],
+    ]
     cells += [format_bytes(row[name]) if row[name] else "" for name in ("active", "reserved")]
-    cells += [format_bytes(planned[name]) if name in planned else "" for name in ("active", "reserved")]
-    cells += [format_bytes(_most(peaks, name)) if _has(peaks, name) else "" for name in ("active", "reserved")]
+    cells += [
+        format_bytes(planned[name]) if name in planned else "" for name in ("active", "reserved")
+    ]
+    cells += [
+        format_bytes(_most(peaks, name)) if _has(peaks, name) else ""
+        for name in ("active", "reserved")
+    ]
     return [*cells, str(found.get("retries", "")), outcome(row)]
 
 

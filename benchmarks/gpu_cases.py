@@ -13,7 +13,9 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement. kind: `memory`, `speed` or `matmul`. method: `full`, `lora` or `qlora`. The rest: settings."""
+    """One measurement. kind: `memory`, `speed` or `matmul`. method: `full`, `lora` or `qlora`. The
+    rest: settings.
+    """
 
     kind: str
     preset: str
@@ -34,7 +36,8 @@ def plan(gpu: bool) -> list[Case]:
     if not gpu:
         tiny = "demo/0.5M"
         memory = [
-            Case("memory", tiny, 32, wrapping, ranks=4, capped=True) for wrapping in ("layers", "memory_efficient")
+            Case("memory", tiny, 32, wrapping, ranks=4, capped=True)
+            for wrapping in ("layers", "memory_efficient")
         ]
         adapters = [Case("memory", tiny, 32, ranks=ranks, method="qlora") for ranks in (1, 2)]
         return [
@@ -58,7 +61,10 @@ def plan(gpu: bool) -> list[Case]:
     ]
     lora_8b, qlora_8b = (
         [
-            *(Case("memory", preset, sequence, capped=True, method=method) for sequence in (2048, 8192)),
+            *(
+                Case("memory", preset, sequence, capped=True, method=method)
+                for sequence in (2048, 8192)
+            ),
             Case("speed", preset, 8192, batch_size=2, steps=6, seconds=120, method=method),
         ]
         for method in ("lora", "qlora")
@@ -68,7 +74,15 @@ def plan(gpu: bool) -> list[Case]:
         for ranks in (2, 4)
         for sequence in (512, 4096)
     ]
-    return [Case("matmul", preset), *memory[:8], *qlora_8b, *qlora_70b, *lora_8b, *speed, *memory[8:]]
+    return [
+        Case("matmul", preset),
+        *memory[:8],
+        *qlora_8b,
+        *qlora_70b,
+        *lora_8b,
+        *speed,
+        *memory[8:],
+    ]
 
 
 def describe(case: Case) -> str:
@@ -83,5 +97,9 @@ def describe(case: Case) -> str:
         case.activation_checkpointing,
     ]
     if case.kind == "memory":
-        words += [case.wrapping, f"rank 0 of {case.ranks}", f"{CAP_GIB} GiB" if case.capped else "no cap"]
+        words += [
+            case.wrapping,
+            f"rank 0 of {case.ranks}",
+            f"{CAP_GIB} GiB" if case.capped else "no cap",
+        ]
     return ", ".join(words + (["compiled"] if case.compile else []))

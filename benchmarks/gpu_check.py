@@ -1,4 +1,5 @@
-"""One command for a machine with a CUDA GPU: what fine-tuning Llama 3 takes there, in memory and in time.
+"""One command for a machine with a CUDA GPU: what fine-tuning Llama 3 takes there, in memory and in
+time.
 
     python benchmarks/gpu_check.py                    `streams`, `kernels`, then 9 minutes at most; dry without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
@@ -14,14 +15,16 @@
 
 Full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
 
-Memory: the recipe's own model, optimizer and step run as rank 0 of N through torch's fake process group: collectives
-move nothing, so values mean nothing, but every tensor is allocated where a real rank allocates it. The allocator is
-held to what a 24 GB card leaves it; a case that does not fit is measured once more without that cap. What NCCL takes
-is not in the numbers. Time: one process on the whole GPU, with real values; tokens a second, and the share of the
-GPU's bf16 matmul rate, measured and from the datasheet, that the model's own arithmetic uses (MFU).
+Memory: the recipe's own model, optimizer and step run as rank 0 of N through torch's fake process
+group: collectives move nothing, so values mean nothing, but every tensor is allocated where a real
+rank allocates it. The allocator is held to what a 24 GB card leaves it; a case that does not fit is
+measured once more without that cap. What NCCL takes is not in the numbers. Time: one process on the
+whole GPU, with real values; tokens a second, and the share of the GPU's bf16 matmul rate, measured
+and from the datasheet, that the model's own arithmetic uses (MFU).
 
-Each case runs in a process of its own under a time limit, so that running out of memory spoils no other case. Without
-a GPU the same code runs with a tiny model on the CPU, and the report says so: it then checks the code, not a machine.
+Each case runs in a process of its own under a time limit, so that running out of memory spoils no
+other case. Without a GPU the same code runs with a tiny model on the CPU, and the report says so:
+it then checks the code, not a machine.
 """
 
 import argparse
@@ -67,7 +70,12 @@ from recipe_lib.data.batches import Batch, StepBatches  # noqa: E402
 from recipe_lib.memory import PeakMemory  # noqa: E402
 from recipe_lib.models import DecoderSpec  # noqa: E402
 from recipe_lib.models.weight_names import parameter_shapes  # noqa: E402
-from recipe_lib.parallel import Parallel, describe_units, resolve_wrapping, start_world  # noqa: E402
+from recipe_lib.parallel import (  # noqa: E402
+    Parallel,
+    describe_units,
+    resolve_wrapping,
+    start_world,
+)
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
@@ -88,15 +96,25 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in PARTS:
         return int(importlib.import_module(PARTS[words[0]]).main(words[1:]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
+        "--output",
+        type=Path,
+        default=REPOSITORY / "docs" / "measurements",
+        help="folder of the report",
     )
     options = parser.parse_args(words)
-    # First, since a race would make every other figure worth nothing; in a process of its own that has no device yet.
-    streams = subprocess.run([sys.executable, __file__, "streams", "--output", str(options.output)], check=False)
+    # First, since a race would make every other figure worth nothing; in a process of its own that
+    # has no device yet.
+    streams = subprocess.run(
+        [sys.executable, __file__, "streams", "--output", str(options.output)], check=False
+    )
     started = time.monotonic()
-    for method in RECIPES:  # imported once, inherited by every case; this process never touches the device
+    for (
+        method
+    ) in RECIPES:  # imported once, inherited by every case; this process never touches the device
         load_recipe(method)
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
@@ -124,7 +142,10 @@ def main(argv: list[str] | None = None) -> int:
         result = {"failed": "no time left"}
         if left > 5:
             result = run_apart(functools.partial(measure, case), min(case.seconds, left))
-        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarize(result)}", flush=True)
+        print(
+            f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarize(result)}",
+            flush=True,
+        )
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
         if gpu and case.capped and "out_of_memory" in result:
             queue.append(dataclasses.replace(case, capped=False))
@@ -133,19 +154,24 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(map(str, paths)))
     return (
         1
-        if any(part.returncode for part in parts) or any("failed" in entry["result"] for entry in report["cases"])
+        if any(part.returncode for part in parts)
+        or any("failed" in entry["result"] for entry in report["cases"])
         else 0
     )
 
 
 def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """`fn()` in a forked process; {"failed": why} when it crashes, raises or takes longer than `seconds`."""
+    """`fn()` in a forked process; {"failed": why} when it crashes, raises or takes longer than
+    `seconds`.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         answer = Path(folder) / "answer.json"
 
         def work() -> None:
-            torch.set_num_threads(torch.get_num_threads())  # makes the thread pool anew, before threads race to do so
+            torch.set_num_threads(
+                torch.get_num_threads()
+            )  # makes the thread pool anew, before threads race to do so
             answer.write_text(json.dumps(fn()))
 
         process = context.Process(target=work)
@@ -174,9 +200,16 @@ def describe_device() -> dict[str, Any]:
     if not accelerator.is_available():
         return {"type": "cpu", "name": platform.processor() or platform.machine()}
     found = accelerator.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,power.limit",
+        "--format=csv,noheader",
+        "--id=0",
+    ]
     try:
-        driver, power = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split(",")
+        driver, power = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.split(",")
     except (OSError, subprocess.SubprocessError, ValueError):
         driver, power = "unknown", "unknown"
     return {
@@ -186,7 +219,9 @@ def describe_device() -> dict[str, Any]:
         "driver": driver.strip(),
         "power_limit": power.strip(),
         "cuda": torch.version.cuda,
-        "datasheet_rate": next((rate for name, rate in DATASHEET_RATES.items() if name in found.name), None),
+        "datasheet_rate": next(
+            (rate for name, rate in DATASHEET_RATES.items() if name in found.name), None
+        ),
     }
 
 
@@ -224,11 +259,15 @@ def measure(case: Case) -> dict[str, Any]:
             output_dir=folder,
         )
         with start_world(cfg) as world:
-            return run_steps(case, cfg, getattr(load_recipe(case.method), RECIPES[case.method][1])(cfg, world))
+            return run_steps(
+                case, cfg, getattr(load_recipe(case.method), RECIPES[case.method][1])(cfg, world)
+            )
 
 
 def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any]:
-    """Sets the recipe up and runs its training step; peaks of the first step (no optimizer states yet) and the rest."""
+    """Sets the recipe up and runs its training step; peaks of the first step (no optimizer states
+    yet) and the rest.
+    """
     device = recipe.device
     module = torch.get_device_module(device)
     if case.capped and device.type != "cpu":
@@ -242,7 +281,8 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         fill_weights(recipe.model)
         recipe.setup_optimizer()
         result["units"] = describe_units(
-            recipe.model, Parallel(units=resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy))
+            recipe.model,
+            Parallel(units=resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy)),
         )
         batches = random_batches(case, recipe)
         for step in range(1, case.steps + 1):
@@ -280,10 +320,11 @@ def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill_weights(model: torch.nn.Module) -> None:
-    """Random weights, drawn on the device: the recipe's own are the same for any world size, but slower to make.
+    """Random weights, drawn on the device: the recipe's own are the same for any world size, but
+    slower to make.
 
-    NF4: random codes, and one scale for all blocks, which is what the last factor says. Large matrices and codes in
-    host memory get one number, since drawing would take minutes there.
+    NF4: random codes, and one scale for all blocks, which is what the last factor says. Large
+    matrices and codes in host memory get one number, since drawing would take minutes there.
     """
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -311,16 +352,21 @@ def random_batches(case: Case, recipe: Any) -> StepBatches:
     return StepBatches([batch], trained_tokens=count, total_tokens=count, padded_tokens=count)
 
 
-def speed_of(case: Case, spec: DecoderSpec, model: torch.nn.Module, seconds: list[float]) -> dict[str, Any]:
+def speed_of(
+    case: Case, spec: DecoderSpec, model: torch.nn.Module, seconds: list[float]
+) -> dict[str, Any]:
     """Tokens and model FLOP a second over the second half of the steps.
 
-    FLOP a token: 6 for each parameter in a matmul (2 forward, 4 backward; without its gradient 4 in all), and 6 s h e
-    a layer for causal attention (half of 12). What is computed a second time in backward is not counted.
+    FLOP a token: 6 for each parameter in a matmul (2 forward, 4 backward; without its gradient 4 in
+    all), and 6 s h e a layer for causal attention (half of 12). What is computed a second time in
+    backward is not counted.
     """
     steady = seconds[len(seconds) // 2 :]
     tokens = case.batch_size * case.sequence
     matrices = sum(math.prod(shape) for shape in parameter_shapes(spec).values() if len(shape) == 2)
-    adapters = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+    adapters = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name)
+    )
     if not spec.tied:
         matrices -= spec.vocab_size * spec.width  # the embedding is looked up
     attention = 6 * spec.num_layers * case.sequence * spec.num_heads * spec.head_width

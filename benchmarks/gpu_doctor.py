@@ -3,8 +3,8 @@
     python benchmarks/gpu_check.py doctor                    a dry run without a GPU: two ranks over gloo
     python benchmarks/gpu_check.py doctor --output FOLDER    where the report goes (default docs/measurements)
 
-The report is the text that `tune doctor` prints; beside it lie all figures as JSON, and the calibration that
-`tune plan --calibration` reads.
+The report is the text that `tune doctor` prints; beside it lie all figures as JSON, and the
+calibration that `tune plan --calibration` reads.
 """
 
 import argparse
@@ -33,7 +33,9 @@ def main(words: list[str]) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     base = options.output / f"gpu-doctor-{name}"
     text = report(facts, findings)
-    note = "" if gpus else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    note = (
+        "" if gpus else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    )
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = f"# tune doctor\n\n`python benchmarks/gpu_check.py doctor`, {date}\n{note}"
     base.with_suffix(".md").write_text(f"{head}\n```\n{text}```\n", encoding="utf-8")

@@ -1,13 +1,15 @@
-"""The fused kernels at shapes of Llama 3 8B and Gemma 2 2B: what they make, whether they give what their chains give.
+"""The fused kernels at shapes of Llama 3 8B and Gemma 2 2B: what they make, whether they give what
+their chains give.
 
 And how long they take.
 
     python benchmarks/gpu_check.py kernels                    without a GPU: compiled for the CPU
     python benchmarks/gpu_check.py kernels --output FOLDER    where fused_kernels.md goes (default docs/measurements)
 
-Kernels and memory: of the Triton code that inductor generates for an H100, which takes no GPU, but the package triton.
-Differences: compiled for the device that is there, against the same function operator by operator. Host: seconds of a
-call with tensors of a few numbers. Time: on a GPU, of both.
+Kernels and memory: of the Triton code that inductor generates for an H100, which takes no GPU, but
+the package triton. Differences: compiled for the device that is there, against the same function
+operator by operator. Host: seconds of a call with tensors of a few numbers. Time: on a GPU, of
+both.
 """
 
 import argparse
@@ -27,8 +29,20 @@ from recipe_lib.adapters import nf4, quantized
 from recipe_lib.ops import attention, chunked_heads, fused_kernels, gated, rope
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = 2048, 4096, 32, 128, 14336, 128256  # Llama 3 8B
-SCORES = (1, 8, 1024, 4096)  # Gemma 2 2B: of 8 heads, a quarter of the queries of 4096 tokens and all keys
+TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = (
+    2048,
+    4096,
+    32,
+    128,
+    14336,
+    128256,
+)  # Llama 3 8B
+SCORES = (
+    1,
+    8,
+    1024,
+    4096,
+)  # Gemma 2 2B: of 8 heads, a quarter of the queries of 4096 tokens and all keys
 CHUNK = TOKENS // 16  # tokens whose logits exist at a time
 CALLS = 300
 HEAD = ("operator", "of", "Triton kernels", "MiB besides its results", "us of the host", "largest difference",
@@ -51,7 +65,9 @@ of these. Host: median of {calls} calls with tensors of a few numbers, the work 
 
 @dataclass(frozen=True)
 class Kernel:
-    """name: of the operator. of: its arguments in words. make: `fn(device, small)` to them; small: of few numbers."""
+    """name: of the operator. of: its arguments in words. make: `fn(device, small)` to them; small:
+    of few numbers.
+    """
 
     name: str
     of: str
@@ -71,7 +87,10 @@ def _rotation(device: torch.device, small: bool) -> tuple[Any, ...]:
 
 def _gate(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
-        return *(_random(device, *((2, 16) if small else (TOKENS, INNER))) for _ in range(count)), "silu"
+        return (
+            *(_random(device, *((2, 16) if small else (TOKENS, INNER))) for _ in range(count)),
+            "silu",
+        )
 
     return make
 
@@ -79,10 +98,19 @@ def _gate(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
 def _logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, columns = (2, 16) if small else (CHUNK, VOCABULARY)
-        logits, labels = _random(device, rows, columns), torch.randint(columns, (rows,), device=device)
+        logits, labels = (
+            _random(device, rows, columns),
+            torch.randint(columns, (rows,), device=device),
+        )
         if not with_gradients:
             return logits, labels, None
-        return logits, labels, logits.float().logsumexp(dim=1), -torch.ones(rows, device=device), None
+        return (
+            logits,
+            labels,
+            logits.float().logsumexp(dim=1),
+            -torch.ones(rows, device=device),
+            None,
+        )
 
     return make
 
@@ -92,7 +120,14 @@ def _nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
     factors = torch.rand(nf4.factors_of(blocks), device=device) + 100
-    return codes, scales, factors, nf4._levels(torch.bfloat16, device), [0, 0, blocks, blocks], nf4._group(blocks)
+    return (
+        codes,
+        scales,
+        factors,
+        nf4._levels(torch.bfloat16, device),
+        [0, 0, blocks, blocks],
+        nf4._group(blocks),
+    )
 
 
 def _int8(device: torch.device, small: bool) -> tuple[Any, ...]:
@@ -111,7 +146,9 @@ def _scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
 
 
 def _inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    """Of an expert: gradients `[m, f]` of the product, if two are asked for, inner channels `[m, 2f]`, scores."""
+    """Of an expert: gradients `[m, f]` of the product, if two are asked for, inner channels `[m,
+    2f]`, scores.
+    """
 
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, width = (2, 16) if small else (8 * TOKENS, 768)
@@ -129,21 +166,36 @@ KERNELS = (
     Kernel("scored_product", "16384 x 768 of experts", gated.scored_products, _inner(1)),
     Kernel("scored_product_gradients", "16384 x 768 of experts", gated.scored_gradients, _inner(2)),
     Kernel("label_log_probs", "logits 128 x 128256", chunked_heads.label_log_probs, _logits(False)),
-    Kernel("label_log_prob_gradients", "logits 128 x 128256", chunked_heads.label_log_prob_gradients, _logits(True)),
+    Kernel(
+        "label_log_prob_gradients",
+        "logits 128 x 128256",
+        chunked_heads.label_log_prob_gradients,
+        _logits(True),
+    ),
     Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _nf4),
     Kernel("dequantize_int8", "14336 x 4096", quantized._dequantize, _int8),
     Kernel("capped_shares", "scores 8 x 1024 x 4096", attention.capped_shares, _scores(1)),
-    Kernel("capped_score_gradients", "scores 8 x 1024 x 4096", attention.capped_score_gradients, _scores(2)),
+    Kernel(
+        "capped_score_gradients",
+        "scores 8 x 1024 x 4096",
+        attention.capped_score_gradients,
+        _scores(2),
+    ),
 )
 
 
 def main(words: list[str]) -> int:
-    """Prints, and writes the page; exit code 1 where a kernel's numbers are not those of its chain."""
+    """Prints, and writes the page; exit code 1 where a kernel's numbers are not those of its
+    chain.
+    """
     parser = argparse.ArgumentParser(prog="gpu_check.py kernels", description=__doc__)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     output = parser.parse_args(words).output
     on_gpu = torch.cuda.is_available()
-    device, has_triton = torch.device("cuda" if on_gpu else "cpu"), importlib.util.find_spec("triton") is not None
+    device, has_triton = (
+        torch.device("cuda" if on_gpu else "cpu"),
+        importlib.util.find_spec("triton") is not None,
+    )
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows, faults = [], 0
@@ -151,7 +203,11 @@ def main(words: list[str]) -> int:
         difference = largest_difference(kernel, device)
         faults += difference > 2**-7
         cells = [f"`{kernel.name}`", kernel.of, *(generated(kernel) if has_triton else ("-", "-"))]
-        cells += [f"{1e6 * host_seconds(kernel, device):.0f}", f"{difference:.1e}", *times(kernel, device)]
+        cells += [
+            f"{1e6 * host_seconds(kernel, device):.0f}",
+            f"{difference:.1e}",
+            *times(kernel, device),
+        ]
         rows.append("| " + " | ".join(cells) + " |")
         print(rows[-1], flush=True)
     table = ["| " + " | ".join(HEAD) + " |", "|---|---|" + "---:|" * (len(HEAD) - 2), *rows]
@@ -188,11 +244,16 @@ def largest_difference(kernel: Kernel, device: torch.device) -> float:
     pairs = [(fused_kernels.call_compiled(function, *arguments), function(*arguments))]
     if not isinstance(pairs[0][0], Tensor):
         pairs = list(zip(*pairs[0], strict=True))
-    return max(float((one.float() - other.float()).abs().max() / other.float().abs().max()) for one, other in pairs)
+    return max(
+        float((one.float() - other.float()).abs().max() / other.float().abs().max())
+        for one, other in pairs
+    )
 
 
 def host_seconds(kernel: Kernel, device: torch.device) -> float:
-    """Median seconds of a call of the compiled operator with a few numbers, until the host goes on."""
+    """Median seconds of a call of the compiled operator with a few numbers, until the host goes
+    on.
+    """
     arguments, found = kernel.make(device, True), []
     for _ in range(CALLS + 20):
         started = time.perf_counter()

@@ -1,14 +1,17 @@
-"""`gpu_check.py ladder`: what each memory lever saves and costs on Llama 3 8B, planned and measured, line by line.
+"""`gpu_check.py ladder`: what each memory lever saves and costs on Llama 3 8B, planned and
+measured, line by line.
 
     python benchmarks/gpu_check.py ladder                       on this machine's GPU; a dry run without one
     python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md      plans alone, on any machine
 
-For full fine-tuning, QLoRA and LoRA, on one card: the config without any lever, and each lever added to it; the config
-as it is shipped, and the one with all levers that save, and each of their levers removed. A line is compared with the
-one that it differs from by that lever alone. Each is measured in a process of its own under a time limit, the most
-telling first; planning goes on beside it on the CPU's cores.
+For full fine-tuning, QLoRA and LoRA, on one card: the config without any lever, and each lever
+added to it; the config as it is shipped, and the one with all levers that save, and each of their
+levers removed. A line is compared with the one that it differs from by that lever alone. Each is
+measured in a process of its own under a time limit, the most telling first; planning goes on beside
+it on the CPU's cores.
 
-Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.
+Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there:
+nothing is measured.
 """
 
 import argparse
@@ -44,12 +47,18 @@ DEVICE = "rtx4090"  # that plans are for where nothing is measured
 def main(words: list[str] | None = None) -> int:
     """Plans and measures all lines and writes the report after each; 1 if one failed."""
     parser = argparse.ArgumentParser(
-        prog="gpu_check.py ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gpu_check.py ladder",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     folder = REPOSITORY / "docs" / "measurements"
-    parser.add_argument("--output", type=Path, default=folder, help="folder of the report; with --planned its file")
+    parser.add_argument(
+        "--output", type=Path, default=folder, help="folder of the report; with --planned its file"
+    )
     parser.add_argument("--planned", action="store_true", help="plan only, and measure nothing")
-    parser.add_argument("--device", default=DEVICE, help=f"with --planned: the card to plan for; default: {DEVICE}")
+    parser.add_argument(
+        "--device", default=DEVICE, help=f"with --planned: the card to plan for; default: {DEVICE}"
+    )
     parser.add_argument("--only", choices=METHODS, help="one method's lines")
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
@@ -69,7 +78,9 @@ def _run(options: argparse.Namespace) -> int:
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
     hardware = gpu_plan.hardware_of(device)
-    report = gpu_plan.begun_report("ladder", ["--only", options.only] if options.only else [], device, hardware)
+    report = gpu_plan.begun_report(
+        "ladder", ["--only", options.only] if options.only else [], device, hardware
+    )
     todo = rungs(gpu, methods)
     paths: list[Path] = []
     with gpu_plan.planners([rung.case for rung in todo], hardware, planned_line) as planned:
@@ -84,14 +95,18 @@ def _run(options: argparse.Namespace) -> int:
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
             print(f"{report['seconds']:5d} s  {line_text(row)}", flush=True)
-            name = "-".join(["gpu-ladder", device_word(device), *([options.only] if options.only else [])])
+            name = "-".join(
+                ["gpu-ladder", device_word(device), *([options.only] if options.only else [])]
+            )
             paths = write_pair(options.output / name, report, ladder_markdown(report))
     print("\n".join([*summary(report), *map(str, paths)]))
     return 1 if any(is_wrong(row, gpu) for row in report["rows"]) else 0
 
 
 def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
-    """It failed, or bytes of a run on the CPU are not those that were planned, where these are exact."""
+    """It failed, or bytes of a run on the CPU are not those that were planned, where these are
+    exact.
+    """
     planned, found = row.get("planned", {}), row.get("measured", {}).get("peaks", {})
     if "failed" in row or "failed" in planned:
         return True
@@ -101,7 +116,8 @@ def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
 
 
 def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int:
-    """The planned columns of the real configs as a report of their own; 1 if a line could not be planned.
+    """The planned columns of the real configs as a report of their own; 1 if a line could not be
+    planned.
 
     Lines of other methods are kept as they are in the file.
     """
@@ -144,12 +160,15 @@ def row_of(rung: Rung) -> dict[str, Any]:
 
 
 def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
-    """The peaks of a step by phase, as `planned_peaks` gives them, and besides `requested`, `active` and `reserved`,
-    the most of them; `host`; `tokens_per_second`, None where no time is planned; `verdict`. Or {"refused": the line}
-    where the config or the device does not have it."""
+    """The peaks of a step by phase, as `planned_peaks` gives them, and besides `requested`,
+    `active` and `reserved`, the most of them; `host`; `tokens_per_second`, None where no time is
+    planned; `verdict`. Or {"refused": the line} where the config or the device does not have it.
+    """
     try:
         recipe_class, cfg = case.load()
-        plan, _ = make_plan(recipe_class, cfg, PlanSettings(hardware, case.rows, case.ranks, phases=()))
+        plan, _ = make_plan(
+            recipe_class, cfg, PlanSettings(hardware, case.rows, case.ranks, phases=())
+        )
     except UserError as error:
         return {"refused": str(error)}
     rank = plan.heaviest
@@ -164,8 +183,12 @@ def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def measured_line(case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds: float) -> dict[str, Any]:
-    """{"measured": ...}, {"failed": why}, or nothing for what is refused, or compiled where there is no GPU."""
+def measured_line(
+    case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds: float
+) -> dict[str, Any]:
+    """{"measured": ...}, {"failed": why}, or nothing for what is refused, or compiled where there
+    is no GPU.
+    """
     if "refused" in planned or (not gpu and case.read().compile):
         return {}
     if not gpu:
@@ -173,8 +196,14 @@ def measured_line(case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds:
         return result if "failed" in result else {"measured": result}
     free, _ = free_host_memory()
     if planned.get("host", 0) > free:
-        return {"skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(planned['host'])}"}
-    result = run_apart(functools.partial(told, gpu_plan.measure, case, steady=STEADY_STEPS), seconds)
+        return {
+            "skipped": (
+                f"host memory: found {format_bytes(free)}, expected {format_bytes(planned['host'])}"
+            )
+        }
+    result = run_apart(
+        functools.partial(told, gpu_plan.measure, case, steady=STEADY_STEPS), seconds
+    )
     if "failed" in result:
         return result
     if "out_of_memory" not in result:

@@ -1,4 +1,6 @@
-"""The ladder's lines: a config without any lever, with each one, as it is shipped, and with all that save."""
+"""The ladder's lines: a config without any lever, with each one, as it is shipped, and with all
+that save.
+"""
 
 import copy
 import dataclasses
@@ -14,7 +16,11 @@ from recipe_lib.plan.world.shape_only_model import plannable
 
 METHODS = ("full", "qlora", "lora")
 ONE_ROW = ("batch_size=1", "gradient_accumulation_steps=1")
-IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1")
+IN_BACKWARD = (
+    "memory.optimizer_in_backward=true",
+    "clip_grad_norm=null",
+    "gradient_accumulation_steps=1",
+)
 TINY = ("max_seq_len=64", "device=auto", "dtype=bf16")
 PLAIN, SHIPPED, EVERYTHING = "plain", "shipped", "everything"
 
@@ -38,7 +44,9 @@ class ConfigCase:
         return copy.deepcopy(_read(self.config, (*self.overrides, *more)))
 
     def load(self) -> tuple[type, Any]:
-        """The recipe's class, and the config with nothing but the model's shape, compiled if it says so."""
+        """The recipe's class, and the config with nothing but the model's shape, compiled if it
+        says so.
+        """
         cfg = self.read()
         shape, _ = plannable(cfg)
         shape.compile = cfg.compile
@@ -52,10 +60,11 @@ def _read(config: str, overrides: tuple[str, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """on: what turns it on; off: what turns it off, for all values of the lever alike. saves: whether the line of all
-    that save has it. methods: that have it. kept: methods whose plain line has it. rounds: it changes results. exact: a
-    plan for a CPU has the bytes of a run there; not where it counts what is offloaded as another memory's, or knows a
-    kernel on paper alone."""
+    """on: what turns it on; off: what turns it off, for all values of the lever alike. saves:
+    whether the line of all that save has it. methods: that have it. kept: methods whose plain line
+    has it. rounds: it changes results. exact: a plan for a CPU has the bytes of a run there; not
+    where it counts what is offloaded as another memory's, or knows a kernel on paper alone.
+    """
 
     on: tuple[str, ...]
     off: tuple[str, ...]
@@ -68,10 +77,17 @@ class Lever:
 
 _NO_CHECKPOINTS = ("memory.activation_checkpointing=none",)
 _CLIPPED = ("memory.optimizer_in_backward=false", "clip_grad_norm=1.0")
-_BITS, _MATMULS, _UNROUNDED = ("~optimizer.state_bits",), ("~matmul_dtype",), ("lora.quantize_base=none",)
+_BITS, _MATMULS, _UNROUNDED = (
+    ("~optimizer.state_bits",),
+    ("~matmul_dtype",),
+    ("lora.quantize_base=none",),
+)
 LEVERS = (
     Lever(("memory.activation_checkpointing=selective",), _NO_CHECKPOINTS),
-    Lever(("memory.activation_checkpointing=budget", "memory.activation_budget_gib=4"), _NO_CHECKPOINTS),
+    Lever(
+        ("memory.activation_checkpointing=budget", "memory.activation_budget_gib=4"),
+        _NO_CHECKPOINTS,
+    ),
     Lever(("memory.activation_checkpointing=full",), _NO_CHECKPOINTS, saves=True),
     Lever(("memory.activation_offload=true",), ("memory.activation_offload=false",), saves=True),
     Lever(("memory.mlp_tiles=4",), ("memory.mlp_tiles=1",), saves=True),
@@ -81,7 +97,13 @@ LEVERS = (
     Lever(("optimizer.state_bits=8",), _BITS, saves=True, rounds=True),
     Lever(("optimizer.state_bits=4",), _BITS, rounds=True),
     Lever(("memory.cpu_offload=true",), ("memory.cpu_offload=false",), exact=False),
-    Lever(("lora.quantize_base=nf4",), _UNROUNDED, methods=("lora", "qlora"), kept=("qlora",), rounds=True),
+    Lever(
+        ("lora.quantize_base=nf4",),
+        _UNROUNDED,
+        methods=("lora", "qlora"),
+        kept=("qlora",),
+        rounds=True,
+    ),
     Lever(("lora.quantize_base=int8",), _UNROUNDED, methods=("lora",), rounds=True),
     Lever(("matmul_dtype=int8",), _MATMULS, methods=("full", "lora"), rounds=True),
     Lever(("matmul_dtype=fp8",), _MATMULS, methods=("full", "lora"), rounds=True),
@@ -92,9 +114,10 @@ LEVERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """A line. basis: of its table, `plain`, `shipped` or `everything`. words: overrides added to the basis; empty: the
-    basis itself, which is compared with the plain one. removed: the words turn a lever off. rounds, exact: of the lever
-    that is added."""
+    """A line. basis: of its table, `plain`, `shipped` or `everything`. words: overrides added to
+    the basis; empty: the basis itself, which is compared with the plain one. removed: the words
+    turn a lever off. rounds, exact: of the lever that is added.
+    """
 
     method: str
     basis: str
@@ -121,7 +144,9 @@ def rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
 
 
 def ladder(method: str, real: bool = True) -> list[Rung]:
-    """The lines of a method: plain and each lever added to it; shipped, and everything, and each lever removed."""
+    """The lines of a method: plain and each lever added to it; shipped, and everything, and each
+    lever removed.
+    """
     case = ConfigCase(f"llama3/8B_{method}")
     if not real:
         rounded = ("lora.quantize_base=nf4",) if method == "qlora" else ()
@@ -129,18 +154,31 @@ def ladder(method: str, real: bool = True) -> list[Rung]:
     mine = [lever for lever in LEVERS if method in lever.methods]
     off = [lever.off for lever in mine if method not in lever.kept]
     bases = {
-        PLAIN: (*case.overrides, *ONE_ROW, *(word for change in _turned_off(case, off) for word in change)),
+        PLAIN: (
+            *case.overrides,
+            *ONE_ROW,
+            *(word for change in _turned_off(case, off) for word in change),
+        ),
         SHIPPED: case.overrides,
-        EVERYTHING: (*case.overrides, *ONE_ROW, *(word for lever in mine if lever.saves for word in lever.on)),
+        EVERYTHING: (
+            *case.overrides,
+            *ONE_ROW,
+            *(word for lever in mine if lever.saves for word in lever.on),
+        ),
     }
     found = []
     for basis, words in bases.items():
         start = dataclasses.replace(case, overrides=words)
         found.append(Rung(method, basis, (), start))
         if basis == PLAIN:
-            changes = [(lever.on, lever.rounds, lever.exact) for lever in mine if method not in lever.kept]
+            changes = [
+                (lever.on, lever.rounds, lever.exact) for lever in mine if method not in lever.kept
+            ]
         else:
-            changes = [(change, False, True) for change in _turned_off(start, [lever.off for lever in mine])]
+            changes = [
+                (change, False, True)
+                for change in _turned_off(start, [lever.off for lever in mine])
+            ]
         found += [
             Rung(method, basis, change, _with(start, change), basis != PLAIN, rounds, exact)
             for change, rounds, exact in changes
@@ -149,7 +187,9 @@ def ladder(method: str, real: bool = True) -> list[Rung]:
 
 
 def _turned_off(case: ConfigCase, changes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Those of the changes, each of which turns a lever off, that make another config of this one."""
+    """Those of the changes, each of which turns a lever off, that make another config of this
+    one.
+    """
     own = case.read()
     return [change for change in dict.fromkeys(changes) if case.read(*change) != own]
 

@@ -50,7 +50,9 @@ on CPUs, and says which.
 
 def make_pages(folder: Path = FOLDER) -> dict[str, str]:
     """Return every page's text by its file's name."""
-    reports = {stem: json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")) for stem in PAGES}
+    reports = {
+        stem: json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")) for stem in PAGES
+    }
     pages = {f"{stem}.md": PAGES[stem](report) for stem, report in reports.items()}
     return pages | {f"{SUMMARY}.md": _summary(*reports.values())}
 
@@ -59,12 +61,24 @@ def _summary(plan: Any, times: Any, peers: Any, values: Any) -> str:
     lines = gpu_plan_report.summary(plan)
     rows = [
         ("planned and measured peaks", "; ".join(lines[:4]), f"gpu-plan-{CARD}"),
-        ("fits or not, at 0.98 and 1.02 of the planned smallest cap", lines[4].partition(": ")[2], f"gpu-plan-{CARD}"),
+        (
+            "fits or not, at 0.98 and 1.02 of the planned smallest cap",
+            lines[4].partition(": ")[2],
+            f"gpu-plan-{CARD}",
+        ),
         ("the allocator's history replayed", lines[5].partition(": ")[2], f"gpu-plan-{CARD}"),
-        ("the same runs on the CPU and on CUDA", cpu_and_cuda.summary(values), f"cpu-and-cuda-{CARD}"),
+        (
+            "the same runs on the CPU and on CUDA",
+            cpu_and_cuda.summary(values),
+            f"cpu-and-cuda-{CARD}",
+        ),
         ("seconds of a step", gpu_times.summary(times), f"gpu-times-{CARD}"),
         ("head to head", peers_report.fastest(peers), f"peers-{CARD}"),
-        ("rates by `tune doctor --write`", gpu_times.rates_text(times, FOLDER), f"gpu-times-{CARD}"),
+        (
+            "rates by `tune doctor --write`",
+            gpu_times.rates_text(times, FOLDER),
+            f"gpu-times-{CARD}",
+        ),
     ]
     compiled = " Steps of two configs were timed."
     table = "\n".join(f"| {what} | {result} | [{page}]({page}.md) |" for what, result, page in rows)

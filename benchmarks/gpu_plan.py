@@ -1,12 +1,15 @@
-"""`gpu_check.py plan`: what the planner says against what the same configs take on this machine's GPU.
+"""`gpu_check.py plan`: what the planner says against what the same configs take on this machine's
+GPU.
 
-Peaks: each config runs as one rank of N in torch's fake process group, with the default allocator and with expandable
-segments, each in a process of its own; requested, allocated and reserved bytes of the first and of later steps are
-compared with `make_plan` for this device, which runs beside it on the CPU's cores. Thresholds: some configs run under
-a cap 2 % below and above the smallest one that the plan gives. Events: the allocator's history of small configs is
-stored for the tests, and replayed.
+Peaks: each config runs as one rank of N in torch's fake process group, with the default allocator
+and with expandable segments, each in a process of its own; requested, allocated and reserved bytes
+of the first and of later steps are compared with `make_plan` for this device, which runs beside it
+on the CPU's cores. Thresholds: some configs run under a cap 2 % below and above the smallest one
+that the plan gives. Events: the allocator's history of small configs is stored for the tests, and
+replayed.
 
-Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.
+Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there:
+nothing is measured.
 """
 
 import argparse
@@ -29,7 +32,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.allocator_events import events_from_snapshot, read_fixture, replay_events, smallest_cap, write_fixture
+from benchmarks.allocator_events import (
+    events_from_snapshot,
+    read_fixture,
+    replay_events,
+    smallest_cap,
+    write_fixture,
+)
 from benchmarks.gpu_check import REPOSITORY, describe_device, fill_weights, run_apart
 from benchmarks.gpu_plan_cases import PlanCase, Runnable, cases, describe, recorded
 from benchmarks.gpu_plan_report import errors_of, summary, write_plan_report
@@ -54,8 +63,9 @@ Planner = Callable[[Any, Hardware], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """kind: `peaks`, `threshold` or `events`. factor: of the planned smallest cap, or between what was allocated and
-    what was reserved without a cap; 0 is no cap."""
+    """kind: `peaks`, `threshold` or `events`. factor: of the planned smallest cap, or between what
+    was allocated and what was reserved without a cap; 0 is no cap.
+    """
 
     kind: str
     case: PlanCase
@@ -64,12 +74,16 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    """Runs all jobs and writes the report after each; 1 if one failed, or a config that was said to fit ran out."""
+    """Runs all jobs and writes the report after each; 1 if one failed, or a config that was said to
+    fit ran out.
+    """
     parser = argparse.ArgumentParser(prog="gpu_check.py plan", description=__doc__)
     folder = REPOSITORY / "docs" / "measurements"
     parser.add_argument("--output", type=Path, default=folder, help="folder of the report")
     fixtures = REPOSITORY / "tests" / "plan" / "fixtures"
-    parser.add_argument("--fixtures", type=Path, default=fixtures, help="folder for recorded events")
+    parser.add_argument(
+        "--fixtures", type=Path, default=fixtures, help="folder for recorded events"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
     options = parser.parse_args(argv)
     started = time.monotonic()
@@ -89,11 +103,15 @@ def main(argv: list[str]) -> int:
             paths = write_plan_report(report, options.output)
     print("\n".join(summary(report)))
     print("\n".join(map(str, paths)))
-    ran_out = any(row.get("said") == "fits" and row.get("found") == "ran out" for row in report["rows"])
+    ran_out = any(
+        row.get("said") == "fits" and row.get("found") == "ran out" for row in report["rows"]
+    )
     return 1 if ran_out or any("failed" in row for row in report["rows"]) else 0
 
 
-def begun_report(part: str, argv: list[str], device: dict[str, Any], hardware: Hardware) -> dict[str, Any]:
+def begun_report(
+    part: str, argv: list[str], device: dict[str, Any], hardware: Hardware
+) -> dict[str, Any]:
     """A report of `gpu_check.py PART` without rows."""
     gpu = device.get("type") == "cuda"
     return {
@@ -112,12 +130,16 @@ def begun_report(part: str, argv: list[str], device: dict[str, Any], hardware: H
 
 
 def jobs(gpu: bool) -> list[Job]:
-    """What to do, the most telling first: events, which are quick; a config of each kind; thresholds; the others."""
+    """What to do, the most telling first: events, which are quick; a config of each kind;
+    thresholds; the others.
+    """
     if not gpu:
         return [Job("peaks", case) for case in cases(gpu)]
     peaks = [Job("peaks", case, expandable) for case in cases(gpu) for expandable in (False, True)]
     telling = 2 * 12
-    events = [Job("events", case, expandable) for case in recorded() for expandable in (False, True)]
+    events = [
+        Job("events", case, expandable) for case in recorded() for expandable in (False, True)
+    ]
     events.append(Job("events", recorded()[0], factor=0.5))
     thresholds = [
         Job("threshold", case, expandable, factor)
@@ -130,7 +152,9 @@ def jobs(gpu: bool) -> list[Job]:
 
 
 def hardware_of(device: dict[str, Any]) -> Hardware:
-    """The table's entry for the device, with the memory that it has; by its size where the table does not have it."""
+    """The table's entry for the device, with the memory that it has; by its size where the table
+    does not have it.
+    """
     if device.get("type") != "cuda":
         return find_hardware("cpu")
     try:
@@ -147,7 +171,8 @@ def hardware_of(device: dict[str, Any]) -> Hardware:
 def planners(
     wanted: Sequence[Runnable], hardware: Hardware, plan: Planner | None = None
 ) -> Iterator[Callable[[Any, float], dict[str, Any]]]:
-    """Plans the cases in as many processes as there are cores to spare; yields what waits for a case's plan.
+    """Plans the cases in as many processes as there are cores to spare; yields what waits for a
+    case's plan.
 
     plan: what makes one, `planned_peaks` or another.
     """
@@ -158,7 +183,9 @@ def planners(
         places = {case: Path(folder) / f"{number}.json" for number, case in enumerate(todo)}
         pieces = list(places.items())
         processes = [
-            context.Process(target=_plan_all, args=(pieces[at::workers], hardware, plan or planned_peaks))
+            context.Process(
+                target=_plan_all, args=(pieces[at::workers], hardware, plan or planned_peaks)
+            )
             for at in range(workers)
         ]
         for process in processes:
@@ -169,7 +196,9 @@ def planners(
             while not places[case].exists():
                 worker = processes[todo.index(case) % workers]
                 if time.monotonic() > until or not worker.is_alive() and not places[case].exists():
-                    return {"failed": "no plan in time" if worker.is_alive() else "the planner ended"}
+                    return {
+                        "failed": "no plan in time" if worker.is_alive() else "the planner ended"
+                    }
                 time.sleep(0.05)
             return json.loads(places[case].read_text())
 
@@ -198,7 +227,9 @@ def _plan_all(todo: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -
 def planned_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
     """By phase what `peaks_of` gives; for a threshold the smallest caps."""
     recipe_class, cfg = case.load()
-    settings = PlanSettings(hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False)
+    settings = PlanSettings(
+        hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False
+    )
     plan, trace = make_plan(recipe_class, cfg, settings)
     found: dict[str, Any] = peaks_of(plan.heaviest)
     if case.threshold:
@@ -224,7 +255,11 @@ def run_job(
     fixtures: Path,
 ) -> dict[str, Any]:
     """A row of the report."""
-    row: dict[str, Any] = {"kind": job.kind, "case": dataclasses.asdict(job.case), "expandable": job.expandable}
+    row: dict[str, Any] = {
+        "kind": job.kind,
+        "case": dataclasses.asdict(job.case),
+        "expandable": job.expandable,
+    }
     if left < 5:
         return row | {"skipped": "no time left"}
     seconds = min(CASE_SECONDS, left)
@@ -238,14 +273,26 @@ def run_job(
         result = run_apart(functools.partial(measure, job.case, job.expandable, cap), seconds)
         said = "fits" if job.factor > 1 else "does not fit"
         found = "ran out" if "out_of_memory" in result else "ran"
-        return row | {"cap": cap, "said": said} | (result if "failed" in result else {"found": found, "result": result})
-    work = functools.partial(measure, job.case, job.expandable) if gpu else functools.partial(trace_on_cpu, job.case)
+        return (
+            row
+            | {"cap": cap, "said": said}
+            | (result if "failed" in result else {"found": found, "result": result})
+        )
+    work = (
+        functools.partial(measure, job.case, job.expandable)
+        if gpu
+        else functools.partial(trace_on_cpu, job.case)
+    )
     result = run_apart(work, seconds)
     return row | {"planned": plan} | (result if "failed" in result else {"measured": result})
 
 
 def measure(
-    case: Runnable, expandable: bool = False, cap: int = 0, history: str = "", steady: int = STEADY_STEPS
+    case: Runnable,
+    expandable: bool = False,
+    cap: int = 0,
+    history: str = "",
+    steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
     """Peaks and seconds of a case's steps on the GPU, `steady` of them after the first.
 
@@ -255,7 +302,9 @@ def measure(
     module: Any = torch.get_device_module("cuda")
     module.init()
     if history:
-        module.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=HISTORY)
+        module.memory._record_memory_history(
+            enabled="all", context=None, stacks="python", max_entries=HISTORY
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()
     with start_world(cfg) as world:
@@ -270,11 +319,16 @@ def measure(
         result["total"] = total
         result["pinned"] = module.memory.host_memory_stats().get("allocated_bytes.peak", 0)
         snapshot = module.memory._snapshot()
-        if bool(snapshot.get("allocator_settings", {}).get("expandable_segments", expandable)) != expandable:
+        if (
+            bool(snapshot.get("allocator_settings", {}).get("expandable_segments", expandable))
+            != expandable
+        ):
             raise RuntimeError(f"the allocator does not have expandable_segments={expandable}")
         if history:
             names = ("allocated", "active", "reserved")
-            figures = {name: stats[f"{name}_bytes.all.peak"] for name in names} | {"retries": result["retries"]}
+            figures = {name: stats[f"{name}_bytes.all.peak"] for name in names} | {
+                "retries": result["retries"]
+            }
             stream = events_from_snapshot(snapshot, cap=cap or None, measured=figures)
             write_fixture(stream, Path(history))
             result["figures"] = figures
@@ -286,7 +340,10 @@ def choose_allocator(expandable: bool) -> None:
     setting = f"expandable_segments:{expandable}"
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = setting
     older: Any = torch.get_device_module("cuda").memory
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or older._set_allocator_settings
+    change = (
+        getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        or older._set_allocator_settings
+    )
     change(setting)  # the variables may have been read when torch was imported
 
 
@@ -299,9 +356,11 @@ def run_steps(
     whole_history: bool,
     steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
-    """The phases that the planner simulates, for real; all steps after the first count as the second.
+    """The phases that the planner simulates, for real; all steps after the first count as the
+    second.
 
-    `peaks` of each phase, bytes; `seconds` of each step. Tokens are drawn at random: equal ones are computed faster.
+    `peaks` of each phase, bytes; `seconds` of each step. Tokens are drawn at random: equal ones are
+    computed faster.
     """
     result: dict[str, Any] = {"peaks": {}, "seconds": []}
     phase = "setup"
@@ -355,26 +414,50 @@ def _events(job: Job, seconds: float, report: dict[str, Any], fixtures: Path) ->
             return {"failed": "there is no recording without a cap to choose one by"}
         allocated, reserved = free[0]["allocated"], free[0]["reserved"]
         cap = int(allocated + job.factor * (reserved - allocated))
-    words = [job.case.method, job.case.model, f"{job.case.ranks}x{job.case.sequence}", job.case.checkpointing]
+    words = [
+        job.case.method,
+        job.case.model,
+        f"{job.case.ranks}x{job.case.sequence}",
+        job.case.checkpointing,
+    ]
     words += ["expandable"] * job.expandable + ["capped"] * bool(cap)
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
         file = Path(folder) / f"{'-'.join(words)}.json.gz"
-        result = run_apart(functools.partial(measure, job.case, job.expandable, cap, str(file)), seconds)
+        result = run_apart(
+            functools.partial(measure, job.case, job.expandable, cap, str(file)), seconds
+        )
         if "failed" in result:
             return result
-        compared = run_apart(functools.partial(compare_events, str(file), result["figures"]), seconds)
+        compared = run_apart(
+            functools.partial(compare_events, str(file), result["figures"]), seconds
+        )
         if file.stat().st_size <= FIXTURE_BYTES:
             fixtures.mkdir(parents=True, exist_ok=True)
             (fixtures / file.name).write_bytes(file.read_bytes())
-        return {"file": file.name, "size": file.stat().st_size, "cap": cap, "figures": result["figures"]} | compared
+        return {
+            "file": file.name,
+            "size": file.stat().st_size,
+            "cap": cap,
+            "figures": result["figures"],
+        } | compared
 
 
 def compare_events(file: str, figures: dict[str, int]) -> dict[str, Any]:
-    """A recording replayed: the number of the first segment that differs, and the figures that do."""
+    """A recording replayed: the number of the first segment that differs, and the figures that
+    do.
+    """
     stream = read_fixture(Path(file))
     found = replay_events(stream)
-    different = {name: getattr(found, name) for name, figure in figures.items() if getattr(found, name) != figure}
-    return {"events": len(stream["events"]), "first_difference": found.first_difference, "different": different}
+    different = {
+        name: getattr(found, name)
+        for name, figure in figures.items()
+        if getattr(found, name) != figure
+    }
+    return {
+        "events": len(stream["events"]),
+        "first_difference": found.first_difference,
+        "different": different,
+    }
 
 
 def name_of(job: Job) -> str:

@@ -1,4 +1,6 @@
-"""What `gpu_check.py plan` compares: configs of the recipes, each as a command line of `tune plan`."""
+"""What `gpu_check.py plan` compares: configs of the recipes, each as a command line of `tune
+plan`.
+"""
 
 import dataclasses
 from typing import Any, Protocol
@@ -25,9 +27,17 @@ STREAMED = ("memory.stream_layers=true", *STEPPING[1])
 # A sequence that all ranks share.
 TILED = ("memory.mlp_tiles=4", "memory.activation_offload=true")
 # A step of several micro-batches whose gradients are whole until the last one.
-ZERO_1 = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "gradient_accumulation_steps=4")
+ZERO_1 = (
+    "parallel.reduce_gradients=step",
+    "parallel.reshard_after_forward=false",
+    "gradient_accumulation_steps=4",
+)
 REDUCED_ONCE = (ZERO_1[:1] + ZERO_1[2:], ZERO_1, (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"))
-STATES = (("optimizer.state_bits=8",), ("optimizer.state_bits=4",), ("optimizer.master_weights=true",))
+STATES = (
+    ("optimizer.state_bits=8",),
+    ("optimizer.state_bits=4",),
+    ("optimizer.master_weights=true",),
+)
 
 
 class Runnable(Protocol):
@@ -51,9 +61,11 @@ class Runnable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
-    """A config. model: family and size, or `demo`. documents: in a packed row; 0 is no packing. threshold: whether it
-    is also run at its smallest cap. rank: of them all, which one runs. schedule: of a pipeline through all ranks, with
-    twice as many micro-batches; empty: none. levers: further overrides. The rest: settings."""
+    """A config. model: family and size, or `demo`. documents: in a packed row; 0 is no packing.
+    threshold: whether it is also run at its smallest cap. rank: of them all, which one runs.
+    schedule: of a pipeline through all ranks, with twice as many micro-batches; empty: none.
+    levers: further overrides. The rest: settings.
+    """
 
     method: str
     model: str
@@ -74,7 +86,9 @@ class PlanCase:
     def config(self) -> str:
         """Its shipped config."""
         if self.model == TINY:
-            named = {"qat": "demo/full", "qlora": "demo/lora"} | {name: f"llama3/8B_{name}" for name in LABELED}
+            named = {"qat": "demo/full", "qlora": "demo/lora"} | {
+                name: f"llama3/8B_{name}" for name in LABELED
+            }
             return named.get(self.method, f"demo/{self.method}")
         return f"{self.model}_{self.method}"
 
@@ -91,11 +105,18 @@ class PlanCase:
             "dtype=bf16",
             f"memory.activation_checkpointing={self.checkpointing}",
             f"memory.loss_chunks={self.chunks}",
-            *([] if "parallel.strategy=ddp" in self.levers else [f"parallel.fsdp_wrap_policy={self.wrapping}"]),
+            *(
+                []
+                if "parallel.strategy=ddp" in self.levers
+                else [f"parallel.fsdp_wrap_policy={self.wrapping}"]
+            ),
             *([] if own_step else [f"optimizer.implementation={kernels}"]),
             f"data.packing={str(self.documents > 0).lower()}",
             *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
-            *([f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"] * bool(self.schedule)),
+            *(
+                [f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"]
+                * bool(self.schedule)
+            ),
             *(["lora.quantize_base=nf4"] if self.method == "qlora" and self.model == TINY else []),
             *(["qat=int4", "qat_start_step=0"] if self.method == "qat" else []),
             *(UNREAD if self.method in LABELED and self.model == TINY else []),
@@ -108,7 +129,9 @@ class PlanCase:
         return Sequence(self.sequence, "as the case says", pack=float(max(1, self.documents)))
 
     def load(self) -> tuple[type, Any]:
-        """The recipe's class, and the config with nothing but the model's shape; its recipe's module is imported."""
+        """The recipe's class, and the config with nothing but the model's shape; its recipe's
+        module is imported.
+        """
         recipe = recipe_for(self.config)
         cfg, _ = plannable(load_config(self.config, self.overrides, recipe.schema()))
         return recipe_class(recipe), cfg
@@ -135,14 +158,28 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("full", TINY, 4, 64, levers=("parallel.context=2",)),
             PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
-            *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES, *REDUCED_ONCE)),
+            *(
+                PlanCase("full", TINY, 2, 64, levers=levers)
+                for levers in (*STEPPING, *STATES, *REDUCED_ONCE)
+            ),
             *(PlanCase(method, TINY, 2, 64) for method in ("distill", "qat", *LABELED)),
         ]
-    return [*_telling(), *_methods(), *_levers(), *_mixtures(), *_compiled(), *_pipelines(), *_full(), *_adapters()]
+    return [
+        *_telling(),
+        *_methods(),
+        *_levers(),
+        *_mixtures(),
+        *_compiled(),
+        *_pipelines(),
+        *_full(),
+        *_adapters(),
+    ]
 
 
 def recorded() -> list[PlanCase]:
-    """Those whose allocator's events are kept as fixtures: small models with tensors of all sizes."""
+    """Those whose allocator's events are kept as fixtures: small models with tensors of all
+    sizes.
+    """
     return [
         PlanCase("full", TINY, 4, 2048, "none", batch_size=2, chunks=1),
         PlanCase("full", TINY, 1, 1024, "full", optimizer="foreach", documents=5),
@@ -170,13 +207,21 @@ def _telling() -> list[PlanCase]:
 
 
 def _methods() -> list[PlanCase]:
-    """A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and score heads."""
+    """A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and
+    score heads.
+    """
     teacher = ("distill.quantize_teacher=none", "distill.stream_teacher=true")
     small = "llama3_2/1B"
     return [
         PlanCase("distill", small, 1, 2048),
         PlanCase("distill", small, 1, 2048, levers=teacher),
-        PlanCase("distill", small, 4, 2048, levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters")),
+        PlanCase(
+            "distill",
+            small,
+            4,
+            2048,
+            levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
+        ),
         PlanCase("qat", small, 1, 2048),
         PlanCase("qat", small, 4, 2048, "selective", levers=("qat=fp8",)),
         *(PlanCase(method, "llama3/8B", 1, 2048) for method in LABELED),
@@ -193,10 +238,19 @@ def _levers() -> list[PlanCase]:
         *(PlanCase("full", small, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
         PlanCase("full", big, 8, 2048, levers=ZERO_1),
         PlanCase("full", small, 1, 8192, "none", levers=("memory.activation_offload=true",)),
-        PlanCase("full", big, 2, 8192, levers=("memory.activation_offload=true", "memory.optimizer_offload=true")),
+        PlanCase(
+            "full",
+            big,
+            2,
+            8192,
+            levers=("memory.activation_offload=true", "memory.optimizer_offload=true"),
+        ),
         PlanCase("full", small, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
         PlanCase("qlora", big, 1, 32768, levers=("memory.mlp_tiles=8",)),
-        *(PlanCase("full", big, 1, 2048, levers=(*STREAMED, *levers)) for levers in ((), STATES[1])),
+        *(
+            PlanCase("full", big, 1, 2048, levers=(*STREAMED, *levers))
+            for levers in ((), STATES[1])
+        ),
         *(PlanCase(kind, big, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
         PlanCase("full", big, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
         PlanCase("lora", big, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
@@ -208,7 +262,9 @@ def _levers() -> list[PlanCase]:
 
 
 def _mixtures() -> list[PlanCase]:
-    """Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and attention with sinks."""
+    """Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and
+    attention with sinks.
+    """
     qwen, oss, olmoe = "qwen3_moe/30B", "gpt_oss/20B", "olmoe/7B"
     offloaded = ("memory.stream_layers=experts",)
     return [
@@ -226,11 +282,16 @@ def _mixtures() -> list[PlanCase]:
 
 
 def _compiled() -> list[PlanCase]:
-    """Layers compiled, of which the plan runs the module that inductor writes; the code is for a CPU there."""
+    """Layers compiled, of which the plan runs the module that inductor writes; the code is for a
+    CPU there.
+    """
     big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     compiled = ("compile=true",)
     return [
-        *(PlanCase("full", small, 1, 2048, kind, levers=compiled) for kind in ("none", "selective", "full")),
+        *(
+            PlanCase("full", small, 1, 2048, kind, levers=compiled)
+            for kind in ("none", "selective", "full")
+        ),
         PlanCase("full", middle, 4, 2048, "none", levers=compiled),
         PlanCase("lora", big, 1, 2048, "none", levers=compiled),
         PlanCase("qlora", big, 1, 2048, levers=compiled),
@@ -240,9 +301,17 @@ def _compiled() -> list[PlanCase]:
 def _pipelines() -> list[PlanCase]:
     """Stages of pipelines, each run by itself."""
     big, small = "llama3/8B", "llama3_2/1B"
-    stages = [PlanCase("full", big, 4, 2048, rank=rank, schedule=name) for name in ("1f1b", "zbv") for rank in (0, 3)]
-    stages += [PlanCase("full", small, 4, 2048, "none", rank=rank, schedule="zbv") for rank in range(4)]
-    stages += [PlanCase("full", small, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble")]
+    stages = [
+        PlanCase("full", big, 4, 2048, rank=rank, schedule=name)
+        for name in ("1f1b", "zbv")
+        for rank in (0, 3)
+    ]
+    stages += [
+        PlanCase("full", small, 4, 2048, "none", rank=rank, schedule="zbv") for rank in range(4)
+    ]
+    stages += [
+        PlanCase("full", small, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble")
+    ]
     return [*stages, PlanCase("qlora", big, 2, 2048, rank=1, schedule="1f1b")]
 
 

@@ -1,4 +1,6 @@
-"""The report of `gpu_check.py plan`: a JSON file with everything, a Markdown file with every row, misses included."""
+"""The report of `gpu_check.py plan`: a JSON file with everything, a Markdown file with every row,
+misses included.
+"""
 
 import json
 from collections import Counter
@@ -22,13 +24,21 @@ only: a CPU has no caching allocator. This checks the program; its numbers say n
 
 
 def write_plan_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes both files, named after the device; a dry run has names of its own. Returns their paths."""
-    return write_pair(folder / f"gpu-plan-{device_word(report['device'])}", report, plan_markdown(report))
+    """Writes both files, named after the device; a dry run has names of its own. Returns their
+    paths.
+    """
+    return write_pair(
+        folder / f"gpu-plan-{device_word(report['device'])}", report, plan_markdown(report)
+    )
 
 
 def device_word(device: dict[str, Any]) -> str:
     """What a report's files are named after: the device, or `dry-run-cpu`."""
-    return "-".join(str(device["name"]).lower().split()) if device.get("type") == "cuda" else "dry-run-cpu"
+    return (
+        "-".join(str(device["name"]).lower().split())
+        if device.get("type") == "cuda"
+        else "dry-run-cpu"
+    )
 
 
 def write_pair(stem: Path, report: Any, text: str) -> list[Path]:
@@ -48,7 +58,9 @@ def errors_of(row: dict[str, Any]) -> list[tuple[str, str, float]]:
     for phase, peaks in row.get("measured", {}).get("peaks", {}).items():
         for metric in METRICS:
             if metric in peaks:
-                found.append((phase, metric, planned_figure(row, phase, metric) / peaks[metric] - 1))
+                found.append(
+                    (phase, metric, planned_figure(row, phase, metric) / peaks[metric] - 1)
+                )
     return found
 
 
@@ -72,29 +84,39 @@ def summary(report: dict[str, Any]) -> list[str]:
     for metric in METRICS:
         found = [error for _, name, error in errors if name == metric]
         if not found:
-            lines += [f"{metric}: not measured"] if metric != "requested" else []  # of old reports it is not known
+            lines += (
+                [f"{metric}: not measured"] if metric != "requested" else []
+            )  # of old reports it is not known
             continue
         half, most = share_below(found, 0.5), share_below(found, 0.95)
         text = f"{metric}: {len(found)} figures, half within {half:.2%}, 95 % within {most:.2%}, "
         text += f"worst {max(found, key=abs):+.2%}"
         if metric in GOALS:
-            text += f"; goal: 95 % within {GOALS[metric]:.0%}: {'met' if most <= GOALS[metric] else 'MISSED'}"
+            text += (
+                f"; goal: 95 % within {GOALS[metric]:.0%}:"
+                f" {'met' if most <= GOALS[metric] else 'MISSED'}"
+            )
         lines.append(text)
     counts = Counter((row["said"], row["found"]) for row in rows if "found" in row)
     if counts:
         wrong = counts["fits", "ran out"]
         lines.append(
-            f"thresholds: said fits: {counts['fits', 'ran']} ran, {wrong} ran out (goal 0: "
-            f"{'MISSED' if wrong else 'met'}); said does not fit: {counts['does not fit', 'ran out']} ran out, "
-            f"{counts['does not fit', 'ran']} ran"
+            f"thresholds: said fits: {counts['fits', 'ran']} ran, {wrong} ran out (goal 0:"
+            f" {'MISSED' if wrong else 'met'}); said does not fit:"
+            f" {counts['does not fit', 'ran out']} ran out, {counts['does not fit', 'ran']} ran"
         )
     events = [row for row in rows if row["kind"] == "events" and "events" in row]
     if events:
         exact = sum(row["first_difference"] is None and not row["different"] for row in events)
         lines.append(f"replays of recorded events: {exact} of {len(events)} exact")
-    outside = [row["measured"]["outside"] / GIB for row in rows if "outside" in row.get("measured", {})]
+    outside = [
+        row["measured"]["outside"] / GIB for row in rows if "outside" in row.get("measured", {})
+    ]
     if outside:
-        lines.append(f"on the device outside of torch's allocator: {min(outside):.2f} to {max(outside):.2f} GiB")
+        lines.append(
+            f"on the device outside of torch's allocator: {min(outside):.2f} to"
+            f" {max(outside):.2f} GiB"
+        )
     for word in ("failed", "skipped"):
         count = sum(word in row for row in rows)
         if count:
@@ -141,9 +163,10 @@ def _settings(row: dict[str, Any]) -> str:
     ranks = f"{case.get('rank', 0)} of {case['ranks']} {case.get('schedule', '')}".strip()
     levers = "".join(f", {word}" for word in case.get("levers", ()))
     return (
-        f"| {case['method']} {case['model']} | {ranks} | {case['batch_size']} x {case['sequence']}{packed} "
-        f"| {case['checkpointing']}, {case['wrapping']}, {case['optimizer']}, {case['chunks']} chunks{levers} "
-        f"| {'expandable' if row['expandable'] else 'default'} "
+        f"| {case['method']} {case['model']} | {ranks} | {case['batch_size']} x"
+        f" {case['sequence']}{packed} | {case['checkpointing']}, {case['wrapping']},"
+        f" {case['optimizer']}, {case['chunks']} chunks{levers} |"
+        f" {'expandable' if row['expandable'] else 'default'} "
     )
 
 
@@ -166,7 +189,10 @@ def _peak_table(rows: list[dict[str, Any]]) -> list[str]:
                 cells += [found, f"{planned_figure(row, phase, metric) / GIB:.3f}", error]
             lines.append(f"{_settings(row)}| {phase} | {' | '.join(cells)} |")
         if "out_of_memory" in row["measured"]:
-            lines.append(f"{_settings(row)}| out of memory, {row['measured']['out_of_memory']} {'| ' * len(heads)}|")
+            lines.append(
+                f"{_settings(row)}| out of memory, {row['measured']['out_of_memory']}"
+                f" {'| ' * len(heads)}|"
+            )
     return lines
 
 
@@ -177,7 +203,12 @@ def _threshold_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         if "found" in row:
-            figures = [f"{row['cap'] / GIB:.2f}", row["said"], row["found"], str(row["result"]["retries"])]
+            figures = [
+                f"{row['cap'] / GIB:.2f}",
+                row["said"],
+                row["found"],
+                str(row["result"]["retries"]),
+            ]
         else:
             figures = ["", "", row.get("failed") or row.get("skipped") or "", ""]
         lines.append(f"{_settings(row)}| {' | '.join(figures)} |")
@@ -194,7 +225,12 @@ def _event_table(rows: list[dict[str, Any]]) -> list[str]:
             wrong = [f"segment {row['first_difference']}"] * (row["first_difference"] is not None)
             wrong += [f"{name} {figure}" for name, figure in row["different"].items()]
             cap = f"{row['cap'] / 2**20:.0f}" if row["cap"] else "none"
-            figures = [cap, row["file"], str(row["events"]), f"differs: {', '.join(wrong)}" if wrong else "exact"]
+            figures = [
+                cap,
+                row["file"],
+                str(row["events"]),
+                f"differs: {', '.join(wrong)}" if wrong else "exact",
+            ]
         else:
             figures = ["", "", "", row.get("failed") or row.get("skipped") or ""]
         lines.append(f"{_settings(row)}| {' | '.join(figures)} |")

@@ -25,7 +25,9 @@ def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
     dry = device.get("type") != "cuda"
     name = "dry-run-cpu" if dry else "-".join(str(device["name"]).lower().split())
     paths = [folder / f"gpu-check-{name}{suffix}" for suffix in (".json", ".md")]
-    for path, text in zip(paths, (json.dumps(report, indent=1) + "\n", to_markdown(report)), strict=True):
+    for path, text in zip(
+        paths, (json.dumps(report, indent=1) + "\n", to_markdown(report)), strict=True
+    ):
         part = path.with_name(path.name + ".part")
         part.write_text(text)
         part.replace(path)
@@ -48,25 +50,39 @@ def to_markdown(report: dict[str, Any]) -> str:
             f"power limit {device['power_limit']}"
         )
     else:
-        lines.append("- dry run, CPU: a tiny model, to check the code; its numbers say nothing about any GPU")
+        lines.append(
+            "- dry run, CPU: a tiny model, to check the code; its numbers say nothing about any GPU"
+        )
     lines += ["", HOW.format(cap=report["cap_gib"])]
     memory = [entry for entry in report["cases"] if entry["case"]["kind"] == "memory"]
     speed = [entry for entry in report["cases"] if entry["case"]["kind"] == "speed"]
     if memory:
-        lines += ["", "## Memory", "", *_memory_table(memory, "not applied" if dry_run else report["cap_gib"])]
+        lines += [
+            "",
+            "## Memory",
+            "",
+            *_memory_table(memory, "not applied" if dry_run else report["cap_gib"]),
+        ]
     if speed:
         matmul: dict[str, Any] = next(
             (entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {}
         )
-        lines += ["", "## Time", "", *_speed_table(speed, matmul.get("flop_per_second"), device.get("datasheet_rate"))]
+        lines += [
+            "",
+            "## Time",
+            "",
+            *_speed_table(speed, matmul.get("flop_per_second"), device.get("datasheet_rate")),
+        ]
         lines += _curves(speed)
     return "\n".join(lines) + "\n"
 
 
 def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
     rows = [
-        "| model | method | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | active, first step "
-        "| retries |",
+        (
+            "| model | method | ranks | tokens | wrapping | cap, GiB | active | allocated |"
+            " reserved | active, first step | retries |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     order = sorted(
@@ -91,19 +107,23 @@ def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
             peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
         in_first = f"{first['active'] / GIB:.2f}" if first else ""
         rows.append(
-            f"| {case['preset']} | {case['method']} | {case['ranks']} | {case['sequence']} | {case['wrapping']} "
-            f"| {cap if case['capped'] else 'none'} | {' | '.join(peaks)} "
-            f"| {in_first} | {result.get('alloc_retries', '')} |"
+            f"| {case['preset']} | {case['method']} | {case['ranks']} | {case['sequence']} |"
+            f" {case['wrapping']} | {cap if case['capped'] else 'none'} | {' | '.join(peaks)} |"
+            f" {in_first} | {result.get('alloc_retries', '')} |"
         )
     return rows
 
 
-def _speed_table(entries: list[dict[str, Any]], measured: float | None, datasheet: float | None) -> list[str]:
+def _speed_table(
+    entries: list[dict[str, Any]], measured: float | None, datasheet: float | None
+) -> list[str]:
     rows = [
         f"bf16 matmul rate: measured {_rate(measured)}, datasheet {_rate(datasheet)}.",
         "",
-        "| model | method | batch | tokens | checkpointing | compiled | tokens/s | model TFLOP/s | MFU, measured rate "
-        "| MFU, datasheet | peak active, GiB |",
+        (
+            "| model | method | batch | tokens | checkpointing | compiled | tokens/s | model"
+            " TFLOP/s | MFU, measured rate | MFU, datasheet | peak active, GiB |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for entry in entries:
@@ -118,8 +138,9 @@ def _speed_table(entries: list[dict[str, Any]], measured: float | None, datashee
             continue
         rate = result["flop_per_second"]
         rows.append(
-            f"{settings}| {result['tokens_per_second']:.0f} | {rate / 1e12:.3g} | {_share(rate, measured)} "
-            f"| {_share(rate, datasheet)} | {result['later_steps']['active'] / GIB:.2f} |"
+            f"{settings}| {result['tokens_per_second']:.0f} | {rate / 1e12:.3g} |"
+            f" {_share(rate, measured)} | {_share(rate, datasheet)} |"
+            f" {result['later_steps']['active'] / GIB:.2f} |"
         )
     return rows
 
@@ -131,8 +152,11 @@ def _curves(entries: list[dict[str, Any]]) -> list[str]:
         if result.get("losses"):
             lines += [
                 "",
-                f"{case['method']}, batch {case['batch_size']}, {case['activation_checkpointing']}"
-                f"{', compiled' if case['compile'] else ''}, step by step:",
+                (
+                    f"{case['method']}, batch {case['batch_size']},"
+                    f" {case['activation_checkpointing']}{', compiled' if case['compile'] else ''},"
+                    " step by step:"
+                ),
                 "",
                 "- loss " + ", ".join(f"{loss:.4f}" for loss in result["losses"]),
                 "- grad norm " + ", ".join(f"{norm:.4f}" for norm in result["grad_norms"]),

@@ -1,13 +1,16 @@
-"""Streams and waits of every lever that copies: our check on the simulated device, and torch's own on a GPU.
+"""Streams and waits of every lever that copies: our check on the simulated device, and torch's own
+on a GPU.
 
     python benchmarks/gpu_check.py streams                    a dry run without a GPU: the simulated device alone
     python benchmarks/gpu_check.py streams --output FOLDER    where the report goes (default docs/measurements)
 
-Each run of `tests/plan/streams/mutations.py` is followed by the checker of `tune plan --check-streams`. On a GPU it
-then runs as rank 0 through torch's fake process group, three steps: with `torch.cuda._sanitizer`, which reports uses of
-the same memory on two streams without a wait, and with `torch.cuda.set_sync_debug_mode`, which warns where the host
-waits. Both sides of both checks are in the report. Collectives of a fake group move nothing and use no stream of their
-own. And it counts the kernels that a host can be ahead of a stream, which the planner takes for `LAUNCH_QUEUE`.
+Each run of `tests/plan/streams/mutations.py` is followed by the checker of `tune plan
+--check-streams`. On a GPU it then runs as rank 0 through torch's fake process group, three steps:
+with `torch.cuda._sanitizer`, which reports uses of the same memory on two streams without a wait,
+and with `torch.cuda.set_sync_debug_mode`, which warns where the host waits. Both sides of both
+checks are in the report. Collectives of a fake group move nothing and use no stream of their own.
+And it counts the kernels that a host can be ahead of a stream, which the planner takes for
+`LAUNCH_QUEUE`.
 """
 
 import argparse
@@ -51,7 +54,10 @@ def main(words: list[str]) -> int:
     on_gpu = device.get("type") == "cuda"
     rows: list[dict[str, Any]] = []
     for name in CASES if on_gpu else DRY_CASES:
-        row: dict[str, Any] = {"case": name, "ours": run_apart(functools.partial(simulated, name), 90)}
+        row: dict[str, Any] = {
+            "case": name,
+            "ours": run_apart(functools.partial(simulated, name), 90),
+        }
         if on_gpu:
             row["sanitizer"] = run_apart(functools.partial(sanitized, name), 120)
             row["host"] = run_apart(functools.partial(waits, name), 120)
@@ -95,7 +101,9 @@ def waits(name: str) -> dict[str, Any]:
 
 
 def run(case: Case, counts: list[int] | None = None) -> None:
-    """Steps of a run's first rank on the GPU, with random weights. counts: of warnings that the host waits, by step."""
+    """Steps of a run's first rank on the GPU, with random weights. counts: of warnings that the
+    host waits, by step.
+    """
     from benchmarks.gpu_cases import Case as Measured
     from benchmarks.gpu_check import fill_weights, random_batches
 
@@ -123,7 +131,9 @@ def run(case: Case, counts: list[int] | None = None) -> None:
 
 
 def queued_launches() -> dict[str, Any]:
-    """How many kernels a host issues on a busy stream before a launch waits, counted to MOST_LAUNCHES."""
+    """How many kernels a host issues on a busy stream before a launch waits, counted to
+    MOST_LAUNCHES.
+    """
     tensor = torch.zeros(1, device="cuda")
     tensor.add_(1)
     torch.cuda.synchronize()
@@ -155,21 +165,36 @@ def line_of(row: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, queue: dict[str, Any]) -> None:
+def write(
+    rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, queue: dict[str, Any]
+) -> None:
     """A table, and all that was said as JSON. queue: of `queued_launches`; empty without a GPU."""
     name = "-".join(device["name"].lower().split()) if queue else "dry-run-cpu"
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"gpu-streams-{name}"
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    note = "" if queue else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    note = (
+        ""
+        if queue
+        else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    )
     launches = queue.get("failed") or queue.get("launches", "not measured")
-    head = f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {date}, {device['name']}\n{note}\n"
+    head = (
+        f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {date},"
+        f" {device['name']}\n{note}\n"
+    )
     table = [
-        "| run | ours: faults | ours: waits a step | torch's sanitizer: faults | torch's warnings of waits a step |",
+        (
+            "| run | ours: faults | ours: waits a step | torch's sanitizer: faults | torch's"
+            " warnings of waits a step |"
+        ),
         "|---|---:|---:|---:|---:|",
         *map(line_of, rows),
         "",
-        f"Kernels that a host issues on a busy stream before it waits: {launches}; the planner takes {LAUNCH_QUEUE}.",
+        (
+            f"Kernels that a host issues on a busy stream before it waits: {launches}; the planner"
+            f" takes {LAUNCH_QUEUE}."
+        ),
     ]
     found = {"date": date, "device": device, "rows": rows, "queue": queue}
     base.with_suffix(".md").write_text(head + "\n".join(table) + "\n", encoding="utf-8")

@@ -1,10 +1,12 @@
-"""Tensor parallel on one GPU: layers of real widths as rank 0 of t, torch's DTensor styles beside ours.
+"""Tensor parallel on one GPU: layers of real widths as rank 0 of t, torch's DTensor styles beside
+ours.
 
     python benchmarks/gpu_check.py tensor                    a dry run without a GPU
     python benchmarks/gpu_check.py tensor --output FOLDER    where the report goes (default docs/measurements)
 
-The fake process group moves nothing: values mean nothing, tensors are allocated where a real rank allocates them, and
-what is timed is the compute of a rank, with no communication in it. A way of a kind runs in a process of its own.
+The fake process group moves nothing: values mean nothing, tensors are allocated where a real rank
+allocates them, and what is timed is the compute of a rank, with no communication in it. A way of a
+kind runs in a process of its own.
 """
 
 import argparse
@@ -28,7 +30,12 @@ from recipe_lib.units import MIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAYERS, TOKENS, REPEATS = 4, 8192, 5
-CASES = [(name, size, mode) for name in ("llama3/8B", "llama3/70B") for size in (2, 4, 8) for mode in ("none", "full")]
+CASES = [
+    (name, size, mode)
+    for name in ("llama3/8B", "llama3/70B")
+    for size in (2, 4, 8)
+    for mode in ("none", "full")
+]
 DRY_CASES = [("demo/0.5M", 2, "none")]
 WAYS = (STOCK, CACHED, OURS)
 
@@ -43,7 +50,9 @@ def main(words: list[str]) -> int:
     device = run_apart(describe_device, 60)
     rows: list[dict[str, Any]] = []
     for name, size, mode in CASES if device.get("type") == "cuda" else DRY_CASES:
-        found = {how: run_apart(functools.partial(measure, name, size, mode, how), 90) for how in WAYS}
+        found = {
+            how: run_apart(functools.partial(measure, name, size, mode, how), 90) for how in WAYS
+        }
         rows.append({"model": name, "tensor": size, "checkpointing": mode, "ways": found})
         print(" ".join(row_of(rows[-1])), flush=True)
         write(rows, device, options.output)
@@ -69,17 +78,23 @@ def measure(name: str, size: int, mode: str, how: str) -> dict[str, Any]:
         layers = model.model.layers.to_empty(device=world.device)
         with torch.no_grad():
             for parameter in layers.parameters():
-                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0, 0.02)
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(
+                    0, 0.02
+                )
         return _timed(model, spec, size, tokens, world.device, how)
 
 
-def _timed(model: Any, spec: DecoderSpec, size: int, tokens: int, device: torch.device, how: str) -> dict[str, Any]:
+def _timed(
+    model: Any, spec: DecoderSpec, size: int, tokens: int, device: torch.device, how: str
+) -> dict[str, Any]:
     from benchmarks.gpu_check import timed
 
     shape = (1, tokens // size, spec.width) if how == STOCK else (tokens // size, spec.width)
     hidden = torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
     turn = model.model.rotary[0](torch.arange(tokens, device=device).unsqueeze(0))
-    info = model.model.prepare(None, rows=1, queries=tokens, keys=tokens, dtype=torch.bfloat16, device=device)
+    info = model.model.prepare(
+        None, rows=1, queries=tokens, keys=tokens, dtype=torch.bfloat16, device=device
+    )
     gradient, module = torch.randn_like(hidden), torch.get_device_module(device)
     seconds: list[float] = []
     peak = 0
@@ -107,10 +122,16 @@ def row_of(row: dict[str, Any]) -> list[str]:
     cells = [row["model"], str(row["tensor"]), row["checkpointing"]]
     for how in WAYS:
         found = row["ways"][how]
-        cells.append(found.get("failed") or f"{found['peak'] / MIB:.0f} MiB, {found['seconds'] * 1e3:.1f} ms")
+        cells.append(
+            found.get("failed") or f"{found['peak'] / MIB:.0f} MiB, {found['seconds'] * 1e3:.1f} ms"
+        )
     stock, ours = row["ways"][STOCK], row["ways"][OURS]
     fine = "failed" not in stock and "failed" not in ours and stock["peak"]
-    cells.append(f"{ours['peak'] / stock['peak']:.2f}, {ours['seconds'] / stock['seconds']:.2f}" if fine else "")
+    cells.append(
+        f"{ours['peak'] / stock['peak']:.2f}, {ours['seconds'] / stock['seconds']:.2f}"
+        if fine
+        else ""
+    )
     return cells
 
 
@@ -122,8 +143,14 @@ def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path) -> N
     report = {"device": device, "torch": torch.__version__, "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     head = ["model", "t", "checkpointing", *WAYS, f"{OURS} / {STOCK}: peak, time"]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *map(row_of, rows)))
-    title = "dry run, CPU: tiny layers, to check the code; its numbers say nothing" if dry else str(device["name"])
+    table = "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *map(row_of, rows))
+    )
+    title = (
+        "dry run, CPU: tiny layers, to check the code; its numbers say nothing"
+        if dry
+        else str(device["name"])
+    )
     (folder / f"{name}.md").write_text(PAGE.format(title=title, table=table))
 
 

@@ -3,9 +3,9 @@
     python benchmarks/gpu_check.py times        measures the rates and the cases, and plans each; ten minutes at most
     python -m benchmarks.gpu_times --plan       plans the rows of the committed report again, and writes its page
 
-A case is run as `gpu_plan.py` runs it, one after the other, with nothing beside it. It is planned twice: by the data
-sheet, and by the rates that were measured on the same machine. Without a GPU tiny models are run and planned on the
-CPU, which checks the program.
+A case is run as `gpu_plan.py` runs it, one after the other, with nothing beside it. It is planned
+twice: by the data sheet, and by the rates that were measured on the same machine. Without a GPU
+tiny models are run and planned on the CPU, which checks the program.
 """
 
 import argparse
@@ -85,7 +85,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.py times", description=__doc__)
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the report")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
-    parser.add_argument("--plan", type=Path, nargs="?", const=COMMITTED, help="a report whose rows are planned again")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        nargs="?",
+        const=COMMITTED,
+        help="a report whose rows are planned again",
+    )
     parser.add_argument("--label", default=NOW, help="what the plans are called in the report")
     options = parser.parse_args(argv)
     if options.plan:
@@ -94,7 +100,11 @@ def main(argv: list[str]) -> int:
         for row in report["rows"]:
             if "seconds" in row:
                 row.setdefault("planned", {})[options.label] = apart(plan_row, row, report, rates)
-        print("\n".join(map(str, write_pair(options.plan.with_suffix(""), report, to_markdown(report)))))
+        print(
+            "\n".join(
+                map(str, write_pair(options.plan.with_suffix(""), report, to_markdown(report)))
+            )
+        )
         return 0
     return _measure_all(options, argv)
 
@@ -113,7 +123,11 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     for case in cases(gpu):
         row: dict[str, Any] = {"case": vars(case) | {"levers": list(case.levers)}}
         left = options.minutes * 60 - (time.monotonic() - started)
-        work = functools.partial(measure, case, steady=STEADY_STEPS) if gpu else functools.partial(run_on_cpu, case)
+        work = (
+            functools.partial(measure, case, steady=STEADY_STEPS)
+            if gpu
+            else functools.partial(run_on_cpu, case)
+        )
         row |= run_apart(work, min(CASE_SECONDS, left)) if left > 0 else {"skipped": "no time left"}
         if "seconds" in row:
             row["planned"] = {NOW: apart(plan_row, row, report, rates)}
@@ -143,13 +157,19 @@ def run_on_cpu(case: PlanCase) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-def plan_row(row: Mapping[str, Any], report: Mapping[str, Any], rates: Path) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step by what it is planned with: `seconds` as scheduled, and of each kind alone."""
+def plan_row(
+    row: Mapping[str, Any], report: Mapping[str, Any], rates: Path
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of a step by what it is planned with: `seconds` as scheduled, and of each
+    kind alone.
+    """
     case = case_of(row)
     hardware = hardware_of(report["device"])
     recipe_class, cfg = case.load()
     cfg.device = "cpu" if hardware.architecture == "cpu" else "auto"
-    settings = PlanSettings(hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False)
+    settings = PlanSettings(
+        hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False
+    )
     _, trace = make_plan(recipe_class, cfg, settings)
     planned = {}
     for name, calibration in ((SHEET, None), (CALIBRATED, read_calibration(rates, hardware))):
@@ -173,7 +193,10 @@ def summary(report: Mapping[str, Any]) -> str:
     rows = [row for row in report["rows"] if row.get("planned")]
     told = []
     for way in (SHEET, CALIBRATED):
-        errors = [list(row["planned"].values())[-1][way]["seconds"] / measured_seconds(row) - 1 for row in rows]
+        errors = [
+            list(row["planned"].values())[-1][way]["seconds"] / measured_seconds(row) - 1
+            for row in rows
+        ]
         told.append(f"by {way} {min(errors):+.1%} to {max(errors):+.1%}")
     return f"{len(rows)} steps, planned {', '.join(told)}"
 
@@ -181,11 +204,14 @@ def summary(report: Mapping[str, Any]) -> str:
 def rates_text(report: Mapping[str, Any], folder: Path) -> str:
     """Return what `tune doctor` measured, in a line."""
     rates = json.loads((folder / report["rates"]).read_text(encoding="utf-8"))
-    product = next(point["rate"] for point in rates["matmul"]["bf16"] if tuple(point["shape"]) == LARGE_MATMUL)
+    product = next(
+        point["rate"] for point in rates["matmul"]["bf16"] if tuple(point["shape"]) == LARGE_MATMUL
+    )
     return (
-        f"bf16 product of {' x '.join(map(str, LARGE_MATMUL))}: {report['doctor_cold_matmul'] / 1e12:.1f} TFLOP/s "
-        f"cold, {product / 1e12:.1f} loaded; memory {rates['bandwidth'] / 1e12:.2f} TB/s; to the GPU "
-        f"{rates['copy_to_device'] / 1e9:.1f} GB/s, from it {rates['copy_to_host'] / 1e9:.1f}"
+        f"bf16 product of {' x '.join(map(str, LARGE_MATMUL))}:"
+        f" {report['doctor_cold_matmul'] / 1e12:.1f} TFLOP/s cold, {product / 1e12:.1f} loaded;"
+        f" memory {rates['bandwidth'] / 1e12:.2f} TB/s; to the GPU"
+        f" {rates['copy_to_device'] / 1e9:.1f} GB/s, from it {rates['copy_to_host'] / 1e9:.1f}"
     )
 
 
@@ -200,13 +226,18 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     missing = [row for row in report["rows"] if not row.get("planned")]
     if missing:
         lines += ["## Not reached", ""]
-        lines += [f"- {describe(case_of(row))}: {row.get('failed') or row.get('skipped')}" for row in missing]
+        lines += [
+            f"- {describe(case_of(row))}: {row.get('failed') or row.get('skipped')}"
+            for row in missing
+        ]
         lines.append("")
     return "\n".join([*lines, *_causes(report, timed)]).rstrip() + "\n"
 
 
 def _causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return what a report that was planned before and after a change says of its causes; nothing of another one."""
+    """Return what a report that was planned before and after a change says of its causes; nothing
+    of another one.
+    """
     labels = list(dict.fromkeys(label for row in rows for label in row["planned"]))
     if len(labels) < 2 or "doctor_cold_matmul" not in report:
         return []
@@ -226,8 +257,14 @@ def _causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _planned_table(rows: list[dict[str, Any]], label: str) -> list[str]:
-    kinds = [kind for kind in KINDS if any(row["planned"][label][CALIBRATED].get(kind) for row in rows)]
-    names = ["step", "measured, s", *(f"{way}{what}" for way in (SHEET, CALIBRATED) for what in (", s", ": error"))]
+    kinds = [
+        kind for kind in KINDS if any(row["planned"][label][CALIBRATED].get(kind) for row in rows)
+    ]
+    names = [
+        "step",
+        "measured, s",
+        *(f"{way}{what}" for way in (SHEET, CALIBRATED) for what in (", s", ": error")),
+    ]
     names += [f"{kind}, {SHEET} / {CALIBRATED}, s" for kind in kinds]
     lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     for row in rows:
@@ -235,7 +272,10 @@ def _planned_table(rows: list[dict[str, Any]], label: str) -> list[str]:
         planned = row["planned"][label]
         cells = [describe(case_of(row)), f"{seconds:.3f}"]
         for way in (SHEET, CALIBRATED):
-            cells += [f"{planned[way]['seconds']:.3f}", f"{planned[way]['seconds'] / seconds - 1:+.1%}"]
+            cells += [
+                f"{planned[way]['seconds']:.3f}",
+                f"{planned[way]['seconds'] / seconds - 1:+.1%}",
+            ]
         cells += [f"{planned[SHEET][kind]:.3f} / {planned[CALIBRATED][kind]:.3f}" for kind in kinds]
         lines.append(f"| {' | '.join(cells)} |")
     worst = {way: max((row["planned"][label][way]["seconds"] / measured_seconds(row) - 1 for row in rows), key=abs)

@@ -1,4 +1,5 @@
-"""What reducing gradients once a step saves and takes, planned: traffic, step and peak of each way to share a model.
+"""What reducing gradients once a step saves and takes, planned: traffic, step and peak of each way
+to share a model.
 
     python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md
 
@@ -73,20 +74,41 @@ def rows(case: Case) -> list[list[str]]:
     first: float | None = None
     for name, overrides in case.ways.items():
         plan = planned(case, overrides)
-        heaviest = max(plan["rank_plans"], key=lambda rank: max(peak["active"] for peak in rank["peaks"]))
+        heaviest = max(
+            plan["rank_plans"], key=lambda rank: max(peak["active"] for peak in rank["peaks"])
+        )
         active = max(peak["active"] for peak in heaviest["peaks"])
         data = [one for one in plan["communication"] if one["dim"].startswith("data_")]
-        sent, calls = sum(one["count"] * one["wire_bytes"] for one in data), sum(one["count"] for one in data)
+        sent, calls = (
+            sum(one["count"] * one["wire_bytes"] for one in data),
+            sum(one["count"] for one in data),
+        )
         step = plan["time"]["step"]
         first = first or step
-        cells = [f"{gib(active):.2f}", plan["verdict"], f"{calls:,}", f"{gib(sent):.2f}", f"{step:.2f}"]
+        cells = [
+            f"{gib(active):.2f}",
+            plan["verdict"],
+            f"{calls:,}",
+            f"{gib(sent):.2f}",
+            f"{step:.2f}",
+        ]
         found.append([name, *cells, f"{first / step:.2f}"])
     return found
 
 
 def planned(case: Case, overrides: tuple[str, ...]) -> dict[str, Any]:
     """The plan, as JSON has it."""
-    command = [sys.executable, "-m", "recipe_lib", "plan", *case.command, *overrides, "--json", "-", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "recipe_lib",
+        "plan",
+        *case.command,
+        *overrides,
+        "--json",
+        "-",
+        "--quiet",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode not in (0, 3):
         raise SystemExit(f"{' '.join(command)}: {done.stderr}")
@@ -99,16 +121,32 @@ def page(found: list[tuple[Case, list[list[str]]]]) -> str:
     lines = [
         "# Gradients reduced once a step",
         "",
-        "`python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md` writes this page: "
-        "plans, nothing measured. Each row is the command above its table, with what the row adds. Peaks are active "
-        "GiB of the heaviest rank. Collectives and GiB sent are of one rank and one step, over the ranks that share or "
-        "copy weights. Seconds are from data sheets, for ranking; the last column is the first row's over this one's.",
+        (
+            "`python -m benchmarks.gradient_reduction --output"
+            " docs/measurements/gradient_reduction.md` writes this page: plans, nothing measured."
+            " Each row is the command above its table, with what the row adds. Peaks are active GiB"
+            " of the heaviest rank. Collectives and GiB sent are of one rank and one step, over the"
+            " ranks that share or copy weights. Seconds are from data sheets, for ranking; the last"
+            " column is the first row's over this one's."
+        ),
     ]
-    keys = ", ".join(f"{name}: `{' '.join(overrides)}`" for name, overrides in (WAYS | DDP).items() if overrides)
+    keys = ", ".join(
+        f"{name}: `{' '.join(overrides)}`" for name, overrides in (WAYS | DDP).items() if overrides
+    )
     lines += ["", f"What the rows add: {keys}."]
     for case, cells in found:
-        lines += ["", f"## {case.title}", "", "```bash", f"tune plan {' '.join(case.command)}", "```", ""]
-        lines += ["| way | peak, GiB | verdict | collectives | sent, GiB | step, s | times faster |"]
+        lines += [
+            "",
+            f"## {case.title}",
+            "",
+            "```bash",
+            f"tune plan {' '.join(case.command)}",
+            "```",
+            "",
+        ]
+        lines += [
+            "| way | peak, GiB | verdict | collectives | sent, GiB | step, s | times faster |"
+        ]
         lines += ["| --- | --: | --- | --: | --: | --: | --: |"]
         lines += [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join(lines) + "\n"

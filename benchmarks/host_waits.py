@@ -19,16 +19,25 @@ RECIPES = {
     "QLoRA": ("demo/lora", ("lora.quantize_base=nf4",)),
     "DPO": (
         "tests/recipes/pairs.yaml",
-        ("model.preset=demo/0.5M", "data.source=pairs.jsonl", "tokenizer.path=examples/demo/tokenizer", "dtype=fp32"),
+        (
+            "model.preset=demo/0.5M",
+            "data.source=pairs.jsonl",
+            "tokenizer.path=examples/demo/tokenizer",
+            "dtype=fp32",
+        ),
     ),
 }
 SMALL = ("device=auto", "max_seq_len=64", "batch_size=4")
-COUNTED = [setting for setting in LEVERS if LOSS not in str(setting) and "{folder}" not in str(setting)]
+COUNTED = [
+    setting for setting in LEVERS if LOSS not in str(setting) and "{folder}" not in str(setting)
+]
 NOT_RUN = "-"  # refused, or of a key that the recipe has not
 
 
 def waits(recipe: str, setting: Setting | None) -> dict[str, int]:
-    """By line, of the first rank's second step. Raises UserErrors where the two do not go together."""
+    """By line, of the first rank's second step. Raises UserErrors where the two do not go
+    together.
+    """
     config, own = RECIPES[recipe]
     overrides = () if setting is None else setting.overrides
     ranks = 1 if setting is None else setting.ranks
@@ -60,7 +69,9 @@ def rows() -> dict[str, dict[str, int | str]]:
 
 def main() -> None:
     """Writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="docs/host_waits.json")
     parser.parse_args().output.write_text(json.dumps(rows(), indent=1) + "\n")
 

@@ -1,9 +1,11 @@
-"""What `tune import` makes of other tools' configs: `python -m benchmarks.imported_configs FOLDER ... [--counts]`.
+"""What `tune import` makes of other tools' configs: `python -m benchmarks.imported_configs FOLDER
+... [--counts]`.
 
-Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of its keys were
-carried, carried with another effect, or dropped; or the line that refuses it. --counts: a row for each recipe,
-and how many files were refused for what. --keys: a row for each key. No folder: the configs of torchtune's
-wheel, installed or in the folder that TORCHTUNE_CONFIGS names.
+Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of
+its keys were carried, carried with another effect, or dropped; or the line that refuses it.
+--counts: a row for each recipe, and how many files were refused for what. --keys: a row for each
+key. No folder: the configs of torchtune's wheel, installed or in the folder that TORCHTUNE_CONFIGS
+names.
 """
 
 import argparse
@@ -24,9 +26,11 @@ REASONS = ("there are no images here", "it measures a model", "it generates", "i
 
 
 def torchtune_configs() -> Path | None:
-    """The folder of torchtune's configs, named by TORCHTUNE_CONFIGS or of the installed wheel; None if it is not here.
+    """The folder of torchtune's configs, named by TORCHTUNE_CONFIGS or of the installed wheel; None
+    if it is not here.
 
-    The wheel puts them into a folder `recipes` at the top, which is not imported: that would be another one's here.
+    The wheel puts them into a folder `recipes` at the top, which is not imported: that would be
+    another one's here.
     """
     named = os.environ.get("TORCHTUNE_CONFIGS")
     if named:
@@ -56,7 +60,9 @@ def table(found: Iterable[tuple[str, Imported | str]]) -> str:
             lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
         else:
             counts = outcome.counts()
-            lines.append(f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |")
+            lines.append(
+                f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -80,8 +86,9 @@ def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
 
 
 def key_table(found: Iterable[tuple[str, Imported | str]]) -> str:
-    """A row a key of the files that are imported: in how many it was carried or dropped, and the line that is said of
-    it most often. found: what `outcomes` gives."""
+    """A row a key of the files that are imported: in how many it was carried or dropped, and the
+    line that is said of it most often. found: what `outcomes` gives.
+    """
     kinds: dict[str, Counter[str]] = {}
     said: dict[str, Counter[str]] = {}
     for _, outcome in found:
@@ -94,7 +101,9 @@ def key_table(found: Iterable[tuple[str, Imported | str]]) -> str:
     lines = ["| key | carried | other effect | dropped | ours, or why |", "|---|---|---|---|---|"]
     for key in sorted(kinds):
         words = max(said[key].items(), key=lambda pair: (pair[1], pair[0]))[0]
-        lines.append(f"| `{key}` | {' | '.join(str(kinds[key][kind]) for kind in KINDS)} | {words} |")
+        lines.append(
+            f"| `{key}` | {' | '.join(str(kinds[key][kind]) for kind in KINDS)} | {words} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -106,7 +115,9 @@ def _in_words(fate: KeyFate) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--counts", action="store_true", help="a row for each recipe")
     parser.add_argument("--keys", action="store_true", help="a row for each key")

@@ -1,10 +1,11 @@
-"""What a layer keeps for backward by an inferred plan, in transformers' own class, beside the library's decoder.
+"""What a layer keeps for backward by an inferred plan, in transformers' own class, beside the
+library's decoder.
 
     python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md
 
-Models of real widths run forward as rank 0 of t on the simulated device: the code is the same, tensors have sizes and
-no bytes. What is alive when backward would begin is counted, with {more} layers and with {fewer}; the difference, a
-layer each, is what layers keep.
+Models of real widths run forward as rank 0 of t on the simulated device: the code is the same,
+tensors have sizes and no bytes. What is alive when backward would begin is counted, with {more}
+layers and with {fewer}; the difference, a layer each, is what layers keep.
 """
 
 import argparse
@@ -33,12 +34,18 @@ TOKENS = 8192
 __doc__ = __doc__.format(more=MORE, fewer=FEWER)
 
 
-def alive(name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1) -> int:
+def alive(
+    name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1
+) -> int:
     """Bytes that a forward with its loss leaves alive on rank 0, besides parameters."""
     config = preset_config(name) | {"num_hidden_layers": layers}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
-    spec: Any = read_spec(config, name, implementation) if implementation == "transformers" else layers_of(name, layers)
+    spec: Any = (
+        read_spec(config, name, implementation)
+        if implementation == "transformers"
+        else layers_of(name, layers)
+    )
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
     with simulated_world(parallel, 0, size) as world, tensors_without_bytes():
         model: Any = build_meta(spec, torch.bfloat16)
@@ -62,7 +69,9 @@ def kept(name: str, size: int, implementation: str, regather: str = "true") -> i
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Of one model and size: bytes of a layer in the decoder, by the inferred plan, and with all kept."""
+    """Of one model and size: bytes of a layer in the decoder, by the inferred plan, and with all
+    kept.
+    """
 
     name: str
     size: int
@@ -76,12 +85,16 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# What a layer keeps by an inferred tensor-parallel plan",
         "",
-        f"Made by `{COMMAND}`: transformers' own class of each model, of its real widths, as rank 0 of t on the"
-        f" simulated device; b = 1, s = {TOKENS}, bf16, attention by torch's kernels, no activation checkpointing."
-        f" Bytes alive when backward would begin, {MORE} layers less {FEWER}. **native** is the library's decoder,"
-        " counted alike: the bytes of [tp_memory.md](tp_memory.md) without those of random states; **kept whole** is"
-        " `parallel.tensor_regather_in_backward=false`: what autograd asks for, gathered tokens included."
-        " Gemma 2 caps the scores of attention, which transformers computes one by one: they are kept.",
+        (
+            f"Made by `{COMMAND}`: transformers' own class of each model, of its real widths, as"
+            f" rank 0 of t on the simulated device; b = 1, s = {TOKENS}, bf16, attention by torch's"
+            f" kernels, no activation checkpointing. Bytes alive when backward would begin, {MORE}"
+            f" layers less {FEWER}. **native** is the library's decoder, counted alike: the bytes"
+            " of [tp_memory.md](tp_memory.md) without those of random states; **kept whole** is"
+            " `parallel.tensor_regather_in_backward=false`: what autograd asks for, gathered"
+            " tokens included. Gemma 2 caps the scores of attention, which transformers computes"
+            " one by one: they are kept."
+        ),
         "",
         "| model | t | native MiB | inferred plan MiB | ratio | kept whole MiB |",
         "|---|---:|---:|---:|---:|---:|",
@@ -95,7 +108,9 @@ def page(rows: list[Row]) -> str:
 
 def main() -> None:
     """Writes the page, or prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page")
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""The matrix of levers: which can be combined, to which tolerance, and which are refused; from the tests' table.
+"""The matrix of levers: which can be combined, to which tolerance, and which are refused; from the
+tests' table.
 
 python -m benchmarks.levers --output docs/levers.md
 """
@@ -62,10 +63,14 @@ def report() -> str:
         cells[a, b] = _cell([(one, other) for one in _of(a) for other in _of(b)], reasons)
     lines = ["| | " + " | ".join(names) + " |", "|---|" + ":-:|" * len(names)]
     for row in names:
-        marks = ["" if row == column else cells.get((row, column)) or cells[column, row] for column in names]
+        marks = [
+            "" if row == column else cells.get((row, column)) or cells[column, row]
+            for column in names
+        ]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     refused = [
-        f"{number}. {_sentence(words)}: " + "; ".join(f"{_pair(pair)}" for pair in REFUSED if refusal(pair) == words)
+        f"{number}. {_sentence(words)}: "
+        + "; ".join(f"{_pair(pair)}" for pair in REFUSED if refusal(pair) == words)
         for number, words in enumerate(reasons, 1)
     ]
     return TEXT.format(
@@ -101,9 +106,17 @@ def _cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
 
 def _value(setting: Setting) -> str:
     basis = " ".join(setting.basis)
-    other = "the plain run" if not basis else "one process, the same" if basis == str(setting) else f"`{basis}`"
+    other = (
+        "the plain run"
+        if not basis
+        else "one process, the same"
+        if basis == str(setting)
+        else f"`{basis}`"
+    )
     shown = "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`"
-    return f"| {setting.lever} | {shown} | {other} | {setting.tolerance:g} |".replace("{folder}/", "")
+    return f"| {setting.lever} | {shown} | {other} | {setting.tolerance:g} |".replace(
+        "{folder}/", ""
+    )
 
 
 def _waits() -> str:
@@ -112,18 +125,25 @@ def _waits() -> str:
     plain = counts.pop("")
     lines = ["| setting | " + " | ".join(plain) + " |", "|---|" + "---:|" * len(plain)]
     lines.append("| none | " + " | ".join(map(str, plain.values())) + " |")
-    lines += [f"| `{setting}` | " + " | ".join(map(str, row.values())) + " |" for setting, row in counts.items()]
+    lines += [
+        f"| `{setting}` | " + " | ".join(map(str, row.values())) + " |"
+        for setting, row in counts.items()
+    ]
     return "\n".join(lines)
 
 
 def _pair(pair: tuple[Setting, ...]) -> str:
-    shown = ("a loss of the user's own" if LOSS in str(setting) else f"`{setting}`" for setting in pair)
+    shown = (
+        "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`" for setting in pair
+    )
     return " with ".join(shown)
 
 
 def main() -> None:
     """Writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="docs/levers.md")
     parser.parse_args().output.write_text(report())
 

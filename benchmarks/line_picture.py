@@ -19,7 +19,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """name: said beside the picture, with `note` under it. mark: a point that is shown as a dot, and what it says."""
+    """name: said beside the picture, with `note` under it. mark: a point that is shown as a dot,
+    and what it says.
+    """
 
     name: str
     points: Sequence[Point]
@@ -29,7 +31,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Picture:
-    """x, y: names of the axes. marks: (place, name) along x. limit: a number of y, its name. low: where y begins."""
+    """x, y: names of the axes. marks: (place, name) along x. limit: a number of y, its name. low:
+    where y begins.
+    """
 
     label: str
     x: str

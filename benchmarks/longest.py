@@ -1,11 +1,13 @@
-"""The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for, as the last part of docs/fit.md.
+"""The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for, as the last
+part of docs/fit.md.
 
     python -m benchmarks.longest --output docs/longest.json [--only '70B.* 8x80GB'] [--processes 2]
     python -m benchmarks.fit --output docs/fit.md --only none          writes the page with it
 
-One sequence at a time, with every exact lever on that makes long sequences cheap, shared by all cards. Lengths are
-looked for by estimates, and each line is a whole plan that fits: of the next shorter length where it does not. Needs no
-GPU, no weights and no data. With --only the other lines are kept.
+One sequence at a time, with every exact lever on that makes long sequences cheap, shared by all
+cards. Lengths are looked for by estimates, and each line is a whole plan that fits: of the next
+shorter length where it does not. Needs no GPU, no weights and no data. With --only the other lines
+are kept.
 """
 
 import argparse
@@ -41,7 +43,8 @@ METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS, SIZES = (1, 2, 4, 8), (24, 80)
 # Tokens of a sequence: powers of two, and quarters between them, to 4 Mi.
 LENGTHS = [quarters * 2**power for power in range(11, 20) for quarters in (4, 5, 6, 7)] + [2**22]
-# What is weighed, least time first: a later one is taken that has room for half as much more. None changes a result.
+# What is weighed, least time first: a later one is taken that has room for half as much more. None
+# changes a result.
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "full": ((), ("memory.cpu_offload=true",)),
     "lora": ((), ("memory.stream_layers=true",)),
@@ -51,9 +54,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass
 class Longest:
-    """A line: the longest sequence of a model, a method and so many cards of so many GB; 0: not even the shortest fits.
-    active, reserved: bytes of the heaviest rank; host: of all ranks together; sent: by a rank in a step; seconds: of a
-    step."""
+    """A line: the longest sequence of a model, a method and so many cards of so many GB; 0: not
+    even the shortest fits. active, reserved: bytes of the heaviest rank; host: of all ranks
+    together; sent: by a rank in a step; seconds: of a step.
+    """
 
     model: str
     method: str
@@ -70,12 +74,20 @@ class Longest:
 
 def main() -> None:
     """Plans line by line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help="lines in which this pattern is, such as: llama3/70B_full 8x80GB")
+    parser.add_argument(
+        "--only", default="", help="lines in which this pattern is, such as: llama3/70B_full 8x80GB"
+    )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    known = {cell_of(line): line for line in read(arguments.output)} if arguments.output.exists() else {}
+    known = (
+        {cell_of(line): line for line in read(arguments.output)}
+        if arguments.output.exists()
+        else {}
+    )
     cells = [(*of, cards, size) for of in product_of_methods() for size in SIZES for cards in CARDS]
     wanted = [cell for cell in cells if re.search(arguments.only, "{} {}".format(*names_of(cell)))]
     spawn = multiprocessing.get_context("spawn")
@@ -109,31 +121,45 @@ def cell_of(line: Longest) -> Cell:
 
 def read(path: Path) -> list[Longest]:
     """The lines of a file."""
-    return [Longest(**line | {"settings": tuple(line["settings"])}) for line in json.loads(path.read_text("utf-8"))]
+    return [
+        Longest(**line | {"settings": tuple(line["settings"])})
+        for line in json.loads(path.read_text("utf-8"))
+    ]
 
 
 def plan_line(cell: Cell) -> Longest:
-    """The longest sequence, by the variant that estimates say to have room for it; by others where it has not."""
+    """The longest sequence, by the variant that estimates say to have room for it; by others where
+    it has not.
+    """
     method, cards = cell[1], cell[2]
     config, on = names_of(cell)
     likely = {variant: _likely(config, on, variant, cards) for variant in VARIANTS[method]}
     best = VARIANTS[method][0]
     for variant in VARIANTS[method]:
-        if likely[variant] > likely[best] + 1:  # places among LENGTHS, of which three or four make twice as much
+        if (
+            likely[variant] > likely[best] + 1
+        ):  # places among LENGTHS, of which three or four make twice as much
             best = variant
     for variant in (best, *reversed(VARIANTS[method])):
-        if likely[variant] >= 0 and (line := _longest(Longest(*cell), config, on, variant, likely[variant])).tokens:
+        if (
+            likely[variant] >= 0
+            and (line := _longest(Longest(*cell), config, on, variant, likely[variant])).tokens
+        ):
             return line
     return Longest(*cell)
 
 
 def settings_of(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
-    """One sequence at a time, shared by all cards, of which each computes the logits of 1,024 tokens at a time, and the
-    MLPs of 8,192; of more from 131,072 tokens on a card on."""
+    """One sequence at a time, shared by all cards, of which each computes the logits of 1,024
+    tokens at a time, and the MLPs of 8,192; of more from 131,072 tokens on a card on.
+    """
     own = tokens // cards
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
     words += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
-    words += [f"memory.loss_chunks={min(128, max(1, own // 1024))}", f"memory.mlp_tiles={min(16, max(1, own // 8192))}"]
+    words += [
+        f"memory.loss_chunks={min(128, max(1, own // 1024))}",
+        f"memory.mlp_tiles={min(16, max(1, own // 8192))}",
+    ]
     shared = (f"parallel.context={cards}", "parallel.strategy=fsdp") if cards > 1 else ()
     return (*words, *shared, *variant)
 
@@ -145,7 +171,9 @@ def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...], at: 
 
 
 def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
-    """The place among LENGTHS of the longest that the straight line through two estimates has room for; -1: none."""
+    """The place among LENGTHS of the longest that the straight line through two estimates has room
+    for; -1: none.
+    """
     kind, points = recipe_class(recipe_for(config)), []
     for tokens in (cards * 2**14, cards * 2**16):
         try:
@@ -158,12 +186,16 @@ def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
     return bisect.bisect_right(LENGTHS, room) - 1
 
 
-def _planned(line: Longest, config: str, on: str, variant: tuple[str, ...], tokens: int) -> Longest | None:
+def _planned(
+    line: Longest, config: str, on: str, variant: tuple[str, ...], tokens: int
+) -> Longest | None:
     """The whole plan of a length; None where it does not fit."""
     words = settings_of(variant, tokens, line.cards)
     cfg, settings = prepared(config, on, words)
     plan, trace = make_plan(recipe_class(recipe_for(config)), cfg, settings)
-    if plan.verdict != FITS or plan.time is None or plan.notes:  # of tensors that kernels cannot count
+    if (
+        plan.verdict != FITS or plan.time is None or plan.notes
+    ):  # of tensors that kernels cannot count
         return None
     heaviest = plan.heaviest
     return replace(
@@ -202,8 +234,12 @@ def section(lines: list[Longest]) -> str:
     for model, method in product_of_methods():
         found = [line for line in lines if (line.model, line.method) == (model, method)]
         if found:
-            load_config(f"{MODELS[model]}_{method}", (), recipe_for(f"{MODELS[model]}_{method}").schema())
-            parts.append(f"### {model}, {METHODS[method]}: `{MODELS[model]}_{method}`\n\n{_table(found)}")
+            load_config(
+                f"{MODELS[model]}_{method}", (), recipe_for(f"{MODELS[model]}_{method}").schema()
+            )
+            parts.append(
+                f"### {model}, {METHODS[method]}: `{MODELS[model]}_{method}`\n\n{_table(found)}"
+            )
     return "\n\n".join(parts)
 
 
@@ -219,7 +255,9 @@ def _table(lines: list[Longest]) -> str:
             continue
         marks = "".join(mark for word, mark in MARKS.items() if word in line.settings)
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host, line.sent)))
-        rows.append(f"| {cards} | {line.tokens:,} | {marks} | {sizes} | {format_duration(line.seconds)} |")
+        rows.append(
+            f"| {cards} | {line.tokens:,} | {marks} | {sizes} | {format_duration(line.seconds)} |"
+        )
     return "\n".join(rows)
 
 

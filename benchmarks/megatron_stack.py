@@ -1,9 +1,11 @@
-"""One rank of Megatron-LM's GPT training, as it was in September 2023, for the planner: what it holds, part by part.
+"""One rank of Megatron-LM's GPT training, as it was in September 2023, for the planner: what it
+holds, part by part.
 
-Tensor parallelism without shared tokens, 1F1B, the distributed optimizer (ZeRO-1), flash attention, swiglu. Written
-from what its modules allocate and keep: bf16 weights of the rank's part; one contiguous fp32 gradient buffer, into
-which linears accumulate their weight gradients at once; fp32 master weights and Adam's two moments, divided over data
-ranks; activations are `[sequence, batch, width]`. What it computes is of no interest here.
+Tensor parallelism without shared tokens, 1F1B, the distributed optimizer (ZeRO-1), flash attention,
+swiglu. Written from what its modules allocate and keep: bf16 weights of the rank's part; one
+contiguous fp32 gradient buffer, into which linears accumulate their weight gradients at once; fp32
+master weights and Adam's two moments, divided over data ranks; activations are `[sequence, batch,
+width]`. What it computes is of no interest here.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,11 @@ from recipe_lib.plan.tracing.simulate import classify
 from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+from recipe_lib.plan.world.simulated_world import (
+    connect_streams,
+    simulated_world,
+    tensors_without_bytes,
+)
 
 MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
 SETUP, STEP = "setup", "step"
@@ -47,11 +53,11 @@ class Layout:
 class Gpt:
     """Sizes, and what their command line leaves open.
 
-    feed_forward: width behind the gate; theirs is 8/3 of `hidden`, down to a multiple of 64. vocabulary: rows before
-    they are padded to a multiple of 128 on each tensor rank. biases: of linears. positions: learned ones. tied: the
-    output projection is the embedding. dropout: of embedding, attention and residual. fused_weight_gradients: a
-    linear's weight gradient is added to the fp32 buffer by its matmul; else there is a bf16 one in between.
-    architecture: of the GPU.
+    feed_forward: width behind the gate; theirs is 8/3 of `hidden`, down to a multiple of 64.
+    vocabulary: rows before they are padded to a multiple of 128 on each tensor rank. biases: of
+    linears. positions: learned ones. tied: the output projection is the embedding. dropout: of
+    embedding, attention and residual. fused_weight_gradients: a linear's weight gradient is added
+    to the fp32 buffer by its matmul; else there is a bf16 one in between. architecture: of the GPU.
     """
 
     layers: int = 32
@@ -73,18 +79,23 @@ class Gpt:
 
 
 def _linear(hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any) -> Tensor:
-    """fused: autograd does not hear of the weight's gradient, which goes to the fp32 buffer at once."""
+    """fused: autograd does not hear of the weight's gradient, which goes to the fp32 buffer at
+    once.
+    """
     return _Linear.apply(hidden, weight.detach() if fused else weight, reduced, fused, group)
 
 
 class _Linear(torch.autograd.Function):
     """`hidden @ weight.T`, its input kept.
 
-    reduced: the output's parts are summed in forward (rows are divided), else those of the gradient in backward.
+    reduced: the output's parts are summed in forward (rows are divided), else those of the gradient
+    in backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.reduced, ctx.fused, ctx.group = reduced, fused, group
         output = hidden @ weight.t()
@@ -103,10 +114,14 @@ class _Linear(torch.autograd.Function):
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """residual + dropout(hidden + bias) as one kernel, which keeps a mask of one byte for each element."""
+    """residual + dropout(hidden + bias) as one kernel, which keeps a mask of one byte for each
+    element.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, residual: Tensor, rate: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, bias: Tensor | None, residual: Tensor, rate: float
+    ) -> Tensor:
         ctx.mask = torch.empty_like(hidden, dtype=torch.bool) if rate else None
         ctx.biased = bias is not None
         return torch.empty_like(hidden)
@@ -119,7 +134,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Losses from a rank's part of fp32 logits; keeps their softmax, which backward turns into the gradient."""
+    """Losses from a rank's part of fp32 logits; keeps their softmax, which backward turns into the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
@@ -151,12 +168,20 @@ def _all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 class _Weight(nn.Module):
-    """A linear's parameters on this rank: `[outputs, inputs]` and, if there are biases, `[outputs]`."""
+    """A linear's parameters on this rank: `[outputs, inputs]` and, if there are biases,
+    `[outputs]`.
+    """
 
     def __init__(self, outputs: int, inputs: int, biased: bool, device: Any):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.bfloat16, device=device))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.bfloat16, device=device)) if biased else None
+        self.weight = nn.Parameter(
+            torch.empty(outputs, inputs, dtype=torch.bfloat16, device=device)
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(outputs, dtype=torch.bfloat16, device=device))
+            if biased
+            else None
+        )
 
 
 class _Attention(nn.Module):
@@ -211,7 +236,9 @@ class _Layer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         attended = self.attention(self.input_norm(hidden))
         hidden = _BiasDropoutAdd.apply(attended, self.attention.dense.bias, hidden, self.rate)
-        return _BiasDropoutAdd.apply(self.mlp(self.post_norm(hidden)), self.mlp.down.bias, hidden, self.rate)
+        return _BiasDropoutAdd.apply(
+            self.mlp(self.post_norm(hidden)), self.mlp.down.bias, hidden, self.rate
+        )
 
 
 class Stage(nn.Module):
@@ -225,18 +252,28 @@ class Stage(nn.Module):
         rows = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
         if self.first:
             self.embedding = _Weight(rows, gpt.hidden, False, device)
-            self.positions = _Weight(gpt.sequence, gpt.hidden, False, device) if gpt.positions else None
-        self.layers = nn.ModuleList(_Layer(gpt, group, device) for _ in range(gpt.layers // layout.pipeline))
+            self.positions = (
+                _Weight(gpt.sequence, gpt.hidden, False, device) if gpt.positions else None
+            )
+        self.layers = nn.ModuleList(
+            _Layer(gpt, group, device) for _ in range(gpt.layers // layout.pipeline)
+        )
         if self.last:
             self.norm = nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16)
             shared = gpt.tied and self.first
             self.output = self.embedding if shared else _Weight(rows, gpt.hidden, False, device)
 
     def forward(
-        self, received: Tensor | None, tokens: Tensor, positions: Tensor, weights: Tensor, mask: Tensor
+        self,
+        received: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor,
+        weights: Tensor,
+        mask: Tensor,
     ) -> Tensor:
-        """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is. received: what the
-        stage before made; the others as `batch` gives them."""
+        """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is.
+        received: what the stage before made; the others as `batch` gives them.
+        """
         hidden = self._embed(tokens[:, :-1].contiguous(), positions) if self.first else received
         for layer in self.layers:
             hidden = layer(hidden)
@@ -255,7 +292,9 @@ class Stage(nn.Module):
         return F.dropout(words.transpose(0, 1).contiguous(), self.gpt.dropout)
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` nobody reads."""
+        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s,
+        s]` nobody reads.
+        """
         rows, length = self.rows, self.gpt.sequence
         tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
         positions = torch.arange(length, device=self.device).expand(rows, length).clone()
@@ -265,15 +304,21 @@ class Stage(nn.Module):
 
     def message(self) -> Tensor:
         """What stages send to each other, `[sequence, batch, hidden]`."""
-        return torch.empty(self.gpt.sequence, self.rows, self.gpt.hidden, dtype=torch.bfloat16, device=self.device)
+        return torch.empty(
+            self.gpt.sequence, self.rows, self.gpt.hidden, dtype=torch.bfloat16, device=self.device
+        )
 
 
 class Training:
-    """A rank's model, gradient buffer and optimizer. place: in the pipeline. sizes: make the model's stage."""
+    """A rank's model, gradient buffer and optimizer. place: in the pipeline. sizes: make the
+    model's stage.
+    """
 
     def __init__(self, sizes: Any, layout: Layout, place: int, world: Any):
         self.layout, self.place, self.device = layout, place, world.device
-        self.groups = {dim: world.mesh.get_group(dim) for dim in ("tensor", "pipeline", "data_shard")}
+        self.groups = {
+            dim: world.mesh.get_group(dim) for dim in ("tensor", "pipeline", "data_shard")
+        }
         self.model = sizes.stage(layout, place, self.groups["tensor"], self.device)
         parameters = list(self.model.parameters())
         count = sum(parameter.numel() for parameter in parameters)
@@ -301,11 +346,15 @@ class Training:
             tracer.vocabulary.add(self.model.output.weight.shape[0])
 
     def step(self) -> None:
-        """1F1B over some micro-batches, gradients reduced, weights updated and gathered inside the gradient buffer."""
+        """1F1B over some micro-batches, gradients reduced, weights updated and gathered inside the
+        gradient buffer.
+        """
         self.gradients.zero_()
         waiting: list[tuple[Tensor | None, Tensor]] = []
         warm_up = self.layout.pipeline - 1 - self.place
-        sent = None  # back, by the micro-batch before: a variable of their loop, which holds it until the next one
+        # Back, by the micro-batch before: a variable of their loop, which holds it until the next
+        # one
+        sent = None
         for number in range(MICRO_BATCHES + warm_up):
             if number < MICRO_BATCHES:
                 waiting.append(self._forward())
@@ -316,10 +365,14 @@ class Training:
         if self.layout.data > 1:
             dist.reduce_scatter_tensor(shard, self.gradients, group=self.groups["data_shard"])
             whole = self.gradients.view(torch.bfloat16)[: len(self.gradients)]
-            dist.all_gather_into_tensor(whole, whole.chunk(self.layout.data)[0], group=self.groups["data_shard"])
+            dist.all_gather_into_tensor(
+                whole, whole.chunk(self.layout.data)[0], group=self.groups["data_shard"]
+            )
 
     def _forward(self) -> tuple[Tensor | None, Tensor]:
-        """(what came from the stage before, what this one made); what was sent is given up, its graph is kept."""
+        """(what came from the stage before, what this one made); what was sent is given up, its
+        graph is kept.
+        """
         received = None
         if not self.model.first:
             received = self.model.message().requires_grad_()
@@ -351,7 +404,8 @@ def _into_main_grad(parameter: Any) -> None:
 def trace_stages(sizes: Any, layout: Layout) -> list[Trace]:
     """Set-up and two steps of the first rank of each place in the pipeline.
 
-    sizes: such as `Gpt`, whose `stage` makes the model and whose `architecture` says how large torch's workspaces are.
+    sizes: such as `Gpt`, whose `stage` makes the model and whose `architecture` says how large
+    torch's workspaces are.
     """
     return [_trace(sizes, layout, place) for place in range(layout.pipeline)]
 

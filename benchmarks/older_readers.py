@@ -1,7 +1,9 @@
-"""What earlier releases of transformers compute from what is exported here: `python -m benchmarks.older_readers`.
+"""What earlier releases of transformers compute from what is exported here: `python -m
+benchmarks.older_readers`.
 
-Makes an environment of its own for each release (pip, some 3 GB in all; --environments keeps them), exports a small
-random model of every family, has the release read it, and writes a page with the differences of logits.
+Makes an environment of its own for each release (pip, some 3 GB in all; --environments keeps them),
+exports a small random model of every family, has the release read it, and writes a page with the
+differences of logits.
 """
 
 import argparse
@@ -29,10 +31,13 @@ from tests.models.reference import CASES, reference_model
 
 COMMAND = "python -m benchmarks.older_readers --output docs/measurements/older_readers.md"
 RELEASES = {"4.57.6": "torch==2.13.0", "4.46.3": "torch==2.13.0"}
-# Families that are exported in transformers' own class, and whose rotary embedding has keys of its own.
+# Families that are exported in transformers' own class, and whose rotary embedding has keys of its
+# own.
 EXTERNAL = ("cohere", "cohere2", "ernie4_5", "exaone4", "glm", "gpt_neox", "granite", "olmo2", "persimmon", "phi",
             "qwen2_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2")  # fmt: skip
-CHANGED: dict[str, dict[str, Any]] = {"gpt-oss": {"swiglu_limit": 7.0}}  # the only one that transformers 4 has
+CHANGED: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"swiglu_limit": 7.0}
+}  # the only one that transformers 4 has
 BASE = 777.0  # of the rotary embedding, which is no family's default
 LENGTH = 48  # tokens of the prompt
 READER = """
@@ -58,7 +63,9 @@ Path(sys.argv[1]).write_text(json.dumps(found))
 
 def main(argv: list[str] | None = None) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     parser.add_argument("--environments", type=Path, help="a folder that keeps the environments")
     arguments = parser.parse_args(argv)
@@ -80,7 +87,9 @@ def write_external(folder: Path, family: str) -> Path:
     """The same for a family that is trained in transformers' own class."""
     config = shrink(transformers.AutoConfig.for_model(family))
     config.rope_parameters["rope_theta"] = BASE
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     randomize(model)
     return write_both(folder, model, external=True)
 
@@ -92,7 +101,9 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
     tokens = torch.arange(LENGTH)[None] * 37 % 91 + 3
     save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.safetensors")
     config = read_config(folder / "theirs")
-    spec: ModelSpec = read_spec(config, folder.name) if external else spec_from_config(config, folder.name)
+    spec: ModelSpec = (
+        read_spec(config, folder.name) if external else spec_from_config(config, folder.name)
+    )
     ours = build_meta(spec, torch.float32)
     allocate(ours, torch.device("cpu"))
     load_weights(ours, spec, folder / "theirs")
@@ -109,13 +120,17 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
 
 
 def ask(environments: Path, release: str, rows: list[Path]) -> dict[str, float | str]:
-    """What a release computes of each folder: the difference of logits as a share of the largest, or its error."""
+    """What a release computes of each folder: the difference of logits as a share of the largest,
+    or its error.
+    """
     environment = environments / release
     python = environment / "bin" / "python"
     if not python.is_file():
         venv.create(environment, with_pip=True)
         for package in (RELEASES[release], f"transformers=={release}"):
-            subprocess.run([python, "-m", "pip", "install", "--quiet", package, "numpy"], check=True)
+            subprocess.run(
+                [python, "-m", "pip", "install", "--quiet", package, "numpy"], check=True
+            )
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         folders = [str(row / whose) for row in rows for whose in ("theirs", "ours")]
@@ -131,15 +146,22 @@ def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str
     lines = [
         "# Exports in earlier releases of transformers\n",
         f"```bash\n{COMMAND}\n```\n",
-        "Small random models of every family are saved by transformers "
-        f"{transformers.__version__}, and exported here. An earlier release reads both. Each cell is the largest "
-        "difference of its logits from those of the model, as a share of the largest logit. The first models are "
-        "trained in the library's own decoder, the others with `model.implementation=transformers`; the base of those "
-        f"is {BASE:g}, which is no family's default.\n",
-        "`unknown`: the release has no such family. What our export cannot mend is in the release: 4.46.3 has no "
-        "`original_max_position_embeddings` of YaRN, rotates all channels of Phi 4 mini, and gives all layers of Qwen "
-        "2.5 the window of some.\n",
-        "| model | " + " | ".join(f"{release}, {title[whose]}" for release, whose in columns) + " |",
+        (
+            "Small random models of every family are saved by transformers"
+            f" {transformers.__version__}, and exported here. An earlier release reads both. Each"
+            " cell is the largest difference of its logits from those of the model, as a share of"
+            " the largest logit. The first models are trained in the library's own decoder, the"
+            f" others with `model.implementation=transformers`; the base of those is {BASE:g},"
+            " which is no family's default.\n"
+        ),
+        (
+            "`unknown`: the release has no such family. What our export cannot mend is in the"
+            " release: 4.46.3 has no `original_max_position_embeddings` of YaRN, rotates all"
+            " channels of Phi 4 mini, and gives all layers of Qwen 2.5 the window of some.\n"
+        ),
+        "| model | "
+        + " | ".join(f"{release}, {title[whose]}" for release, whose in columns)
+        + " |",
         "|---|" + "---|" * len(columns),
     ]
     for row in rows:
@@ -149,8 +171,14 @@ def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str
         known = [read["4.57.6"][str(row / whose)] for row in rows]
         same = sum(isinstance(value, float) and value < 1e-5 for value in known)
         lines.append(f"\n4.57.6 computes the model from {same} of {len(known)}: {title[whose]}.")
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return "\n".join(lines) + f"\n\nWritten with {versions}; {platform.system()} {platform.machine()}, CPU.\n"
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python"
+        f" {platform.python_version()}"
+    )
+    return (
+        "\n".join(lines)
+        + f"\n\nWritten with {versions}; {platform.system()} {platform.machine()}, CPU.\n"
+    )
 
 
 def show(value: float | str) -> str:

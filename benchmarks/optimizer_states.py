@@ -1,10 +1,12 @@
-"""What AdamW's states lose in each of their kinds, against torch's AdamW in fp64, next to the bytes that they take.
+"""What AdamW's states lose in each of their kinds, against torch's AdamW in fp64, next to the bytes
+that they take.
 
     python -m benchmarks.optimizer_states --output docs/measurements/optimizer_states.md
 
-A matrix without a model: each band of its rows is given gradients of one pattern, and the optimizer that
-`build_optimizer` makes steps all of them. Weights are 0 before each step, so that afterwards they are the step itself.
-A row is a block of the states in 8 and 4 bits. On a CPU; no time is measured.
+A matrix without a model: each band of its rows is given gradients of one pattern, and the optimizer
+that `build_optimizer` makes steps all of them. Weights are 0 before each step, so that afterwards
+they are the step itself. A row is a block of the states in 8 and 4 bits. On a CPU; no time is
+measured.
 """
 
 import argparse
@@ -57,7 +59,9 @@ class Kind:
         return f"`{' '.join(words)}`"
 
     def bytes_per_parameter(self) -> float:
-        """Return bytes of the states, master weights included, for each weight of a matrix with long rows."""
+        """Return bytes of the states, master weights included, for each weight of a matrix with
+        long rows.
+        """
         return state_bytes(replace(BASE, **self.settings), BYTES[self.dtype], in_layer=True)
 
 
@@ -105,7 +109,9 @@ def change_apart(step: int, drawn: Tensor) -> Tensor:
 
 
 def change_in_turn(step: int, drawn: Tensor) -> Tensor:
-    """Return the same for each number of a row, 16 steps after its neighbor, so that the largest is always 1."""
+    """Return the same for each number of a row, 16 steps after its neighbor, so that the largest is
+    always 1.
+    """
     begins = 16 * torch.arange(drawn.shape[-1])
     changed = (step + begins) // 1000 % 2 == 1
     return torch.where(changed, 0.01, 1.0).expand_as(drawn)
@@ -124,7 +130,9 @@ PATTERNS: dict[str, Pattern] = {
 
 @cache
 def make_gradients(step: int) -> Tensor:
-    """Return the gradients of a step, a band of rows for each pattern, in bf16; all of a run take 55 MB."""
+    """Return the gradients of a step, a band of rows for each pattern, in bf16; all of a run take
+    55 MB.
+    """
     drawn = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(step))
     return torch.cat([make(step, drawn) for make in PATTERNS.values()]).bfloat16()
 
@@ -136,12 +144,18 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> Tens
         return state[name].double().clone()  # the next step changes it
     codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
     bits = 8 * codes.shape[-1] // parameter.shape[-1]
-    return make_code(bits, signed=name == "exp_avg", device=codes.device).decode(codes, scales).double()
+    return (
+        make_code(bits, signed=name == "exp_avg", device=codes.device)
+        .decode(codes, scales)
+        .double()
+    )
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is there after a step, fp64 `[r, c]`: the step itself in units of the rate, and both states."""
+    """What is there after a step, fp64 `[r, c]`: the step itself in units of the rate, and both
+    states.
+    """
 
     step: int
     update: Tensor
@@ -152,18 +166,28 @@ class Observed:
         """Return the part of a pattern; of those with an outlier the others."""
         start = list(PATTERNS).index(pattern) * ROWS
         places = slice(start, start + ROWS), slice(1 if pattern.startswith("outlier") else 0, None)
-        return Observed(self.step, self.update[places], self.exp_avg[places], self.exp_avg_sq[places])
+        return Observed(
+            self.step, self.update[places], self.exp_avg[places], self.exp_avg_sq[places]
+        )
 
 
-def run_steps(cfg: OptimizerConfig, dtype: torch.dtype, steps: int, every: int) -> Iterator[Observed]:
+def run_steps(
+    cfg: OptimizerConfig, dtype: torch.dtype, steps: int, every: int
+) -> Iterator[Observed]:
     """Step through all patterns; yield what is there after every so many steps."""
     parameter = nn.Parameter(torch.zeros(ROWS * len(PATTERNS), COLUMNS, dtype=dtype))
     if dtype == torch.float64:
         optimizer: Optimizer = torch.optim.AdamW(
-            [parameter], lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, weight_decay=0.0
+            [parameter],
+            lr=cfg.lr,
+            betas=(cfg.betas[0], cfg.betas[1]),
+            eps=cfg.eps,
+            weight_decay=0.0,
         )
     else:
-        optimizer = build_optimizer(cfg, [("layers.0.weight", parameter)], torch.device("cpu"), seed=1)
+        optimizer = build_optimizer(
+            cfg, [("layers.0.weight", parameter)], torch.device("cpu"), seed=1
+        )
     for step in range(steps):
         parameter.data.zero_()
         if MASTER in optimizer.state.get(parameter, {}):
@@ -183,7 +207,9 @@ def describe_ratios(found: Tensor, exact: Tensor) -> str:
 
 
 def table(betas: list[float], steps: int, every: int) -> list[list[str]]:
-    """Return the rows of both tables for a pair of betas: kinds, then cells of steps and of second moments."""
+    """Return the rows of both tables for a pair of betas: kinds, then cells of steps and of second
+    moments.
+    """
     exact = list(run_steps(replace(BASE, betas=betas), torch.float64, steps, every))
     rows = []
     for kind in KINDS:
@@ -192,7 +218,10 @@ def table(betas: list[float], steps: int, every: int) -> list[list[str]]:
         cells = [kind.label(), f"{kind.bytes_per_parameter():.3g}"]
         for what in ("update", "exp_avg_sq"):
             for pattern in PATTERNS:
-                pair = [torch.stack([getattr(one.band(pattern), what) for one in run]) for run in (found, exact)]
+                pair = [
+                    torch.stack([getattr(one.band(pattern), what) for one in run])
+                    for run in (found, exact)
+                ]
                 cells.append(describe_ratios(*pair))
         rows.append(cells)
     return rows
@@ -273,7 +302,9 @@ def make_page(steps: int, every: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args(argv)

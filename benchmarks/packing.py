@@ -1,7 +1,8 @@
-"""How long packing takes and how full the packs are, for typical mixes of lengths: `python -m benchmarks.packing`.
+"""How long packing takes and how full the packs are, for typical mixes of lengths: `python -m
+benchmarks.packing`.
 
-The lower bound says how many packs any way of packing needs at least; bounds of bin packing are due to Martello and
-Toth (1990). One core; the order of the items is drawn at random.
+The lower bound says how many packs any way of packing needs at least; bounds of bin packing are due
+to Martello and Toth (1990). One core; the order of the items is drawn at random.
 """
 
 import argparse
@@ -44,10 +45,12 @@ def draw_lengths(name: str, number: int, seed: int = 0) -> tuple[np.ndarray, int
 
 
 def lower_bound(lengths: np.ndarray, capacity: int) -> int:
-    """Packs that are needed at least: by the sum of the lengths, or by the long items that no two fit together.
+    """Packs that are needed at least: by the sum of the lengths, or by the long items that no two
+    fit together.
 
-    For a limit k: items over capacity - k share a pack with nothing that is k or longer, other items over half of the
-    capacity with none of their kind; what is between k and the half fills what these leave, then packs of its own.
+    For a limit k: items over capacity - k share a pack with nothing that is k or longer, other
+    items over half of the capacity with none of their kind; what is between k and the half fills
+    what these leave, then packs of its own.
     """
     rising = np.sort(lengths)
     sums = np.concatenate([[0], np.cumsum(rising)])
@@ -62,11 +65,16 @@ def lower_bound(lengths: np.ndarray, capacity: int) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Prints a line for each mix."""
-    parser = argparse.ArgumentParser(description="Packs synthetic lengths; prints seconds and how full the packs are.")
+    parser = argparse.ArgumentParser(
+        description="Packs synthetic lengths; prints seconds and how full the packs are."
+    )
     parser.add_argument("--items", type=int, default=ITEMS)
     number = parser.parse_args(argv).items
     print(f"{number} items")
-    print(f"{'mix':22} {'capacity':>8} {'mean':>8} {'seconds':>8} {'packs':>8} {'over bound':>10} {'filled':>8}")
+    print(
+        f"{'mix':22} {'capacity':>8} {'mean':>8} {'seconds':>8} {'packs':>8} {'over bound':>10}"
+        f" {'filled':>8}"
+    )
     for name in MIXES:
         lengths, capacity = draw_lengths(name, number)
         began = time.perf_counter()
@@ -75,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
         over = packs / lower_bound(lengths, capacity) - 1
         filled = lengths.sum() / (packs * capacity)
         print(
-            f"{name:22} {capacity:8} {lengths.mean():8.0f} {seconds:8.2f} {packs:8} {over:10.3%} {filled:8.2%}",
+            f"{name:22} {capacity:8} {lengths.mean():8.0f} {seconds:8.2f} {packs:8} {over:10.3%}"
+            f" {filled:8.2%}",
             flush=True,
         )
 

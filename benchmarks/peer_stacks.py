@@ -1,9 +1,9 @@
 """A plain training loop around transformers, PEFT and bitsandbytes on one GPU, for the planner.
 
-The model is transformers' own class and its loss transformers' own; around it comes what the other planners' runs had:
-linears with weights in NF4, LoRA as PEFT adds it, gradient checkpointing as torch does it, torch's AdamW. NF4 and
-LoRA are written here from what bitsandbytes and PEFT allocate, since bitsandbytes has no part in a simulation. What is
-computed is of no interest here.
+The model is transformers' own class and its loss transformers' own; around it comes what the other
+planners' runs had: linears with weights in NF4, LoRA as PEFT adds it, gradient checkpointing as
+torch does it, torch's AdamW. NF4 and LoRA are written here from what bitsandbytes and PEFT
+allocate, since bitsandbytes has no part in a simulation. What is computed is of no interest here.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,18 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that sha
 class PeerRun:
     """A run of that stack.
 
-    nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared: PEFT's
-    `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention: `eager`; `sdpa`, torch's choice
-    on that GPU; `efficient` or `math`, that kernel of torch's, keys and values copied for each query head.
-    loss_chunk: tokens of a piece of the loss, each checkpointed; 0: transformers' own. keeps_logits: a variable holds
-    the model's output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host:
-    `all`, of two layers at a time on the device; or of NF4 the `codes` alone, copied ahead on a stream of their own.
-    shared_ends: embedding and output projection take turns in one buffer. capability: of the GPU. loader:
-    `device_map`, transformers' order of names after one block for all of them; `linears first`; else the model's
-    order. workspace: architecture whose workspace of matmuls torch takes, if not that of `capability`. expandable:
-    segments. phase: `step`, a steady one, or `first step`, which makes AdamW's states.
+    nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared:
+    PEFT's `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention:
+    `eager`; `sdpa`, torch's choice on that GPU; `efficient` or `math`, that kernel of torch's, keys
+    and values copied for each query head. loss_chunk: tokens of a piece of the loss, each
+    checkpointed; 0: transformers' own. keeps_logits: a variable holds the model's output to the
+    step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host: `all`,
+    of two layers at a time on the device; or of NF4 the `codes` alone, copied ahead on a stream of
+    their own. shared_ends: embedding and output projection take turns in one buffer. capability: of
+    the GPU. loader: `device_map`, transformers' order of names after one block for all of them;
+    `linears first`; else the model's order. workspace: architecture whose workspace of matmuls
+    torch takes, if not that of `capability`. expandable: segments. phase: `step`, a steady one, or
+    `first step`, which makes AdamW's states.
     """
 
     model: str
@@ -60,7 +62,9 @@ class PeerRun:
 
 
 class Nf4Linear(nn.Module):
-    """A frozen linear of bitsandbytes: two numbers a byte, and a scale for 64 of them, in fp32 or in 8 bits."""
+    """A frozen linear of bitsandbytes: two numbers a byte, and a scale for 64 of them, in fp32 or
+    in 8 bits.
+    """
 
     def __init__(self, linear: nn.Linear, double_quant: bool) -> None:
         """Of one with its weight on the device, where it is quantized."""
@@ -80,7 +84,9 @@ class Nf4Linear(nn.Module):
             self.nested_levels = torch.empty(256, device=device)
 
     def dequantized(self) -> Tensor:
-        """The weight in its compute type; before it, its scales in fp32, if they were quantized too."""
+        """The weight in its compute type; before it, its scales in fp32, if they were quantized
+        too.
+        """
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = torch.empty_like(scales, dtype=torch.float32)
@@ -88,7 +94,9 @@ class Nf4Linear(nn.Module):
         return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Computed in the compute type, which its bias has from then on, returned in the input's."""
+        """Computed in the compute type, which its bias has from then on, returned in the
+        input's.
+        """
         if self.bias is not None:
             self.bias.data = self.bias.data.to(self.dtype)
         return _Nf4Matmul.apply(hidden.to(self.dtype), self).to(hidden.dtype)
@@ -108,8 +116,10 @@ class _Nf4Matmul(torch.autograd.Function):
 
 
 class LoraLinear(nn.Module):
-    """As PEFT wraps a linear: two fp32 matrices, to whose type the input is cast. Of a 4-bit linear the output is
-    cloned, and the adapter's cast to its type before they are added; of another one the sum is cast."""
+    """As PEFT wraps a linear: two fp32 matrices, to whose type the input is cast. Of a 4-bit linear
+    the output is cloned, and the adapter's cast to its type before they are added; of another one
+    the sum is cast.
+    """
 
     def __init__(self, base: nn.Module, outputs: int, inputs: int, rank: int, device: Any) -> None:
         super().__init__()
@@ -133,7 +143,8 @@ class LoraLinear(nn.Module):
 
 
 def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
-    """transformers' model on the device: loaded weight by weight, quantized, prepared by PEFT, given its adapters.
+    """transformers' model on the device: loaded weight by weight, quantized, prepared by PEFT,
+    given its adapters.
 
     sizes: `model_type` and the rest as transformers' config has them.
     """
@@ -143,7 +154,9 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
     config = AutoConfig.for_model(sizes.pop("model_type"), use_cache=False, **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, run.dtype), attn_implementation="eager" if run.attention == "eager" else "sdpa"
+            config,
+            dtype=getattr(torch, run.dtype),
+            attn_implementation="eager" if run.attention == "eager" else "sdpa",
         )
     model.requires_grad_(False)
     _load(model, run, device)
@@ -155,7 +168,10 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
         _add_adapters(layer, run, device)
     if run.streamed == "codes":
         layers = list(model.model.layers)
-        StreamedCodes(layers, [[one for one in each.modules() if isinstance(one, Nf4Linear)] for each in layers])
+        StreamedCodes(
+            layers,
+            [[one for one in each.modules() if isinstance(one, Nf4Linear)] for each in layers],
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model.train()
@@ -174,7 +190,10 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
     elif run.loader == DEVICE_MAP:
         names.sort(key=_natural)
         quantized = linears if run.nf4 else set()
-        sizes = [weight.nbytes // (4 if name in quantized else 1) for name, weight in model.named_parameters()]
+        sizes = [
+            weight.nbytes // (4 if name in quantized else 1)
+            for name, weight in model.named_parameters()
+        ]
         torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     loaded: dict[tuple[int, str], Any] = {}
     for name in names:
@@ -187,7 +206,11 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
             setattr(model.get_submodule(parent), child, base)
             loaded[number, place] = base
         elif getattr(module, attribute).device.type == "meta":
-            setattr(module, attribute, nn.Parameter(torch.empty_like(getattr(module, attribute), device=device), False))
+            setattr(
+                module,
+                attribute,
+                nn.Parameter(torch.empty_like(getattr(module, attribute), device=device), False),
+            )
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
@@ -199,7 +222,9 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, before: Any) -> Any:
-    """A linear as the run has it. before: two layers before, whose memory this one uses if weights are streamed."""
+    """A linear as the run has it. before: two layers before, whose memory this one uses if weights
+    are streamed.
+    """
     if before is not None and run.streamed == "all":
         return before
     linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device), False)
@@ -217,4 +242,8 @@ def _add_adapters(layer: nn.Module, run: PeerRun, device: Any) -> None:
         path, _, child = name.rpartition(".")
         if child in run.targets:
             outputs, inputs = base.shape if isinstance(base, Nf4Linear) else base.weight.shape
-            setattr(layer.get_submodule(path), child, LoraLinear(base, outputs, inputs, run.rank, device))
+            setattr(
+                layer.get_submodule(path),
+                child,
+                LoraLinear(base, outputs, inputs, run.rank, device),
+            )

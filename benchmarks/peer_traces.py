@@ -1,4 +1,6 @@
-"""Steps of the imitated stack of `peer_stacks`, traced on the simulated device and replayed through the allocator."""
+"""Steps of the imitated stack of `peer_stacks`, traced on the simulated device and replayed through
+the allocator.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,14 +22,20 @@ from recipe_lib.plan.tracing.simulate import _quiet_collector, classify
 from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+from recipe_lib.plan.world.simulated_world import (
+    connect_streams,
+    simulated_world,
+    tensors_without_bytes,
+)
 
 SETUP, FIRST, STEP = "setup", "first step", "step"
 _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 
 def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
-    """Set-up and two steps, the first of which makes AdamW's states. sizes: as transformers' config has them."""
+    """Set-up and two steps, the first of which makes AdamW's states. sizes: as transformers' config
+    has them.
+    """
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
     world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
     with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
@@ -49,7 +57,9 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     return tracer.trace
 
 
-def train_step(run: PeerRun, model: Any, optimizer: Any, trained: list[Tensor], batch: Tensor) -> None:
+def train_step(
+    run: PeerRun, model: Any, optimizer: Any, trained: list[Tensor], batch: Tensor
+) -> None:
     """Gradients away, forward, backward, AdamW."""
     optimizer.zero_grad(set_to_none=True)
     if run.loss_chunk:
@@ -68,7 +78,9 @@ def train_step(run: PeerRun, model: Any, optimizer: Any, trained: list[Tensor], 
 
 
 def chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Mean cross-entropy of `[b, s, d]`, some tokens at a time, whose logits are made once more in backward."""
+    """Mean cross-entropy of `[b, s, d]`, some tokens at a time, whose logits are made once more in
+    backward.
+    """
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
     rows = hidden.flatten(0, 1)
     kept = shifted != -100
@@ -76,7 +88,9 @@ def chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tenso
     total: Any = None
     for begin in range(0, len(rows), chunk):
         piece = partial(_summed_loss, head)
-        part = checkpoint(piece, rows[begin : begin + chunk], shifted[begin : begin + chunk], use_reentrant=False)
+        part = checkpoint(
+            piece, rows[begin : begin + chunk], shifted[begin : begin + chunk], use_reentrant=False
+        )
         total = part if total is None else total + part
     return total / kept.sum()
 
@@ -87,10 +101,13 @@ def _summed_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def _attention_of(run: PeerRun) -> Iterator[None]:
-    """Attention by a kernel that the run was held to. And no mask is made where transformers makes none after a look at
-    positions, which have no values here."""
+    """Attention by a kernel that the run was held to. And no mask is made where transformers makes
+    none after a look at positions, which have no values here.
+    """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None))
+        stack.enter_context(
+            mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None)
+        )
         if run.attention in ("efficient", "math"):
             attend = partial(_attend, run.attention)
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))

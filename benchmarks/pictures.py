@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures --output docs/pictures
 
-Plans Llama 3 8B on four cards of 24 GB, trains the demo (minutes on a CPU), and photographs parts of the two pages that
-`tune plan --html` and the run have written, with a Chromium without a window.
+Plans Llama 3 8B on four cards of 24 GB, trains the demo (minutes on a CPU), and photographs parts
+of the two pages that `tune plan --html` and the run have written, with a Chromium without a window.
 """
 
 import argparse
@@ -37,7 +37,10 @@ def part_of(page: str, figures: int) -> str:
     style = "<style>body { padding: 1.5rem; } .charts { margin-top: 1rem; }</style>"
     kind = "charts" if figures > 1 else ""
     shown = "".join(found)
-    return f'{head}{style}<body>{title[0]}<div class="{kind}" style="margin-top: 1rem">{shown}</div></body></html>'
+    return (
+        f'{head}{style}<body>{title[0]}<div class="{kind}" style="margin-top:'
+        f' 1rem">{shown}</div></body></html>'
+    )
 
 
 def photograph(browser: str, page: Path, to: Path, size: tuple[int, int]) -> None:
@@ -52,13 +55,22 @@ def photograph(browser: str, page: Path, to: Path, size: tuple[int, int]) -> Non
 
 def main(argv: list[str] | None = None) -> None:
     """Makes both pages and writes both pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="gets plan.png and run.png")
-    parser.add_argument("--browser", help=f"default: the first that there is of {', '.join(_BROWSERS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="gets plan.png and run.png"
+    )
+    parser.add_argument(
+        "--browser", help=f"default: the first that there is of {', '.join(_BROWSERS)}"
+    )
     arguments = parser.parse_args(argv)
     browser = arguments.browser or next((name for name in _BROWSERS if shutil.which(name)), None)
     if browser is None:
-        raise SystemExit(f"error: no browser found; install one of {', '.join(_BROWSERS)}, or name it with --browser")
+        raise SystemExit(
+            f"error: no browser found; install one of {', '.join(_BROWSERS)}, or name it with"
+            " --browser"
+        )
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -67,7 +79,9 @@ def main(argv: list[str] | None = None) -> None:
         tune(RUN, f"output_dir={pages['run'].parent}")
         for kind, page in pages.items():
             part = folder / f"{kind}_part.html"
-            part.write_text(part_of(page.read_text(encoding="utf-8"), PARTS[kind]), encoding="utf-8")
+            part.write_text(
+                part_of(page.read_text(encoding="utf-8"), PARTS[kind]), encoding="utf-8"
+            )
             photograph(browser, part, arguments.output.resolve() / f"{kind}.png", SIZES[kind])
 
 

@@ -1,10 +1,11 @@
-"""Training speeds that others published next to those that `tune plan` says, row by row, as one page.
+"""Training speeds that others published next to those that `tune plan` says, row by row, as one
+page.
 
     python -m benchmarks.planned_times --output docs/measurements/planned_times.md
     python -m benchmarks.planned_times --only F1,T4
 
-Rows and their sources are in `published_speeds.yaml`. Each is planned with the rates of data sheets, without a
-calibration, and none was measured here. No GPU, no weights, no data.
+Rows and their sources are in `published_speeds.yaml`. Each is planned with the rates of data
+sheets, without a calibration, and none was measured here. No GPU, no weights, no data.
 """
 
 import argparse
@@ -40,7 +41,8 @@ from recipe_lib.plan.world.shape_only_model import find_shape, plannable
 COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
 DATA = Path(__file__).with_name("published_speeds.yaml")
 CLOSE = 0.2  # the goal: planned is at most this far from published
-TOO_FAST = 0.85  # of the card's dense rate; matmuls alone reach less on most cards, and a step does more than them
+# Of the card's dense rate; matmuls alone reach less on most cards, and a step does more than them
+TOO_FAST = 0.85
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Compared:
-    """A row and its plan. planned: tokens a second and GPU. share: of the card's dense rate that matmuls and attention
-    of the planned step, recomputation counted, would take at the published speed. verdict: the plan's. note: what could
-    not be planned as asked."""
+    """A row and its plan. planned: tokens a second and GPU. share: of the card's dense rate that
+    matmuls and attention of the planned step, recomputation counted, would take at the published
+    speed. verdict: the plan's. note: what could not be planned as asked.
+    """
 
     row: PublishedSpeed
     planned: float
@@ -107,20 +110,28 @@ class Compared:
 
     @property
     def counted(self) -> bool:
-        """Whether the row is in the summary: card and links are as data sheets say, and its figure can be right."""
+        """Whether the row is in the summary: card and links are as data sheets say, and its figure
+        can be right.
+        """
         return not (self.row.off_sheet or self.doubtful)
 
     @property
     def doubtful(self) -> bool:
-        """Whether the published figure cannot be right, by its source's own contradiction or by its share."""
+        """Whether the published figure cannot be right, by its source's own contradiction or by its
+        share.
+        """
         return bool(self.row.doubt) or self.share > TOO_FAST
 
 
 def read_sources(path: Path = DATA) -> list[Source]:
-    """The data. What a source says of all of its rows is handed to each; overrides and shapes are put together."""
+    """The data. What a source says of all of its rows is handed to each; overrides and shapes are
+    put together.
+    """
     sources = []
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
-        own = {key: " ".join(entry.pop(key).split()) for key in ("name", "address", "stack", "differs")}
+        own = {
+            key: " ".join(entry.pop(key).split()) for key in ("name", "address", "stack", "differs")
+        }
         rows = []
         for row in entry.pop("rows"):
             words = f"{entry.get('overrides', '')} {row.get('overrides', '')}".split()
@@ -131,14 +142,18 @@ def read_sources(path: Path = DATA) -> list[Source]:
 
 
 def config_of(row: PublishedSpeed, folder: Path) -> Any:
-    """The row's config, ready to be planned. folder: for the config.json of another shape than the config's."""
+    """The row's config, ready to be planned. folder: for the config.json of another shape than the
+    config's.
+    """
     schema = recipe_for(row.config).schema()
     cfg, _ = plannable(load_config(row.config, row.overrides, schema))
     if row.shape:
         preset, _ = find_shape(load_config(row.config, (), schema).model.path)
         place = folder / row.id
         place.mkdir(exist_ok=True)
-        (place / "config.json").write_text(json.dumps(dict(preset_config(preset)) | row.shape), encoding="utf-8")
+        (place / "config.json").write_text(
+            json.dumps(dict(preset_config(preset)) | row.shape), encoding="utf-8"
+        )
         cfg, _ = plannable(load_config(row.config, (*row.overrides, f"model.path={place}"), schema))
     return cfg
 
@@ -147,7 +162,11 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
     """Plans a row. folder: as `config_of` takes it."""
     cfg, hardware = config_of(row, folder), find_hardware(row.device)
     settings = PlanSettings(hardware, planned_sequence(cfg, str(row.sequence)), row.gpus, phases=())
-    norms = mock.patch.object(decoder, "rms_norm", written_out_norm) if row.written_out_norms else nullcontext()
+    norms = (
+        mock.patch.object(decoder, "rms_norm", written_out_norm)
+        if row.written_out_norms
+        else nullcontext()
+    )
     # The sources are of 2023 to 2025: their torch did not prefer cuDNN's attention on any card yet.
     flash = mock.patch.object(cost, "attention_backend", lambda architecture: "flash")
     with norms, flash:
@@ -155,12 +174,17 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
     assert plan.time is not None, row.id
     tokens = plan.time.tokens_per_step / row.gpus
     share = operations(trace) / tokens * row.published / hardware.rate(cfg.dtype)
-    note = next((line for line in plan.assumptions if line.startswith("compile=true is planned without")), "")
+    note = next(
+        (line for line in plan.assumptions if line.startswith("compile=true is planned without")),
+        "",
+    )
     return Compared(row, plan.time.tokens_per_second / row.gpus, share, plan.verdict, note)
 
 
 def operations(trace: Trace) -> int:
-    """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats among them."""
+    """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats
+    among them.
+    """
     ops = (trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP)
     return sum(op.flops * op.repeats for op in ops)
 
@@ -180,7 +204,9 @@ def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
 
 
 def statistics_of(rows: list[Compared]) -> str:
-    """Cells of a line: how many; mean error without its sign, the ninth decile of it; the middle ratio; within 20 %."""
+    """Cells of a line: how many; mean error without its sign, the ninth decile of it; the middle
+    ratio; within 20 %.
+    """
     errors = [abs(row.error) for row in rows]
     tenth = quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
     ratio = median(row.error + 1 for row in rows)
@@ -191,28 +217,40 @@ def statistics_of(rows: list[Compared]) -> str:
 def summary(rows: list[Compared]) -> list[str]:
     """The figures of the counted rows: all, by card, by method."""
     lines = [
-        f"| rows | number | mean error | 90 % are within | median planned / published | within {CLOSE:.0%} |",
+        (
+            "| rows | number | mean error | 90 % are within | median planned / published | within"
+            f" {CLOSE:.0%} |"
+        ),
         "|---|---:|---:|---:|---:|---:|",
         f"| all | {statistics_of(rows)} |",
     ]
     groups: list[Callable[[Compared], str]] = [lambda one: one.row.card, lambda one: one.row.method]
     for group in groups:
         for name in dict.fromkeys(map(group, rows)):
-            lines.append(f"| {name} | {statistics_of([one for one in rows if group(one) == name])} |")
+            lines.append(
+                f"| {name} | {statistics_of([one for one in rows if group(one) == name])} |"
+            )
     return lines
 
 
 def table(rows: list[Compared], why: Callable[[Compared], str] | None = None) -> list[str]:
     """A line for each row. why: what a last column says."""
     lines = [
-        f"| row | in the source | model | method | GPUs | settings | published | planned | error | implied share |"
-        f"{' why |' if why else ''}",
+        (
+            "| row | in the source | model | method | GPUs | settings | published | planned |"
+            f" error | implied share |{' why |' if why else ''}"
+        ),
         f"|---|---|---|---|---|---|---:|---:|---:|---:|{'---|' if why else ''}",
     ]
     for one in rows:
         row = one.row
         cells = [row.id, row.where, row.model, row.method, f"{row.gpus} x {row.card}", row.says]
-        cells += [f"{row.published:,}", f"{one.planned:,.0f}", f"{one.error:+.1%}", f"{one.share:.0%}"]
+        cells += [
+            f"{row.published:,}",
+            f"{one.planned:,.0f}",
+            f"{one.error:+.1%}",
+            f"{one.share:.0%}",
+        ]
         lines.append(f"| {' | '.join([*cells, why(one)] if why else cells)} |")
     return lines
 
@@ -221,7 +259,10 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
     """The page, of the rows that were planned."""
     rows = list(found.values())
     counted = [one for one in rows if one.counted]
-    lines = [TEXT.format(command=COMMAND, torch=torch.__version__.partition("+")[0], close=CLOSE), *summary(counted)]
+    lines = [
+        TEXT.format(command=COMMAND, torch=torch.__version__.partition("+")[0], close=CLOSE),
+        *summary(counted),
+    ]
     unfit = [one.row.id for one in rows if one.verdict == DOES_NOT_FIT]
     if unfit:
         lines += ["", f"By their plans, these do not fit on their cards: {', '.join(unfit)}."]
@@ -235,18 +276,33 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
             lines += [f"The plan: {source.differs}.", "", *table(own)]
     off = [one for one in rows if one.row.off_sheet and not one.doubtful]
     if off:
-        lines += ["", "## Cards and links that are not as data sheets say", "", "Not in the summary."]
+        lines += [
+            "",
+            "## Cards and links that are not as data sheets say",
+            "",
+            "Not in the summary.",
+        ]
         for source in sources:
             own = [one for one in off if one.row in source.rows]
             if own:
-                lines += ["", f"{source.name}, {source.address}: {source.stack}. The plan: {source.differs}.", ""]
+                lines += [
+                    "",
+                    f"{source.name}, {source.address}: {source.stack}. The plan: {source.differs}.",
+                    "",
+                ]
                 lines += table(own, lambda one: one.row.off_sheet)
     doubtful = [one for one in rows if one.doubtful]
     if doubtful:
         names = "; ".join(
-            dict.fromkeys(source.name for source in sources for one in doubtful if one.row in source.rows)
+            dict.fromkeys(
+                source.name for source in sources for one in doubtful if one.row in source.rows
+            )
         )
-        lines += ["", f"## Implies more than {TOO_FAST:.0%} of the card's peak, or another card", ""]
+        lines += [
+            "",
+            f"## Implies more than {TOO_FAST:.0%} of the card's peak, or another card",
+            "",
+        ]
         lines += [f"Not in the summary. {names}.", ""]
         lines += table(doubtful, lambda one: one.row.doubt or "more than a step's matmuls reach")
     return "\n".join([*lines, "", *commands(rows)]) + "\n"
@@ -254,7 +310,12 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
 
 def commands(rows: list[Compared]) -> list[str]:
     """What was planned, as typed, and the shapes that no shipped config has."""
-    lines = ["## The plans", "", "The command line of each row, but for the norms that are written out:", ""]
+    lines = [
+        "## The plans",
+        "",
+        "The command line of each row, but for the norms that are written out:",
+        "",
+    ]
     lines += [
         "| row | norms written out | command | keys of FOLDER/config.json |",
         "|---|---|---|---|",
@@ -288,7 +349,9 @@ their sign.
 
 def main() -> int:
     """Plans the rows, prints them, and writes the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page; without it nothing is written")
     parser.add_argument("--only", help="ids of rows, with commas between them")
     arguments = parser.parse_args()

@@ -1,4 +1,6 @@
-"""torchtune's pull request 865, Llama 3 8B on four GPUs, whole: memory, time, savings, and what it left open."""
+"""torchtune's pull request 865, Llama 3 8B on four GPUs, whole: memory, time, savings, and what it
+left open.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +16,9 @@ from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.units import GIB
 
 WRAPPINGS = ("layers", "memory_efficient")
-TUNE = Stack(sharding=FSDP1, logits="through backward", shifted=True, norms=True, expanded_keys=True)
+TUNE = Stack(
+    sharding=FSDP1, logits="through backward", shifted=True, norms=True, expanded_keys=True
+)
 CHECKPOINTED = replace(TUNE, checkpointed_ends=True)
 # By wrapping: allocated, active, reserved, GB, and iterations a second.
 PUBLISHED = {
@@ -43,8 +47,9 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication")
 def run_865(wrapping: str, tokens: int = 512) -> Run:
     """Llama 3 8B on four GPUs."""
     settings = (
-        f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null memory.loss_chunks=1 "
-        f"optimizer.implementation=single parallel.fsdp_wrap_policy={wrapping}"
+        f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
+        " memory.loss_chunks=1 optimizer.implementation=single"
+        f" parallel.fsdp_wrap_policy={wrapping}"
     )
     return Run("llama3/8B_full", 4, "a100-80gb", tokens, tuple(settings.split()))
 
@@ -52,18 +57,26 @@ def run_865(wrapping: str, tokens: int = 512) -> Run:
 def run_lora(ranks: int, wrapping: str) -> Run:
     """The same with adapters."""
     settings = (
-        "max_seq_len=512 batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null memory.loss_chunks=1 "
-        f"data.packing=false optimizer.implementation=single parallel.strategy=fsdp "
-        f"parallel.fsdp_wrap_policy={wrapping}"
+        "max_seq_len=512 batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
+        " memory.loss_chunks=1 data.packing=false optimizer.implementation=single"
+        f" parallel.strategy=fsdp parallel.fsdp_wrap_policy={wrapping}"
     )
-    return Run("llama3/8B_lora", ranks, "a100-80gb", 512, tuple(settings.split()), "lora_finetune_distributed")
+    return Run(
+        "llama3/8B_lora",
+        ranks,
+        "a100-80gb",
+        512,
+        tuple(settings.split()),
+        "lora_finetune_distributed",
+    )
 
 
 def run_70b(tokens: int, *settings: str) -> Run:
     """Llama 3 70B on eight GPUs of 80 GB, one row each."""
     always = (
-        f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null memory.loss_chunks=16 "
-        "optimizer.implementation=single parallel.fsdp_wrap_policy=memory_efficient"
+        f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
+        " memory.loss_chunks=16 optimizer.implementation=single"
+        " parallel.fsdp_wrap_policy=memory_efficient"
     )
     return Run("llama3/70B_full", 8, "a100-80gb", tokens, (*always.split(), *settings))
 
@@ -79,26 +92,50 @@ def group() -> Group:
             Row(wrapping, "ours", run_865(wrapping), OURS, figures),
         ]
     name = "memory_efficient, embedding and output checkpointed"
-    rows.append(Row(name, "theirs", run_865("memory_efficient"), CHECKPOINTED, CHECKPOINTED_PUBLISHED, goal=True))
+    rows.append(
+        Row(
+            name,
+            "theirs",
+            run_865("memory_efficient"),
+            CHECKPOINTED,
+            CHECKPOINTED_PUBLISHED,
+            goal=True,
+        )
+    )
     return Group(
         "torchtune: Llama 3 8B, full, on 4 GPUs",
-        "github.com/pytorch/torchtune/pull/865: bf16, AdamW without foreach, batch 1, activation checkpointing; "
-        "wrapped are the layers alone, or embedding and output projection too",
+        "github.com/pytorch/torchtune/pull/865: bf16, AdamW without foreach, batch 1, activation"
+        " checkpointing; wrapped are the layers alone, or embedding and output projection too",
         "GB",
         rows,
         [
-            "Theirs is FSDP1, ours is built on FSDP2; theirs keeps fp32 logits of all tokens, by a local variable even "
-            "through backward; its norms and keys are written out. The table below takes the differences one by one.",
-            "FSDP1 concatenates the gradients of a unit into a flat one while they are still there. With the layers "
-            "alone wrapped, embedding and output projection are in the root, and that one is "
-            f"{2 * 2 * 128256 * 4096 / GB:.2f} GB (2 matrices of 128256 x 4096 in bf16).",
-            "The rows' length is not stated. 512 is the most that the config allowed; 256, nearer to the data's, was "
-            "tried afterwards: one free number, which no claim rests on.",
-            "FSDP1 marks memory as used by other streams (record_stream): freed, it is active until they are done. "
-            "Reserved memory is planned here as if it came back at once, and so too low; active memory is planned "
-            f"with the marks, as far as a host is ahead that takes {HOST_SECONDS * 1e6:.0f} us for an operator, the "
-            "planner's figure, on an A100 with NVLink. The second table below has more of that.",
-            "The card is not stated. Without the change 27.9 GB were reserved, so it had more than 24 GB.",
+            (
+                "Theirs is FSDP1, ours is built on FSDP2; theirs keeps fp32 logits of all tokens,"
+                " by a local variable even through backward; its norms and keys are written out."
+                " The table below takes the differences one by one."
+            ),
+            (
+                "FSDP1 concatenates the gradients of a unit into a flat one while they are still"
+                " there. With the layers alone wrapped, embedding and output projection are in the"
+                f" root, and that one is {2 * 2 * 128256 * 4096 / GB:.2f} GB (2 matrices of 128256"
+                " x 4096 in bf16)."
+            ),
+            (
+                "The rows' length is not stated. 512 is the most that the config allowed; 256,"
+                " nearer to the data's, was tried afterwards: one free number, which no claim"
+                " rests on."
+            ),
+            (
+                "FSDP1 marks memory as used by other streams (record_stream): freed, it is active"
+                " until they are done. Reserved memory is planned here as if it came back at once,"
+                " and so too low; active memory is planned with the marks, as far as a host is"
+                f" ahead that takes {HOST_SECONDS * 1e6:.0f} us for an operator, the planner's"
+                " figure, on an A100 with NVLink. The second table below has more of that."
+            ),
+            (
+                "The card is not stated. Without the change 27.9 GB were reserved, so it had more"
+                " than 24 GB."
+            ),
         ],
         tables,
     )
@@ -112,13 +149,19 @@ def tables() -> list[str]:
 def decomposition() -> list[str]:
     """The allocated peak after each change, and what the change takes off."""
     lines = ["", "From their stack to ours, allocated GB:", ""]
-    lines += ["| change | layers | change | memory_efficient | change |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        "| change | layers | change | memory_efficient | change |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     before: dict[str, float] = {}
     for name, stack in STEPS:
         cells = []
         for wrapping in WRAPPINGS:
             amount = planned(run_865(wrapping), stack).peak.allocated / GB
-            cells += [f"{amount:.2f}", f"{amount - before[wrapping]:+.2f}" if before.get(wrapping) else ""]
+            cells += [
+                f"{amount:.2f}",
+                f"{amount - before[wrapping]:+.2f}" if before.get(wrapping) else "",
+            ]
             before[wrapping] = amount
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -128,14 +171,19 @@ def marked() -> list[str]:
     """Active and reserved memory by how long the host takes for an operator."""
     lines = [
         "",
-        "Marked memory in their stack, by what the host takes for an operator (A100, NVLink). Published active memory "
-        f"is allocated memory and {_pending('layers'):.2f} (layers) or {_pending('memory_efficient'):.2f} "
-        f"(memory_efficient) times the {LAYER / 1e6:.0f} MB of one layer's parameters, or gradients: so many of them "
-        "were freed and still marked. How many depends on how far the host was ahead, which nobody measured; "
-        "a host time that gives both is one free number, and no claim rests on it:",
+        (
+            "Marked memory in their stack, by what the host takes for an operator (A100, NVLink)."
+            f" Published active memory is allocated memory and {_pending('layers'):.2f} (layers) or"
+            f" {_pending('memory_efficient'):.2f} (memory_efficient) times the {LAYER / 1e6:.0f} MB"
+            " of one layer's parameters, or gradients: so many of them were freed and still"
+            " marked. How many depends on how far the host was ahead, which nobody measured; a"
+            " host time that gives both is one free number, and no claim rests on it:"
+        ),
         "",
-        "| us | layers, active | layers' worth | error | reserved | error | "
-        "memory_efficient, active | layers' worth | error | reserved | error |",
+        (
+            "| us | layers, active | layers' worth | error | reserved | error | "
+            "memory_efficient, active | layers' worth | error | reserved | error |"
+        ),
         f"|{' --- |' * 11}",
     ]
     cells: dict[int, list[str]] = {microseconds: [] for microseconds in HOST_MICROSECONDS}
@@ -151,7 +199,10 @@ def marked() -> list[str]:
                 f"{held.active / GB / figures['active'] - 1:+.1%}",
                 f"{held.reserved / GB:.2f}", f"{held.reserved / GB / figures['reserved'] - 1:+.1%}",
             ]  # fmt: skip
-    return [*lines, *(f"| {microseconds} | {' | '.join(found)} |" for microseconds, found in cells.items())]
+    return [
+        *lines,
+        *(f"| {microseconds} | {' | '.join(found)} |" for microseconds, found in cells.items()),
+    ]
 
 
 def _pending(wrapping: str) -> float:
@@ -161,11 +212,17 @@ def _pending(wrapping: str) -> float:
 def savings() -> list[str]:
     """What wrapping embedding and output saves, in per cent."""
     lines = ["", "What wrapping embedding and output too saves:", ""]
-    lines += ["| memory | published | planned, their stack | planned, ours |", "| --- | --- | --- | --- |"]
+    lines += [
+        "| memory | published | planned, their stack | planned, ours |",
+        "| --- | --- | --- | --- |",
+    ]
     for metric in ("allocated", "active", "reserved"):
         published = _saved(PUBLISHED[wrapping][metric] for wrapping in WRAPPINGS)
         found = [
-            _saved(float(getattr(planned(run_865(wrapping), stack).peak, metric)) for wrapping in WRAPPINGS)
+            _saved(
+                float(getattr(planned(run_865(wrapping), stack).peak, metric))
+                for wrapping in WRAPPINGS
+            )
             for stack in (TUNE, OURS)
         ]
         lines.append(f"| {metric} | {published:.1%} | {found[0]:.1%} | {found[1]:.1%} |")
@@ -181,14 +238,23 @@ def speed() -> list[str]:
     """Planned iterations a second on cards that it may have been."""
     lines = [
         "",
-        "Iterations a second in their stack, by data sheets, on cards that may have been meant (of 512 tokens each; "
-        "`tune plan` calls such a figure good for ranking only). Between NVLink and PCIe is all the difference, and "
-        "the published ones lie between the two A100:",
+        (
+            "Iterations a second in their stack, by data sheets, on cards that may have been meant"
+            " (of 512 tokens each; `tune plan` calls such a figure good for ranking only). Between"
+            " NVLink and PCIe is all the difference, and the published ones lie between the two"
+            " A100:"
+        ),
         "",
-        "| card | link | layers, s | it/s | error | memory_efficient, s | it/s | error | slower by |",
+        (
+            "| card | link | layers, s | it/s | error | memory_efficient, s | it/s | error | slower"
+            " by |"
+        ),
         f"|{' --- |' * 9}",
-        f"| published | | | {ITERATIONS['layers']:.2f} | | | {ITERATIONS['memory_efficient']:.2f} | | "
-        f"{ITERATIONS['layers'] / ITERATIONS['memory_efficient'] - 1:+.1%} |",
+        (
+            f"| published | | | {ITERATIONS['layers']:.2f} | | |"
+            f" {ITERATIONS['memory_efficient']:.2f} | |"
+            f" {ITERATIONS['layers'] / ITERATIONS['memory_efficient'] - 1:+.1%} |"
+        ),
     ]
     seconds: dict[str, list[float]] = {card: [] for card in CARDS}
     for wrapping in WRAPPINGS:
@@ -200,7 +266,10 @@ def speed() -> list[str]:
             f"{step:.2f} | {1 / step:.2f} | {1 / step / ITERATIONS[wrapping] - 1:+.0%}"
             for step, wrapping in zip((first, second), WRAPPINGS, strict=True)
         ]
-        lines.append(f"| {card} | {find_hardware(card).link.kind} | {' | '.join(cells)} | {second / first - 1:+.1%} |")
+        lines.append(
+            f"| {card} | {find_hardware(card).link.kind} | {' | '.join(cells)} |"
+            f" {second / first - 1:+.1%} |"
+        )
     return lines
 
 
@@ -209,8 +278,11 @@ def lora() -> list[str]:
     matrix = 128256 * 4096 * 2 / GB
     lines = [
         "",
-        'LoRA beside full fine-tuning, rows of 512, GB ("less pronounced there - this needs further investigations"). '
-        "By kind what is live at the peak; FSDP1's gathered weights are among parameters and other:",
+        (
+            'LoRA beside full fine-tuning, rows of 512, GB ("less pronounced there - this needs'
+            " further investigations\"). By kind what is live at the peak; FSDP1's gathered weights"
+            " are among parameters and other:"
+        ),
         "",
         f"| run | stack | wrapping | allocated | saved | share | {' | '.join(KINDS)} | other |",
         f"|{' --- |' * (len(KINDS) + 7)}",
@@ -228,16 +300,26 @@ def lora() -> list[str]:
                 kinds = [found.kinds.get(kind, 0) / GB for kind in KINDS]
                 sizes = (*kinds, sum(found.kinds.values()) / GB - sum(kinds))
                 cells = " | ".join(f"{size:.2f}" for size in sizes)
-                lines.append(f"| {name}, {ranks} ranks | {whose} | {wrapping} | {amount:.2f} | {share} | {cells} |")
+                lines.append(
+                    f"| {name}, {ranks} ranks | {whose} | {wrapping} | {amount:.2f} | {share} |"
+                    f" {cells} |"
+                )
     return [
         *lines,
         "",
-        f"- Why it is less in their stack, {saved['theirs', 'LoRA']:.2f} of {saved['theirs', 'full']:.2f} GB: a frozen "
-        f"embedding and output of {matrix:.2f} GB each have no gradient and no states. With the layers alone wrapped "
-        "both are gathered through the step, which wrapping ends in either case; what full fine-tuning saves beyond is "
-        "the root's gradient, whole until it is reduced. As a share it is more, since everything else is smaller.",
-        "- FSDP2 gathers through a buffer and copies out of it, so that in ours LoRA saves "
-        f"{saved['ours', 'LoRA']:.2f} GB, as much on 2 ranks as on 4: what is gathered is whole on each.",
+        (
+            f"- Why it is less in their stack, {saved['theirs', 'LoRA']:.2f} of"
+            f" {saved['theirs', 'full']:.2f} GB: a frozen embedding and output of {matrix:.2f} GB"
+            " each have no gradient and no states. With the layers alone wrapped both are gathered"
+            " through the step, which wrapping ends in either case; what full fine-tuning saves"
+            " beyond is the root's gradient, whole until it is reduced. As a share it is more,"
+            " since everything else is smaller."
+        ),
+        (
+            "- FSDP2 gathers through a buffer and copies out of it, so that in ours LoRA saves"
+            f" {saved['ours', 'LoRA']:.2f} GB, as much on 2 ranks as on 4: what is gathered is"
+            " whole on each."
+        ),
     ]
 
 
@@ -268,11 +350,15 @@ def seventy() -> list[str]:
     weights = 70_553_706_496 * 2 / 8 / GIB
     lines = [
         "",
-        'Llama 3 70B, full, on 8 GPUs of 80 GB without offload ("unfortunately won\'t allow 70B on 8x80GB"), GiB of a '
-        f"rank, embedding and output wrapped. Parameters, gradients and AdamW's two states in bf16 are {weights:.2f} "
-        "each. Usable is what CUDA's context and NCCL leave of 79.14. In their stack the default allocator needs more, "
-        "even as if all memory that FSDP1 marks came back at once (reserved, verdict); with it (active), more than "
-        "the card has. `risky`: only with expandable segments, or with less than 3 % to spare:",
+        (
+            "Llama 3 70B, full, on 8 GPUs of 80 GB without offload (\"unfortunately won't allow"
+            ' 70B on 8x80GB"), GiB of a rank, embedding and output wrapped. Parameters, gradients'
+            f" and AdamW's two states in bf16 are {weights:.2f} each. Usable is what CUDA's context"
+            " and NCCL leave of 79.14. In their stack the default allocator needs more, even as if"
+            " all memory that FSDP1 marks came back at once (reserved, verdict); with it (active),"
+            " more than the card has. `risky`: only with expandable segments, or with less than 3"
+            " % to spare:"
+        ),
         "",
         "| run | allocated | active | reserved | with expandable segments | usable | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -280,6 +366,14 @@ def seventy() -> list[str]:
     for name, run, stack in SEVENTY:
         found = planned(run, stack)
         peak = found.peak
-        amounts = (peak.allocated, peak.active, peak.reserved, peak.reserved_expandable, found.usable)
-        lines.append(f"| {name} | {' | '.join(f'{size / GIB:.2f}' for size in amounts)} | {found.verdict} |")
+        amounts = (
+            peak.allocated,
+            peak.active,
+            peak.reserved,
+            peak.reserved_expandable,
+            found.usable,
+        )
+        lines.append(
+            f"| {name} | {' | '.join(f'{size / GIB:.2f}' for size in amounts)} | {found.verdict} |"
+        )
     return lines

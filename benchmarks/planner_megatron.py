@@ -1,4 +1,6 @@
-"""The four runs of Llama 2 7B that Megatron-LM's analysis tool was published with, planned from their stack."""
+"""The four runs of Llama 2 7B that Megatron-LM's analysis tool was published with, planned from
+their stack.
+"""
 
 from dataclasses import replace
 
@@ -13,15 +15,33 @@ PUBLISHED = (
     (Layout(2, data=4, pipeline=2, tensor=1), 2048, 49.8, 49.5),
     (Layout(4, data=1, pipeline=1, tensor=8), 128, 28.8, 28.6),
 )
-# Of the output that the tool prints as an example: parameters, gradients, optimizer, activations, all; GiB.
+# Of the output that the tool prints as an example: parameters, gradients, optimizer, activations,
+# all; GiB.
 EXAMPLES = (
-    ("one rank without parallelism", Layout(4, data=1, pipeline=1, tensor=1), (12.4, 24.7, 74.2, 44.8, 156.2)),
-    ("data 4, pipeline 2, tensor 2", Layout(4, data=4, pipeline=2, tensor=2), (3.2, 6.4, 4.8, 25.8, 40.2)),
+    (
+        "one rank without parallelism",
+        Layout(4, data=1, pipeline=1, tensor=1),
+        (12.4, 24.7, 74.2, 44.8, 156.2),
+    ),
+    (
+        "data 4, pipeline 2, tensor 2",
+        Layout(4, data=4, pipeline=2, tensor=2),
+        (3.2, 6.4, 4.8, 25.8, 40.2),
+    ),
 )
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
 GPT = Gpt()
-_LLAMA = replace(GPT, feed_forward=11008, vocabulary=32000, biases=False, positions=False, tied=False, dropout=0.0)
-# What the thread does not say of its four runs; each tried in place of what its printed example or a default says.
+_LLAMA = replace(
+    GPT,
+    feed_forward=11008,
+    vocabulary=32000,
+    biases=False,
+    positions=False,
+    tied=False,
+    dropout=0.0,
+)
+# What the thread does not say of its four runs; each tried in place of what its printed example or
+# a default says.
 CHOICES = (
     ("as the tool's example prints it, defaults else", GPT),
     ("a bf16 gradient of each weight first", replace(GPT, fused_weight_gradients=False)),
@@ -52,9 +72,10 @@ def rows_of(gpt: Gpt) -> list[Row]:
 def run_ours(layout: Layout, batch: int) -> Run:
     """Llama 2 7B by our recipe, with as many sequences and ranks."""
     settings = (
-        f"max_seq_len=2048 batch_size={layout.micro_batch} clip_grad_norm=null memory.loss_chunks=1 "
-        f"gradient_accumulation_steps={batch // layout.micro_batch // layout.data} "
-        f"memory.activation_checkpointing=none parallel.pipeline={layout.pipeline} parallel.tensor={layout.tensor}"
+        f"max_seq_len=2048 batch_size={layout.micro_batch} clip_grad_norm=null memory.loss_chunks=1"
+        f" gradient_accumulation_steps={batch // layout.micro_batch // layout.data}"
+        f" memory.activation_checkpointing=none parallel.pipeline={layout.pipeline}"
+        f" parallel.tensor={layout.tensor}"
     )
     return Run("llama2/7B_full", layout.ranks, "h100", 2048, tuple(settings.split()))
 
@@ -67,24 +88,36 @@ def group() -> Group:
     ]
     return Group(
         "Megatron-LM: Llama 2 7B on 8 H800",
-        "github.com/NVIDIA/Megatron-LM/pull/482 (Analysis Tool): bf16, flash attention, distributed optimizer, swiglu; "
-        "torch.cuda.max_memory_allocated after several iterations. Rows are micro-batch / global batch / data / "
-        "pipeline / tensor",
+        "github.com/NVIDIA/Megatron-LM/pull/482 (Analysis Tool): bf16, flash attention, distributed"
+        " optimizer, swiglu; torch.cuda.max_memory_allocated after several iterations. Rows are"
+        " micro-batch / global batch / data / pipeline / tensor",
         "GiB",
         [*rows_of(GPT), *ours],
         [
-            "Their GB is 2^30: 6,642,245,632 parameters in bf16 are printed as 12.4GB. Figures are published to 0.1, "
-            "so half a unit is 0.07 to 0.17 %.",
-            "Theirs is imitated in `benchmarks/megatron_stack.py`: bf16 weights whole on the rank, one fp32 gradient "
-            "buffer kept through the step, master weights and AdamW's states in fp32 divided over data ranks, tensor "
-            "parallelism without shared tokens, 1F1B (the first of two stages holds two micro-batches), softmax of "
-            "all tokens in fp32.",
-            "No number is fitted. The model is the one that the tool prints as its example, which its author confirmed "
-            "to be GPT, not Llama; the rest are Megatron's defaults of the time. The second table below takes other "
-            "choices, one by one.",
-            "Replicated after the fact, as everything here: the figures were known when the imitation was written.",
-            "Ours has parameters, gradients and states in bf16, all three divided over data ranks (FSDP2), and divides "
-            "tokens between tensor ranks, too.",
+            (
+                "Their GB is 2^30: 6,642,245,632 parameters in bf16 are printed as 12.4GB. Figures"
+                " are published to 0.1, so half a unit is 0.07 to 0.17 %."
+            ),
+            (
+                "Theirs is imitated in `benchmarks/megatron_stack.py`: bf16 weights whole on the"
+                " rank, one fp32 gradient buffer kept through the step, master weights and AdamW's"
+                " states in fp32 divided over data ranks, tensor parallelism without shared tokens,"
+                " 1F1B (the first of two stages holds two micro-batches), softmax of all tokens in"
+                " fp32."
+            ),
+            (
+                "No number is fitted. The model is the one that the tool prints as its example,"
+                " which its author confirmed to be GPT, not Llama; the rest are Megatron's defaults"
+                " of the time. The second table below takes other choices, one by one."
+            ),
+            (
+                "Replicated after the fact, as everything here: the figures were known when the"
+                " imitation was written."
+            ),
+            (
+                "Ours has parameters, gradients and states in bf16, all three divided over data"
+                " ranks (FSDP2), and divides tokens between tensor ranks, too."
+            ),
         ],
         tables,
     )
@@ -99,7 +132,9 @@ def tables() -> list[str]:
     for (_, _, measured, predicted), row in zip(PUBLISHED, rows_of(GPT), strict=True):
         said = f"{predicted:.1f} | {predicted / measured - 1:+.2%}"
         found = planned(row.run, row.stack).peak.allocated / GIB
-        lines.append(f"| {row.name} | {measured:.1f} | {said} | {found:.2f} | {found / measured - 1:+.2%} |")
+        lines.append(
+            f"| {row.name} | {measured:.1f} | {said} | {found:.2f} | {found / measured - 1:+.2%} |"
+        )
     theirs, ours = mean_errors()
     lines += [f"| mean of the errors' sizes | | | {theirs:.2%} | | {ours:.2%} |", ""]
     return [*lines, *_choices(), "", *_parts()]

@@ -1,10 +1,12 @@
-"""Other memory planners' own rows, planned and measured, and what our planner says of the same runs.
+"""Other memory planners' own rows, planned and measured, and what our planner says of the same
+runs.
 
     python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
 
-A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other planner said and
-every setting, are in `peer_rows.json`, `planner_megatron.py` and `planner_simumax.py`; the stacks that they ran on are
-imitated in `peer_stacks.py`, `megatron_stack.py` and `transformer_engine_stack.py`.
+A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other
+planner said and every setting, are in `peer_rows.json`, `planner_megatron.py` and
+`planner_simumax.py`; the stacks that they ran on are imitated in `peer_stacks.py`,
+`megatron_stack.py` and `transformer_engine_stack.py`.
 """
 
 import argparse
@@ -37,17 +39,30 @@ METRICS = {"allocated": "allocated", "reserved": "reserved", "process": "whole p
 Group = Mapping[str, Any]  # of peer_rows.json
 Row = Mapping[str, Any]
 INTRODUCTION = [
-    "Imitated is what their code allocates, and nothing was fitted to a measured figure: transformers' own model and "
-    "loss run on the simulated device; NF4 as bitsandbytes quantizes and dequantizes it, LoRA as PEFT adds it, the "
-    "training loop and the loading of weights are written out in `benchmarks/peer_stacks.py` and `peer_traces.py`. "
-    "transformers and torch are those of this page, not those of each run. What was seen to differ is set per group "
-    "and said there. All figures were known when the imitations were written, as they were to those who fitted "
-    "formulas to them; where rows were held out of that, it is said.",
+    (
+        "Imitated is what their code allocates, and nothing was fitted to a measured figure:"
+        " transformers' own model and loss run on the simulated device; NF4 as bitsandbytes"
+        " quantizes and dequantizes it, LoRA as PEFT adds it, the training loop and the loading of"
+        " weights are written out in `benchmarks/peer_stacks.py` and `peer_traces.py`. transformers"
+        " and torch are those of this page, not those of each run. What was seen to differ is set"
+        " per group and said there. All figures were known when the imitations were written, as"
+        " they were to those who fitted formulas to them; where rows were held out of that, it is"
+        " said."
+    ),
 ]
 NOT_PLANNED = [
-    ("Loggetta's rows of experts (OLMoE, Qwen3-30B-A3B, granite, Mixtral)", "kernels of its own for grouped NF4"),
-    ("Loggetta's streamed ladders of Qwen3-32B", "no plan was published for single rungs; streamed rows are above"),
-    ("Soup: DPO rows, rows of 24 layers of width 1024", "sizes or targets of the runs are not stated"),
+    (
+        "Loggetta's rows of experts (OLMoE, Qwen3-30B-A3B, granite, Mixtral)",
+        "kernels of its own for grouped NF4",
+    ),
+    (
+        "Loggetta's streamed ladders of Qwen3-32B",
+        "no plan was published for single rungs; streamed rows are above",
+    ),
+    (
+        "Soup: DPO rows, rows of 24 layers of width 1024",
+        "sizes or targets of the runs are not stated",
+    ),
     (
         "SimuMax: experts and long contexts on 8 B200",
         "experts, and sequences divided over ranks, which are not imitated",
@@ -84,7 +99,9 @@ def figures_of(run: PeerRun) -> dict[str, float]:
 
 
 def ours(group: Group, row: Row) -> dict[str, float]:
-    """What we plan of a row, by metric. A whole process is what is reserved, and the group's context."""
+    """What we plan of a row, by metric. A whole process is what is reserved, and the group's
+    context.
+    """
     found = dict(row["ours"]) if "ours" in row else dict(figures_of(run_of(group, row)))
     if "context" in group:
         found["process"] = found["reserved"] + group["context"]
@@ -92,9 +109,15 @@ def ours(group: Group, row: Row) -> dict[str, float]:
 
 
 def errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
-    """(theirs, ours) of the rows that have the metric: planned over measured, less one. Theirs may be fewer."""
+    """(theirs, ours) of the rows that have the metric: planned over measured, less one. Theirs may
+    be fewer.
+    """
     rows = [row for row in group["rows"] if metric in row["measured"]]
-    theirs = [row["theirs"][metric] / row["measured"][metric] - 1 for row in rows if metric in row["theirs"]]
+    theirs = [
+        row["theirs"][metric] / row["measured"][metric] - 1
+        for row in rows
+        if metric in row["theirs"]
+    ]
     return theirs, [ours(group, row)[metric] / row["measured"][metric] - 1 for row in rows]
 
 
@@ -107,7 +130,10 @@ def table(group: Group) -> list[str]:
     """A line for each measured figure."""
     unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
     lines = [
-        f"| row | metric | measured, {group['unit']} | their plan | their error | our plan | our error |",
+        (
+            f"| row | metric | measured, {group['unit']} | their plan | their error | our plan |"
+            " our error |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in group["rows"]:
@@ -115,7 +141,11 @@ def table(group: Group) -> list[str]:
             sides = (row["theirs"].get(metric), ours(group, row)[metric])
             cells = [f"{measured / unit:.{digits}f}"]
             for side in sides:
-                cells += ["", ""] if side is None else [f"{side / unit:.{digits}f}", f"{side / measured - 1:+.2%}"]
+                cells += (
+                    ["", ""]
+                    if side is None
+                    else [f"{side / unit:.{digits}f}", f"{side / measured - 1:+.2%}"]
+                )
             lines.append(f"| {row['name']} | {METRICS[metric]} | {' | '.join(cells)} |")
     return lines
 
@@ -133,7 +163,10 @@ def choices(group: Group) -> list[str]:
         row = next(row for row in group["rows"] if row["name"] == choice["row"])
         measured = row["measured"]["allocated"]
         found = figures_of(run_of(group, {"run": {**row["run"], **choice["run"]}}))["allocated"]
-        cells = f"{measured / unit:.{digits}f} | {found / unit:.{digits}f} | {found / measured - 1:+.2%}"
+        cells = (
+            f"{measured / unit:.{digits}f} | {found / unit:.{digits}f} |"
+            f" {found / measured - 1:+.2%}"
+        )
         lines.append(f"| {choice['choice']} | {choice['row']} | {cells} |")
     return lines
 
@@ -164,7 +197,11 @@ def megatron() -> Group:
     rows = []
     for (_, _, measured, said), row in zip(PUBLISHED, rows_of(Gpt()), strict=True):
         found = {"allocated": planned(row.run, row.stack).peak.allocated}
-        published = {"measured": {"allocated": measured * GIB}, "theirs": {"allocated": said * GIB}, "ours": found}
+        published = {
+            "measured": {"allocated": measured * GIB},
+            "theirs": {"allocated": said * GIB},
+            "ours": found,
+        }
         rows.append({"name": row.name, **published})
     return {
         "title": "Megatron-LM: Llama 2 7B on 8 H800",
@@ -173,7 +210,10 @@ def megatron() -> Group:
         "source": "github.com/NVIDIA/Megatron-LM/pull/482",
         "stack": "micro-batch / global batch / data / pipeline / tensor",
         "rows": rows,
-        "notes": ["From [planner.md](planner.md), which has the imitated stack, what it assumes and other choices."],
+        "notes": [
+            "From [planner.md](planner.md), which has the imitated stack, what it assumes and other"
+            " choices."
+        ],
     }
 
 
@@ -183,18 +223,28 @@ def markdown(groups: list[Group]) -> str:
     lines = [
         "# Rows of other planners",
         "",
-        "`python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md` writes this page. Other "
-        f"memory planners publish what they plan next to what they measured; here are {rows} of their rows, and what "
-        "our planner says of the same run. Nothing was measured by us. Error: planned over measured, less one; mean: "
-        f"of the errors' sizes. GB is 10^9, GiB 2^30, MiB 2^20 bytes. torch {torch.__version__.partition('+')[0]} and "
-        f"transformers {transformers.__version__} on a simulated device.",
+        (
+            "`python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md`"
+            " writes this page. Other memory planners publish what they plan next to what they"
+            f" measured; here are {rows} of their rows, and what our planner says of the same run."
+            " Nothing was measured by us. Error: planned over measured, less one; mean: of the"
+            " errors' sizes. GB is 10^9, GiB 2^30, MiB 2^20 bytes. torch"
+            f" {torch.__version__.partition('+')[0]} and transformers {transformers.__version__} on"
+            " a simulated device."
+        ),
         "",
         *INTRODUCTION,
         "",
         *summary(groups),
     ]
     for group in groups:
-        lines += ["", f"## {group['title']}", "", f"Planned by {group['tool']}. Source: {group['source']}.", ""]
+        lines += [
+            "",
+            f"## {group['title']}",
+            "",
+            f"Planned by {group['tool']}. Source: {group['source']}.",
+            "",
+        ]
         lines += [f"Stack: {group['stack']}.", "", *table(group), ""]
         lines += [f"- {note}" for note in group["notes"]]
         lines += [*choices(group), *group.get("more", [])]
@@ -205,7 +255,9 @@ def markdown(groups: list[Group]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the page, or writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
     text = markdown([*read_rows()["groups"], megatron(), planner_simumax.group()])

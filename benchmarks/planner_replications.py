@@ -1,10 +1,12 @@
-"""Published memory figures of other programs against the planner, and of which bytes the differences consist.
+"""Published memory figures of other programs against the planner, and of which bytes the
+differences consist.
 
     python benchmarks/planner_replications.py > docs/measurements/planner.md
     python benchmarks/planner_replications.py --output docs/measurements/planner.md
 
-Four minutes of a CPU; no GPU, no weights. A row marked `theirs` plans the other stack as `planner_stacks` imitates it,
-and so checks the planner; a row marked `ours` plans what we would run, which may well take less.
+Four minutes of a CPU; no GPU, no weights. A row marked `theirs` plans the other stack as
+`planner_stacks` imitates it, and so checks the planner; a row marked `ours` plans what we would
+run, which may well take less.
 """
 
 import argparse
@@ -25,11 +27,13 @@ from benchmarks.planner_stacks import FSDP2, PIECES, RECIPE, Stack  # noqa: E402
 GOAL = 0.01
 
 
-def run_3b(*more: str, chunks: int = 8, config: str = "llama3_2/3B_full", recipe: str = RECIPE) -> Run:
+def run_3b(
+    *more: str, chunks: int = 8, config: str = "llama3_2/3B_full", recipe: str = RECIPE
+) -> Run:
     """Llama 3.2 3B on one GPU, two packed rows."""
     settings = (
-        "max_seq_len=4096 batch_size=2 gradient_accumulation_steps=1 clip_grad_norm=null data.packing=true "
-        f"memory.loss_chunks={chunks}"
+        "max_seq_len=4096 batch_size=2 gradient_accumulation_steps=1 clip_grad_norm=null"
+        f" data.packing=true memory.loss_chunks={chunks}"
     )
     return Run(config, 1, "a100-80gb", 4096, (*settings.split(), *more), recipe)
 
@@ -58,12 +62,19 @@ def ladder_3b() -> Iterator[Row]:
     yield Row("packed", "theirs", run_3b(plain, chunks=1), TUNE_3B, packed, goal=True)
     yield Row("packed", "ours", run_3b(plain, chunks=1), OURS, packed)
     compiled = {"active": 51.0}
-    yield Row("+ compile", "theirs", run_3b(plain, "compile=true", chunks=1), TUNE_3B, compiled, goal=True)
+    yield Row(
+        "+ compile", "theirs", run_3b(plain, "compile=true", chunks=1), TUNE_3B, compiled, goal=True
+    )
     yield Row("+ compile", "ours", run_3b(plain, "compile=true", chunks=1), OURS, compiled)
     full = ("memory.activation_checkpointing=full", "compile=true")
     backward = (*full, "memory.optimizer_in_backward=true")
     offloaded = (*backward, "memory.activation_offload=true")
-    adapters = (*full, "memory.activation_offload=true", "lora.rank=64", "lora.target_modules=[q,v,o,gate,up,down]")
+    adapters = (
+        *full,
+        "memory.activation_offload=true",
+        "lora.rank=64",
+        "lora.target_modules=[q,v,o,gate,up,down]",
+    )
     lora = "lora_finetune_distributed"
     for name, published, run in (
         ("+ chunked cross-entropy", 42.9, run_3b(plain, "compile=true")),
@@ -84,20 +95,31 @@ def groups() -> Iterator[Group]:
     yield planner_megatron.group()
     yield Group(
         "torchtune: Llama 3.2 3B, full, on one A100",
-        "README of torchtune, the table of optimizations: bf16, AdamW, 2 packed rows of 4096 tokens; every row keeps "
-        "what the rows above it have switched on, but for LoRA and QLoRA, which step after backward with states in "
-        "bf16; the most active bytes",
+        "README of torchtune, the table of optimizations: bf16, AdamW, 2 packed rows of 4096"
+        " tokens; every row keeps what the rows above it have switched on, but for LoRA and QLoRA,"
+        " which step after backward with states in bf16; the most active bytes",
         "GiB",
         list(ladder_3b()),
         [
-            "Theirs: norms written out, which uncompiled keeps an fp32 copy of each input; keys and values copied for "
-            "each query head; fp32 logits of all tokens and plain cross-entropy, later bf16 logits in eight pieces, "
-            "all kept until backward. Ours has kernels for norms and loss, and logits of one piece at a time.",
-            "Of their loss only the one in pieces is compiled: the recipes of that time drop what `compile_loss` "
-            "returns, and it is in place for that one alone.",
-            "Attention is flex attention there, the varlen flash kernel here; neither keeps scores. The versions of "
-            "torch whose compilers these were differ from the one planned with.",
-            "+ 8-bit AdamW: bitsandbytes' or torchao's there (not stated), ours here, whose steps run on slices.",
+            (
+                "Theirs: norms written out, which uncompiled keeps an fp32 copy of each input; keys"
+                " and values copied for each query head; fp32 logits of all tokens and plain"
+                " cross-entropy, later bf16 logits in eight pieces, all kept until backward. Ours"
+                " has kernels for norms and loss, and logits of one piece at a time."
+            ),
+            (
+                "Of their loss only the one in pieces is compiled: the recipes of that time drop"
+                " what `compile_loss` returns, and it is in place for that one alone."
+            ),
+            (
+                "Attention is flex attention there, the varlen flash kernel here; neither keeps"
+                " scores. The versions of torch whose compilers these were differ from the one"
+                " planned with."
+            ),
+            (
+                "+ 8-bit AdamW: bitsandbytes' or torchao's there (not stated), ours here, whose"
+                " steps run on slices."
+            ),
             "LoRA: rank 64 on all linear layers but k, as its config of the time has it.",
         ],
     )
@@ -108,25 +130,38 @@ def groups() -> Iterator[Group]:
         titan.append(Row(f"{ranks} GPUs", "ours", run_titan(ranks), OURS, figures))
     yield Group(
         "torchtitan: Llama 3.1 8B, pre-training, on 8 and 128 H100",
-        "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: local batch 2 of 8192 tokens, "
-        "selective checkpointing of single operators, not compiled; the most reserved, over ranks",
+        "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: local batch 2 of"
+        " 8192 tokens, selective checkpointing of single operators, not compiled; the most"
+        " reserved, over ranks",
         "GiB",
         titan,
         [
-            "Theirs: parameters and AdamW's states in fp32, gathered as bf16, gradients summed in fp32; logits of all "
-            "tokens in bf16 with an fp32 copy inside the loss; the first of every two matmuls is kept. Ours: all in "
-            "bf16, fp32 logits within the loss alone, every second matmul kept.",
-            "Which allocator setting the runs had is not stated, so both are planned against the one figure.",
+            (
+                "Theirs: parameters and AdamW's states in fp32, gathered as bf16, gradients summed"
+                " in fp32; logits of all tokens in bf16 with an fp32 copy inside the loss; the"
+                " first of every two matmuls is kept. Ours: all in bf16, fp32 logits within the"
+                " loss alone, every second matmul kept."
+            ),
+            (
+                "Which allocator setting the runs had is not stated, so both are planned against"
+                " the one figure."
+            ),
         ],
     )
     traced = Stack(sharding=FSDP2, logits="until backward")
     yield Group(
         "Another simulation: Llama 3 8B with FSDP2 on 4 ranks",
-        "a trace of plain FSDP2 by another implementation, made while this planner was designed: a prediction too, not "
-        "a measurement; it counted no workspaces of matmuls",
+        "a trace of plain FSDP2 by another implementation, made while this planner was designed: a"
+        " prediction too, not a measurement; it counted no workspaces of matmuls",
         "GB",
         [
-            Row(wrapping, "FSDP2 as it comes", planner_865.run_865(wrapping), traced, {"active": active})
+            Row(
+                wrapping,
+                "FSDP2 as it comes",
+                planner_865.run_865(wrapping),
+                traced,
+                {"active": active},
+            )
             for wrapping, active in (("layers", 20.28), ("memory_efficient", 18.34))
         ],
         ["What agrees here was derived twice; it says nothing about a GPU."],
@@ -148,14 +183,16 @@ def markdown() -> str:
     lines = [
         "# The planner against published figures",
         "",
-        "`python benchmarks/planner_replications.py` writes this file. Nothing in here was measured by us: published "
-        "figures stand beside what `tune plan` says of the same run. `theirs` rows plan the other program's stack, "
-        "imitated in `benchmarks/planner_stacks.py` and `megatron_stack.py` where it differs from ours; they check the "
-        "planner. `ours` rows plan what the recipes here would take, so that their last column is how far the programs "
-        "differ. Error: "
-        "planned over published, less one. GB is 10^9, GiB 2^30 bytes. "
-        "Peaks of a steady step on rank 0, or the heaviest stage; torch "
-        f"{torch.__version__.partition('+')[0]} on a simulated device.",
+        (
+            "`python benchmarks/planner_replications.py` writes this file. Nothing in here was"
+            " measured by us: published figures stand beside what `tune plan` says of the same"
+            " run. `theirs` rows plan the other program's stack, imitated in"
+            " `benchmarks/planner_stacks.py` and `megatron_stack.py` where it differs from ours;"
+            " they check the planner. `ours` rows plan what the recipes here would take, so that"
+            " their last column is how far the programs differ. Error: planned over published,"
+            " less one. GB is 10^9, GiB 2^30 bytes. Peaks of a steady step on rank 0, or the"
+            f" heaviest stage; torch {torch.__version__.partition('+')[0]} on a simulated device."
+        ),
         "",
         *summary(replicated),
     ]
@@ -165,9 +202,20 @@ def markdown() -> str:
         lines += group.more()
     lines += ["", "## Not replicated", "", "| what | why |", "| --- | --- |"]
     lines += [f"| {what} | {why} |" for what, why in NOT_REPLICATED]
-    runs = [row.run for group in replicated for row in group.rows if row.stack == OURS and isinstance(row.run, Run)]
+    runs = [
+        row.run
+        for group in replicated
+        for row in group.rows
+        if row.stack == OURS and isinstance(row.run, Run)
+    ]
     runs += planner_865.further_runs()
-    lines += ["", "## The runs", "", "The `ours` rows are these commands, but for the phases beside the steps:", ""]
+    lines += [
+        "",
+        "## The runs",
+        "",
+        "The `ours` rows are these commands, but for the phases beside the steps:",
+        "",
+    ]
     return "\n".join([*lines, "```bash", *dict.fromkeys(run.command for run in runs), "```"]) + "\n"
 
 
@@ -186,16 +234,19 @@ def summary(replicated: list[Group]) -> list[str]:
     missed = sorted({name for name, error in found if abs(error) > GOAL})
     theirs, ours = planner_megatron.mean_errors()
     return [
-        f"Goal: allocated and active memory within {GOAL:.0%} wherever the stack is theirs: {met} of {len(found)} "
-        f"figures meet it, the worst is {worst[1]:+.1%} ({worst[0]}). Missed: {'; '.join(missed) or 'none'}. Of "
-        f"Megatron's four runs the mean error is {ours:.2%}, that of the tool that was published with them "
-        f"{theirs:.2%}. Reserved memory has no goal here: publishers do not state the allocator's settings."
+        f"Goal: allocated and active memory within {GOAL:.0%} wherever the stack is theirs: {met}"
+        f" of {len(found)} figures meet it, the worst is {worst[1]:+.1%} ({worst[0]}). Missed:"
+        f" {'; '.join(missed) or 'none'}. Of Megatron's four runs the mean error is {ours:.2%},"
+        f" that of the tool that was published with them {theirs:.2%}. Reserved memory has no goal"
+        " here: publishers do not state the allocator's settings."
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the report, or writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
     text = markdown()

@@ -1,4 +1,6 @@
-"""Published figures beside planned ones: the rows and tables that the page of replications consists of."""
+"""Published figures beside planned ones: the rows and tables that the page of replications consists
+of.
+"""
 
 import sys
 from collections import defaultdict
@@ -65,8 +67,8 @@ class Run:
 class Row:
     """What was published: figures by metric, in the group's unit; and what we plan for it.
 
-    whose: `theirs`, `ours`, or in words what else. run, stack: of `tune plan`, or of Megatron. goal: whether it has to
-    come within 1 %.
+    whose: `theirs`, `ours`, or in words what else. run, stack: of `tune plan`, or of Megatron.
+    goal: whether it has to come within 1 %.
     """
 
     name: str
@@ -79,7 +81,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one source. differs: what theirs and ours do differently, or what is assumed. more: tables after it."""
+    """Rows of one source. differs: what theirs and ours do differently, or what is assumed. more:
+    tables after it.
+    """
 
     title: str
     source: str
@@ -91,7 +95,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Planned:
-    """peak: of a steady step. kinds: what is live then, by kind, bytes as asked for. verdict, usable: a plan's."""
+    """peak: of a steady step. kinds: what is live then, by kind, bytes as asked for. verdict,
+    usable: a plan's.
+    """
 
     peak: PhasePeak
     kinds: dict[str, int] = field(default_factory=dict)
@@ -113,22 +119,31 @@ def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
 
 @cache
 def planned(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
-    """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes are with marks."""
+    """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes
+    are with marks.
+    """
     if isinstance(run, Layout):
         assert isinstance(stack, Gpt | Llama)
         print(f"{run} ({stack})", file=sys.stderr, flush=True)
-        return max((_of_stage(trace) for trace in trace_stages(stack, run)), key=lambda found: found.peak.allocated)
+        return max(
+            (_of_stage(trace) for trace in trace_stages(stack, run)),
+            key=lambda found: found.peak.allocated,
+        )
     assert isinstance(stack, Stack)
     plan, trace = traced(run, stack)
     peak = next(peak for peak in plan.heaviest.peaks if peak.phase == STEADY)
     if isinstance(trace, MarkedTrace):
-        peak = replace(peak, active=held_with_marks(trace, STEADY, find_hardware(run.device)).active)
+        peak = replace(
+            peak, active=held_with_marks(trace, STEADY, find_hardware(run.device)).active
+        )
     return Planned(peak, kinds_at_peak(trace, STEADY), plan.verdict, plan.device.usable)
 
 
 def _of_stage(trace: Trace) -> Planned:
     found = replay(trace).phases[STEP]
-    peak = PhasePeak(STEP, found.active, found.allocated, found.reserved, 0, 0, requested=found.requested)
+    peak = PhasePeak(
+        STEP, found.active, found.allocated, found.reserved, 0, 0, requested=found.requested
+    )
     return Planned(peak, kinds_at_peak(trace, STEP))
 
 
@@ -160,5 +175,7 @@ def table(group: Group) -> list[str]:
         for metric, published in row.published.items():
             figures = f"{published:.2f} | {amount(row, metric, group.unit):.2f}"
             error = error_of(row, metric, group.unit)
-            lines.append(f"| {row.name} | {row.whose} | {METRICS[metric]} | {figures} | {error:+.1%} |")
+            lines.append(
+                f"| {row.name} | {row.whose} | {METRICS[metric]} | {figures} | {error:+.1%} |"
+            )
     return lines

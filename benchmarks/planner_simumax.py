@@ -20,8 +20,16 @@ LAYOUTS = (
 )
 # Of each layout, in their order: (measured, what SimuMax said), GiB.
 PUBLISHED = (
-    ("llama3-70b, 12 layers", LLAMA_70B, ((66.55, 66.44), (60.68, 60.51), (39.07, 38.94), (28.29, 28.17))),
-    ("llama3-405b, 4 layers", LLAMA_405B, ((87.08, 86.88), (81.59, 81.31), (52.89, 52.68), (38.57, 38.38))),
+    (
+        "llama3-70b, 12 layers",
+        LLAMA_70B,
+        ((66.55, 66.44), (60.68, 60.51), (39.07, 38.94), (28.29, 28.17)),
+    ),
+    (
+        "llama3-405b, 4 layers",
+        LLAMA_405B,
+        ((87.08, 86.88), (81.59, 81.31), (52.89, 52.68), (38.57, 38.38)),
+    ),
 )
 # What versions of their time do either way: what is changed of a model.
 CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -55,11 +63,16 @@ def group() -> dict[str, Any]:
         "title": "SimuMax: Llama 3 on 8 B200",
         "tool": "SimuMax v1.2",
         "unit": "GiB",
-        "source": "repository MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md; settings from "
-        "simu_tools/megatron_scripts",
-        "stack": "Megatron core at 23e00ed0, Transformer Engine 2.11, torch 2.10 (NVIDIA's 26.01); bf16, micro-batch 1 "
-        "of 4096 tokens, tokens shared between tensor ranks, distributed optimizer, fp32 gradients into which products "
-        "add, fused cross-entropy, nothing recomputed; the most allocated over ranks",
+        "source": (
+            "repository MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md; settings from"
+            " simu_tools/megatron_scripts"
+        ),
+        "stack": (
+            "Megatron core at 23e00ed0, Transformer Engine 2.11, torch 2.10 (NVIDIA's 26.01); bf16,"
+            " micro-batch 1 of 4096 tokens, tokens shared between tensor ranks, distributed"
+            " optimizer, fp32 gradients into which products add, fused cross-entropy, nothing"
+            " recomputed; the most allocated over ranks"
+        ),
         "rows": rows,
         "notes": NOTES,
         "more": other_choices(),
@@ -67,24 +80,40 @@ def group() -> dict[str, Any]:
 
 
 NOTES = [
-    "Imitated in `benchmarks/transformer_engine_stack.py`, from the public code of Transformer Engine and Megatron: "
-    "the versions of these files that could be read are near those of the runs, not the same commits. Three "
-    "micro-batches are planned; from the second on all leave the memory alike.",
-    "Kept of a layer: its input, both normed inputs as this rank's part of the tokens, q and k after rotation, a copy "
-    "of v, attention's output and row sums, the sum after attention, gate and up, their product. What a linear gathers "
-    "is gathered once more in backward. Cross-entropy writes the gradient over the bf16 logits.",
-    "Kept for good: Transformer Engine's workspace of 32 MiB; of each shape of weight one empty bf16 gradient for "
-    "autograd, since the true one is added to the fp32 buffer (0.4 to 9.9 GiB here); the buffer into which Megatron "
-    "gathers the output projection's input; torch's own workspaces of that projection, 8 MiB for forward and 8 for "
-    "backward.",
-    "With two stages, the gradient that a stage has sent back is held by a variable of the schedule until the next "
-    "micro-batch's backward is done (128 MiB in the 405B run). The first stage is the heaviest of the 70B run, the "
-    "last of the 405B run.",
-    "No number is fitted, but the figures were known: that variable was looked for after a first sum by hand had come "
-    "out low. As its page notes, SimuMax's figures are from after changes to its dummy gradients and fused "
-    "cross-entropy; they may have been known to its authors, too.",
-    "Not known: which attention kernel ran (cuDNN's and flash keep the same bytes of one sequence; at the peaks "
-    "neither runs) and the scratch of Transformer Engine's norms, a few MB that are not planned.",
+    (
+        "Imitated in `benchmarks/transformer_engine_stack.py`, from the public code of Transformer"
+        " Engine and Megatron: the versions of these files that could be read are near those of the"
+        " runs, not the same commits. Three micro-batches are planned; from the second on all leave"
+        " the memory alike."
+    ),
+    (
+        "Kept of a layer: its input, both normed inputs as this rank's part of the tokens, q and k"
+        " after rotation, a copy of v, attention's output and row sums, the sum after attention,"
+        " gate and up, their product. What a linear gathers is gathered once more in backward."
+        " Cross-entropy writes the gradient over the bf16 logits."
+    ),
+    (
+        "Kept for good: Transformer Engine's workspace of 32 MiB; of each shape of weight one empty"
+        " bf16 gradient for autograd, since the true one is added to the fp32 buffer (0.4 to 9.9"
+        " GiB here); the buffer into which Megatron gathers the output projection's input; torch's"
+        " own workspaces of that projection, 8 MiB for forward and 8 for backward."
+    ),
+    (
+        "With two stages, the gradient that a stage has sent back is held by a variable of the"
+        " schedule until the next micro-batch's backward is done (128 MiB in the 405B run). The"
+        " first stage is the heaviest of the 70B run, the last of the 405B run."
+    ),
+    (
+        "No number is fitted, but the figures were known: that variable was looked for after a"
+        " first sum by hand had come out low. As its page notes, SimuMax's figures are from after"
+        " changes to its dummy gradients and fused cross-entropy; they may have been known to its"
+        " authors, too."
+    ),
+    (
+        "Not known: which attention kernel ran (cuDNN's and flash keep the same bytes of one"
+        " sequence; at the peaks neither runs) and the scratch of Transformer Engine's norms, a few"
+        " MB that are not planned."
+    ),
 ]
 
 
@@ -101,5 +130,7 @@ def other_choices() -> list[str]:
             for _, llama, layout, measured, _ in runs()
         ]
         mean = sum(map(abs, errors)) / len(errors)
-        lines.append(f"| {choice} | {mean:.2%} | {' | '.join(f'{error:+.2%}' for error in errors)} |")
+        lines.append(
+            f"| {choice} | {mean:.2%} | {' | '.join(f'{error:+.2%}' for error in errors)} |"
+        )
     return lines

@@ -1,7 +1,9 @@
-"""Training stacks of others, imitated for the planner in the few places where they hold other memory than ours does.
+"""Training stacks of others, imitated for the planner in the few places where they hold other
+memory than ours does.
 
-Each imitation is our full fine-tuning recipe with some of its parts replaced, written from what the others' code does
-at the time of their figures; what it computes is of no interest here, what it allocates and frees is.
+Each imitation is our full fine-tuning recipe with some of its parts replaced, written from what the
+others' code does at the time of their figures; what it computes is of no interest here, what it
+allocates and frees is.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,12 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.cli import plan_request
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.memory import apply_activation_checkpointing, checkpointing, compile_layers, offload_activations
+from recipe_lib.memory import (
+    apply_activation_checkpointing,
+    checkpointing,
+    compile_layers,
+    offload_activations,
+)
 from recipe_lib.memory.budget import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
@@ -34,15 +41,16 @@ PIECES = "bf16 in eight pieces until backward"
 class Stack:
     """What is not ours. All defaults: nothing.
 
-    sharding: `ours`, `FSDP2` (as it comes: the root's units are gathered on FSDP's own stream, the embedding once more
-    for backward) or `FSDP1`. logits: fp32 logits of all tokens and torch's cross-entropy, with our loss in one piece
-    otherwise: `until backward`, given up before backward; `through backward`, a variable that holds them until the
-    next forward; `bf16 until backward`, whose fp32 copy belongs to the loss alone; `bf16 in eight pieces until
-    backward`, likewise, whose loss is compiled if the layers are. shifted: labels are cut off by
-    slicing and copying the logits. norms: the RMS norm written out, in fp32. expanded_keys: keys and values are
-    copied for each query head. saved_matmuls: selective checkpointing keeps the first of every two matmuls.
-    mixed: parameters and states fp32, compute in bf16, gradients summed in fp32. last_layer_kept: it is not resharded
-    after forward.
+    sharding: `ours`, `FSDP2` (as it comes: the root's units are gathered on FSDP's own stream, the
+    embedding once more for backward) or `FSDP1`. logits: fp32 logits of all tokens and torch's
+    cross-entropy, with our loss in one piece otherwise: `until backward`, given up before backward;
+    `through backward`, a variable that holds them until the next forward; `bf16 until backward`,
+    whose fp32 copy belongs to the loss alone; `bf16 in eight pieces until backward`, likewise,
+    whose loss is compiled if the layers are. shifted: labels are cut off by slicing and copying the
+    logits. norms: the RMS norm written out, in fp32. expanded_keys: keys and values are copied for
+    each query head. saved_matmuls: selective checkpointing keeps the first of every two matmuls.
+    mixed: parameters and states fp32, compute in bf16, gradients summed in fp32. last_layer_kept:
+    it is not resharded after forward.
     """
 
     sharding: str = OURS
@@ -77,7 +85,9 @@ class _Imitated:
     def setup_model(self) -> None:
         """As the recipe's, part by part as the stack says."""
         cfg, stack = self.cfg, self.stack
-        if stack.sharding == OURS and not (stack.norms or stack.expanded_keys or stack.saved_matmuls or stack.mixed):
+        if stack.sharding == OURS and not (
+            stack.norms or stack.expanded_keys or stack.saved_matmuls or stack.mixed
+        ):
             super().setup_model()  # type: ignore[misc]
             return
         self.parallel = Parallel()  # nothing that the recipe's own calls decide
@@ -88,7 +98,9 @@ class _Imitated:
             if stack.norms and isinstance(module, Norm):
                 module.norm = written_out_norm
             if stack.expanded_keys and isinstance(module, DecoderLayer):
-                module.self_attn.attend = partial(attention_with_expanded_keys, module.self_attn.attend)
+                module.self_attn.attend = partial(
+                    attention_with_expanded_keys, module.self_attn.attend
+                )
         if stack.saved_matmuls:
             options = {"context_fn": _first_matmuls_kept}
             for layer in self.model.model.layers:
@@ -108,11 +120,17 @@ class _Imitated:
         else:
             _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
-        self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        self.trained = {
+            name: weight for name, weight in self.model.named_parameters() if weight.requires_grad
+        }
 
     def train_step(self, batches: StepBatches) -> Any:
         """The recipe's, except that FSDP1's flat shards are no DTensors to take a norm of."""
-        clip = (lambda *_: torch.zeros(())) if self.stack.sharding == FSDP1 else training.clip_grad_norm
+        clip = (
+            (lambda *_: torch.zeros(()))
+            if self.stack.sharding == FSDP1
+            else training.clip_grad_norm
+        )
         with mock.patch.object(training, "clip_grad_norm", clip):
             return super().train_step(batches)  # type: ignore[misc]
 
@@ -150,12 +168,16 @@ _compiled_cross_entropy = torch.compile(_cross_entropy)
 
 
 def written_out_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """An RMS norm of single operators: autograd keeps its fp32 input and the normed one beside it."""
+    """An RMS norm of single operators: autograd keeps its fp32 input and the normed one beside
+    it.
+    """
     wide = hidden.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(hidden) * weight
 
 
-def attention_with_expanded_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any, **more: Any) -> Tensor:
+def attention_with_expanded_keys(
+    attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any, **more: Any
+) -> Tensor:
     """Each key and value head copied for the query heads that share it."""
     times = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(times, dim=1) for tensor in (k, v))
@@ -164,16 +186,28 @@ def attention_with_expanded_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, i
 
 def _first_matmuls_kept() -> Any:
     """Outputs of attention and of the first, third, ... matmul of a layer are kept."""
-    return checkpointing._contexts(lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0))
+    return checkpointing._contexts(
+        lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0)
+    )
 
 
 def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> None:
-    """fully_shard on each layer, on embedding and output where they are units of their own, and on the root."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if stack.mixed else MixedPrecisionPolicy()
+    """fully_shard on each layer, on embedding and output where they are units of their own, and on
+    the root.
+    """
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if stack.mixed
+        else MixedPrecisionPolicy()
+    )
     options: dict[str, Any] = {"mesh": world.mesh["data_shard"], "mp_policy": policy}
     layers = list(model.model.layers)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=not (stack.last_layer_kept and layer is layers[-1]), **options)
+        fully_shard(
+            layer,
+            reshard_after_forward=not (stack.last_layer_kept and layer is layers[-1]),
+            **options,
+        )
     if wrapping == "memory_efficient":
         for module in (model.model.embed_tokens, model.lm_head):
             fully_shard(module, reshard_after_forward=True, **options)
@@ -185,15 +219,18 @@ def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> No
 
 
 def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Module:
-    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around all. Adapters, some
-    ten MB that theirs shares as units of their own, are left whole."""
+    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around
+    all. Adapters, some ten MB that theirs shares as units of their own, are left whole.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     units = set(model.model.layers)
     if wrapping == "memory_efficient":
         units |= {model.model.embed_tokens, model.lm_head}
-    adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A", "lora_B"))]
+    adapters = [
+        module for name, module in model.named_modules() if name.endswith(("lora_A", "lora_B"))
+    ]
     for module in adapters:
         module.to_empty(device=device)
     return FullyShardedDataParallel(

@@ -1,9 +1,11 @@
-"""Memory that is freed while another stream may still use it: FSDP1's record_stream in a plan of that stack.
+"""Memory that is freed while another stream may still use it: FSDP1's record_stream in a plan of
+that stack.
 
-A block that was marked so is active, in torch's sense, until the work issued on those streams before it was freed is
-done, and the host finds out when it next asks for memory. So it depends on how far the host is ahead: the events of a
-trace are put on a time line here (operators as `recipe_lib.plan.timing` has them), with the waits of FSDP's own limiter
-of gathers and all collectives on NCCL's one stream, whose inputs and outputs c10d marks as well.
+A block that was marked so is active, in torch's sense, until the work issued on those streams
+before it was freed is done, and the host finds out when it next asks for memory. So it depends on
+how far the host is ahead: the events of a trace are put on a time line here (operators as
+`recipe_lib.plan.timing` has them), with the waits of FSDP's own limiter of gathers and all
+collectives on NCCL's one stream, whose inputs and outputs c10d marks as well.
 """
 
 from collections import defaultdict
@@ -25,7 +27,9 @@ from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.simulated_device import Event
 
 NCCL = -1  # its stream, which no program issues on
-HOST_WAIT = 100  # a kind of event that other readers of a trace pass over: the host waits for a record
+HOST_WAIT = (
+    100  # a kind of event that other readers of a trace pass over: the host waits for a record
+)
 
 
 @dataclass
@@ -46,7 +50,9 @@ class _MarkingTracer(Tracer):
 
 @contextmanager
 def marking() -> Iterator[None]:
-    """Plans made in here leave `MarkedTrace`s. FSDP1 asks what only a real device has: marks on memory, addresses."""
+    """Plans made in here leave `MarkedTrace`s. FSDP1 asks what only a real device has: marks on
+    memory, addresses.
+    """
     tracers: list[_MarkingTracer] = []
 
     def traced(*args: Any, **kwargs: Any) -> Tracer:
@@ -92,7 +98,9 @@ class _Clock:
 
 @dataclass
 class Held:
-    """The most of one phase, bytes: active in torch's sense, and reserved. seconds: from its begin to its end."""
+    """The most of one phase, bytes: active in torch's sense, and reserved. seconds: from its begin
+    to its end.
+    """
 
     active: int
     reserved: int
@@ -100,10 +108,20 @@ class Held:
 
 
 def held_with_marks(
-    trace: MarkedTrace, phase: str, hardware: Hardware, *, expandable: bool = False, host_seconds: float = HOST_SECONDS
+    trace: MarkedTrace,
+    phase: str,
+    hardware: Hardware,
+    *,
+    expandable: bool = False,
+    host_seconds: float = HOST_SECONDS,
 ) -> Held:
-    """A replay in which a marked block comes back when its streams are done and the host asks for memory again."""
-    allocator, clock = CachingAllocator(AllocatorSettings(expandable=expandable)), _Clock(hardware, host_seconds)
+    """A replay in which a marked block comes back when its streams are done and the host asks for
+    memory again.
+    """
+    allocator, clock = (
+        CachingAllocator(AllocatorSettings(expandable=expandable)),
+        _Clock(hardware, host_seconds),
+    )
     blocks: dict[int, Block] = {}
     pending: list[tuple[float, Block]] = []
     found, current, begin = Held(0, 0, 0.0), "", 0.0
@@ -116,10 +134,17 @@ def held_with_marks(
     for kind, number in [*trace.events, (PHASE, -1)]:
         if kind == ALLOC and trace.storages[number].device and trace.storages[number].bytes:
             take_back(clock.host)
-            blocks[number] = allocator.malloc(trace.storages[number].bytes, trace.storages[number].stream)
+            blocks[number] = allocator.malloc(
+                trace.storages[number].bytes, trace.storages[number].stream
+            )
         elif kind == FREE and number in blocks:
             streams = trace.marks.get(number, set()) - {trace.storages[number].stream}
-            pending.append((max((clock.streams[stream] for stream in streams), default=0.0), blocks.pop(number)))
+            pending.append(
+                (
+                    max((clock.streams[stream] for stream in streams), default=0.0),
+                    blocks.pop(number),
+                )
+            )
             if not streams:
                 allocator.free(pending.pop()[1])
         elif kind == OP:

@@ -1,10 +1,11 @@
-"""How much CPU time plans take, from the start of the process to its last line, in this checkout and in another commit.
+"""How much CPU time plans take, from the start of the process to its last line, in this checkout
+and in another commit.
 
     python -m benchmarks.planning_time --against 8a6cec9 --output docs/measurements/planning_time.md
 
-Both sides run one after the other, plan by plan, each in a process of its own; the least of `--repeats` runs counts, in
-seconds of user and system time of the process and of those that it starts. Against a commit that is not there only this
-checkout is measured.
+Both sides run one after the other, plan by plan, each in a process of its own; the least of
+`--repeats` runs counts, in seconds of user and system time of the process and of those that it
+starts. Against a commit that is not there only this checkout is measured.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", default="", metavar="COMMIT")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--only", nargs="*", default=list(PLANS), choices=list(PLANS), metavar="PLAN")
+    parser.add_argument(
+        "--only", nargs="*", default=list(PLANS), choices=list(PLANS), metavar="PLAN"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
     rows = []
@@ -88,7 +91,9 @@ def checked_out(commit: str) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "before"
         git = ["git", "-C", str(REPOSITORY), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(place), commit], check=True, capture_output=True)
+        subprocess.run(
+            [*git, "add", "--detach", str(place), commit], check=True, capture_output=True
+        )
         try:
             yield place
         finally:
@@ -97,10 +102,16 @@ def checked_out(commit: str) -> Iterator[Path | None]:
 
 def seconds(folder: Path, words: tuple[str, ...]) -> float:
     """CPU time of `tune plan` with the code in a folder."""
-    command = [sys.executable, "-c", "import sys; from recipe_lib.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from recipe_lib.cli.main import main; sys.exit(main(sys.argv[1:]))",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([*command, "plan", *words], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "plan", *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode not in (0, 3):  # fits, or does not
         raise SystemExit(f"{' '.join(words)}: {done.stderr[-500:]}")

@@ -1,4 +1,5 @@
-"""What the ranks of a pipeline hold of a 7B: ours and torch's runtime on the simulated device. Used by pp_memory.py.
+"""What the ranks of a pipeline hold of a 7B: ours and torch's runtime on the simulated device. Used
+by pp_memory.py.
 
 Also what torch's runtime held before its #138119 and #138504, by planting what they took away.
 """
@@ -57,14 +58,18 @@ HEAD = [
 
 
 def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -> tuple[int, int]:
-    """(the most live bytes of a rank's steady step, what of them are parameters, gradients and states)."""
+    """(the most live bytes of a rank's steady step, what of them are parameters, gradients and
+    states).
+    """
     overrides = (
         f"max_seq_len={TOKENS}", f"parallel.pipeline={RANKS}", f"parallel.pipeline_schedule={schedule}", "batch_size=1",
         f"gradient_accumulation_steps={COUNT}", f"memory.activation_checkpointing={mode}", "clip_grad_norm=null",
         "fused_kernels=false",
     )  # fmt: skip
     cfg, _ = plannable(load_config(config, overrides, FullFinetuneConfig))
-    settings = PlanSettings(find_hardware(CARD), planned_sequence(cfg, str(TOKENS)), RANKS, phases=())
+    settings = PlanSettings(
+        find_hardware(CARD), planned_sequence(cfg, str(TOKENS)), RANKS, phases=()
+    )
     ours = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     recipe = ours if kind == OURS else recipe_class(attached=kind == BEFORE)
     trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
@@ -76,10 +81,16 @@ Job = tuple[str, str, str, int]
 
 
 def _jobs() -> list[Job]:
-    """Kind, schedule, mode and rank of each simulation; before the fix that of the rank with the last stage."""
-    places = [(schedule, mode, rank) for mode in MODES for schedule in SCHEDULES for rank in range(RANKS)]
+    """Kind, schedule, mode and rank of each simulation; before the fix that of the rank with the
+    last stage.
+    """
+    places = [
+        (schedule, mode, rank) for mode in MODES for schedule in SCHEDULES for rank in range(RANKS)
+    ]
     jobs = [(kind, *place) for place in places for kind in (OURS, TORCH)]
-    return jobs + [(BEFORE, name, mode, rank) for mode in MODES for name, rank in LAST_STAGE.items()]
+    return jobs + [
+        (BEFORE, name, mode, rank) for mode in MODES for name, rank in LAST_STAGE.items()
+    ]
 
 
 def _run(job: Job) -> tuple[int, int]:
@@ -90,9 +101,16 @@ def _run(job: Job) -> tuple[int, int]:
 
 def _row(found: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
     """The cells of a rank."""
-    (ours, held), (torch, held_there) = (found[kind, schedule, mode, rank] for kind in (OURS, TORCH))
+    (ours, held), (torch, held_there) = (
+        found[kind, schedule, mode, rank] for kind in (OURS, TORCH)
+    )
     besides = ours - held, torch - held_there
-    cells = [f"`{schedule}`", str(rank), *(f"{size / GIB:.2f}" for size in (held, ours, torch)), f"{torch / ours:.2f}x"]
+    cells = [
+        f"`{schedule}`",
+        str(rank),
+        *(f"{size / GIB:.2f}" for size in (held, ours, torch)),
+        f"{torch / ours:.2f}x",
+    ]
     cells += [*(f"{size / GIB:.2f}" for size in besides), f"{besides[1] / besides[0]:.2f}x"]
     if (BEFORE, schedule, mode, rank) not in found:
         return [*cells, "", ""]
@@ -106,12 +124,20 @@ def section(version: str) -> str:
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         found = dict(zip(jobs, pool.map(_run, jobs), strict=True))
     for mode in MODES:
-        rows = [_row(found, schedule, mode, rank) for schedule in SCHEDULES for rank in range(RANKS)]
+        rows = [
+            _row(found, schedule, mode, rank) for schedule in SCHEDULES for rank in range(RANKS)
+        ]
         tables.append(f"### Activation checkpointing: {mode}\n\n{_table(HEAD, rows)}")
         shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
     logits = TOKENS * 32000 * 2 / GIB
     return SECTION.format(
-        ranks=RANKS, count=COUNT, tokens=TOKENS, torch=version, tables="\n\n".join(tables), logits=logits, **shares
+        ranks=RANKS,
+        count=COUNT,
+        tokens=TOKENS,
+        torch=version,
+        tables="\n\n".join(tables),
+        logits=logits,
+        **shares,
     )
 
 

@@ -1,10 +1,12 @@
-"""The bubble of every pipeline schedule, measured: gloo processes whose layers sleep, through the driver that trains.
+"""The bubble of every pipeline schedule, measured: gloo processes whose layers sleep, through the
+driver that trains.
 
     python benchmarks/pp_bubble.py --output docs/measurements/pp_bubble.md
 
-Forward, input gradient and weight gradients of a layer sleep for one tick each, so that many ranks do on few cores:
-until the next tick of a clock that all processes share. So what the machine adds to an action, as long as it is less
-than half a tick, does not add up, and what is measured is who waits for whom.
+Forward, input gradient and weight gradients of a layer sleep for one tick each, so that many ranks
+do on few cores: until the next tick of a clock that all processes share. So what the machine adds
+to an action, as long as it is less than half a tick, does not add up, and what is measured is who
+waits for whom.
 """
 
 import argparse
@@ -45,7 +47,9 @@ ONE_STAGE = "1f1b"
 
 
 def sleep_a_tick(seconds: float) -> None:
-    """Until the tick, a whole multiple of `seconds` of the machine's clock, that is nearest to `seconds` from now."""
+    """Until the tick, a whole multiple of `seconds` of the machine's clock, that is nearest to
+    `seconds` from now.
+    """
     begin = time.monotonic()
     time.sleep(max(0.0, round(begin / seconds + 1) * seconds - begin))
 
@@ -79,7 +83,9 @@ def make_sleep(model: nn.Module, seconds: float) -> None:
     """Every layer sleeps instead of what it did."""
     for layer in model.model.layers.children():
         weight = layer.input_layernorm.weight
-        layer.forward = lambda hidden, *rest, weight=weight: _Sleeping.apply(hidden, weight, seconds)
+        layer.forward = lambda hidden, *rest, weight=weight: _Sleeping.apply(
+            hidden, weight, seconds
+        )
 
 
 def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> list[list[Any]]:
@@ -97,17 +103,23 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
             model.to_empty(device="cpu")
             init_weights(model, 1, spec)
             make_sleep(model, seconds)
-            found.append([_timed_step(pipeline, model, micro_batches(count), seconds) for _ in range(STEPS)])
+            found.append(
+                [_timed_step(pipeline, model, micro_batches(count), seconds) for _ in range(STEPS)]
+            )
     return found
 
 
-def _timed_step(pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float) -> list[float]:
+def _timed_step(
+    pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float
+) -> list[float]:
     """When a step began, at a tick, and when this rank's last action ended."""
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
     begin = _agreed_begin(seconds)
     try:
-        pipeline.train(batches, lambda number, batch: model(batch.tokens, labels=batch.labels) / 100)
+        pipeline.train(
+            batches, lambda number, batch: model(batch.tokens, labels=batch.labels) / 100
+        )
     finally:
         driver.on_action = None
     model.zero_grad(set_to_none=True)
@@ -124,19 +136,24 @@ def _agreed_begin(seconds: float) -> float:
 
 
 def bubble_of(step: Sequence[Sequence[float]], work: float) -> float:
-    """Of one step of all ranks, each of which computes for `work` seconds: the part of their time together in which
-    they do not."""
+    """Of one step of all ranks, each of which computes for `work` seconds: the part of their time
+    together in which they do not.
+    """
     return 1 - work / (max(end for _, end in step) - min(begin for begin, _ in step))
 
 
 def measure(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> dict[str, float]:
-    """The least bubble of each schedule's steps but the first: what the machine does beside only adds to it."""
+    """The least bubble of each schedule's steps but the first: what the machine does beside only
+    adds to it.
+    """
     found = run_ranks(_run_rank, ranks, schedules, ranks, count, seconds, timeout=1800.0)
     measured = {}
     for number, schedule in enumerate(schedules):
         own = stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
         work = 3 * own * count * seconds
-        steps = [bubble_of([rank[number][step] for rank in found], work) for step in range(1, STEPS)]
+        steps = [
+            bubble_of([rank[number][step] for rank in found], work) for step in range(1, STEPS)
+        ]
         measured[schedule] = min(steps)
     return measured
 
@@ -168,7 +185,13 @@ that are not equally long.
 
 def page(count: int, seconds: float) -> tuple[str, bool]:
     """The page's text, and whether everything is as it should be."""
-    lines, good = ["| ranks | schedule | stages | theory | simulated | measured | measured / theory | to 1F1B |"], True
+    lines, good = (
+        [
+            "| ranks | schedule | stages | theory | simulated | measured | measured / theory | to"
+            " 1F1B |"
+        ],
+        True,
+    )
     lines.append("| --- " * 8 + "|")
     for ranks in RANKS:
         measured = measure(list(SCHEDULES), ranks, count, seconds)
@@ -179,10 +202,17 @@ def page(count: int, seconds: float) -> tuple[str, bool]:
             good &= abs(bubble / theory - 1) <= ALLOWED
             good &= bubble < measured[ONE_STAGE] or not SCHEDULES[schedule].splits
             cells = [str(ranks), f"`{schedule}`", str(ranks * own), f"{theory:.2%}"]
-            cells += [f"{simulated(schedule, ranks, count):.2%}", f"{bubble:.2%}", f"{bubble / theory:.3f}"]
+            cells += [
+                f"{simulated(schedule, ranks, count):.2%}",
+                f"{bubble:.2%}",
+                f"{bubble / theory:.3f}",
+            ]
             lines.append(f"| {' | '.join([*cells, f'{bubble / measured[ONE_STAGE]:.2f}'])} |")
             print(lines[-1], flush=True)
-    found = f"Every measured bubble is within {ALLOWED:.0%} of theory, and those of zero-bubble schedules below 1F1B's."
+    found = (
+        f"Every measured bubble is within {ALLOWED:.0%} of theory, and those of zero-bubble"
+        " schedules below 1F1B's."
+    )
     text = PAGE.format(
         ranks=" and ".join(map(str, RANKS)), milliseconds=seconds * 1000, count=count, steps=STEPS - 1,
         table="\n".join(lines), verdict=found,
@@ -192,14 +222,19 @@ def page(count: int, seconds: float) -> tuple[str, bool]:
 
 def main() -> int:
     """Writes the page, or prints it; 1 and no page if a bubble is not that of theory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page")
     parser.add_argument("--seconds", type=float, default=0.06, help="of a tick")
     parser.add_argument("--count", type=int, default=8, help="micro-batches a step")
     arguments = parser.parse_args()
     text, good = page(arguments.count, arguments.seconds)
     if not good:
-        print(f"a bubble is not within {ALLOWED:.0%} of theory: sleep longer (--seconds), on a machine with less to do")
+        print(
+            f"a bubble is not within {ALLOWED:.0%} of theory: sleep longer (--seconds), on a"
+            " machine with less to do"
+        )
         return 1
     if arguments.output:
         arguments.output.write_text(text, encoding="utf-8")

@@ -1,9 +1,11 @@
-"""Which gradients are right, of ours and of torch's own stages, when layers are frozen, sharded or checkpointed.
+"""Which gradients are right, of ours and of torch's own stages, when layers are frozen, sharded or
+checkpointed.
 
     python benchmarks/pp_gradients.py --output docs/measurements/pp_gradients.md
 
-A small decoder in float64 goes through pipelines of gloo processes on the CPU, once by ours and once by torch's
-PipelineStage and schedule classes; every gradient is compared with one process. No time is measured.
+A small decoder in float64 goes through pipelines of gloo processes on the CPU, once by ours and
+once by torch's PipelineStage and schedule classes; every gradient is compared with one process. No
+time is measured.
 """
 
 import argparse
@@ -29,7 +31,13 @@ from recipe_lib.config.mesh import stage_count, stages_of_rank  # noqa: E402
 from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing  # noqa: E402
 from recipe_lib.models import Decoder, build_meta, init_weights  # noqa: E402
-from recipe_lib.parallel import World, materialize, shard_model, split_pipeline, start_world  # noqa: E402
+from recipe_lib.parallel import (  # noqa: E402
+    World,
+    materialize,
+    shard_model,
+    split_pipeline,
+    start_world,
+)
 from tests.distributed.ranks import RankFailure, run_ranks  # noqa: E402
 
 LAYERS, COUNT, RANKS, TOLERANCE = 4, 4, 2, 1e-6
@@ -51,7 +59,9 @@ or a warning.
 
 @dataclass(frozen=True)
 class Situation:
-    """What is done to the layers. reshards: None: no FSDP; else whether it frees what it has gathered after forward."""
+    """What is done to the layers. reshards: None: no FSDP; else whether it frees what it has
+    gathered after forward.
+    """
 
     name: str
     frozen: bool = False
@@ -74,7 +84,9 @@ Found = dict[str, float | None]
 
 def main() -> int:
     """Prints the table, and writes the page; 1 if a gradient of ours is not right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page")
     output = parser.parse_args().output
     rows, all_right = [], True
@@ -85,7 +97,13 @@ def main() -> int:
             rows.append(f"| {situation.name} | `{schedule}` | {' | '.join(cells)} |")
             print(rows[-1], flush=True)
     if output is not None:
-        words = {"layers": LAYERS, "count": COUNT, "ranks": RANKS, "torch": torch.__version__, "tolerance": TOLERANCE}
+        words = {
+            "layers": LAYERS,
+            "count": COUNT,
+            "ranks": RANKS,
+            "torch": torch.__version__,
+            "tolerance": TOLERANCE,
+        }
         output.write_text(PAGE.format(rows="\n".join(rows), **words))
     return 0 if all_right else 1
 
@@ -94,13 +112,20 @@ def outcome(run: Any, situation: Situation, schedule: str) -> str:
     """`right`, or what is not."""
     ranks = RANKS if situation.reshards is None else 2 * RANKS
     try:
-        found: Found = functools.reduce(dict.__or__, run_ranks(run, ranks, situation, schedule, timeout=120))
+        found: Found = functools.reduce(
+            dict.__or__, run_ranks(run, ranks, situation, schedule, timeout=120)
+        )
     except RankFailure as failure:
-        return f"raises: {next(line for line in str(failure).splitlines() if 'Error: ' in line).partition(': ')[2]}"
+        return (
+            "raises:"
+            f" {next(line for line in str(failure).splitlines() if 'Error: ' in line).partition(': ')[2]}"
+        )
     missing = [name for name, off in found.items() if off is None]
     wrong = [off for off in found.values() if off is not None and off > TOLERANCE]
     told = [f"{len(missing)} of {len(found)} trained parameters have no gradient"] * bool(missing)
-    told += [f"{len(wrong)} of {len(found)} are off, by {max(wrong, default=0):.0%} at most"] * bool(wrong)
+    told += [
+        f"{len(wrong)} of {len(found)} are off, by {max(wrong, default=0):.0%} at most"
+    ] * bool(wrong)
     return f"**{', '.join(told)}**" if told else "right"
 
 
@@ -117,7 +142,9 @@ def _rows(world: World) -> list[Batch]:
 
 def _freeze(model: nn.Module, situation: Situation) -> None:
     for name, parameter in model.named_parameters():
-        early = "embed_tokens" in name or any(f"layers.{number}." in name for number in range(LAYERS // 2))
+        early = "embed_tokens" in name or any(
+            f"layers.{number}." in name for number in range(LAYERS // 2)
+        )
         parameter.requires_grad_(not (situation.frozen and early))
 
 
@@ -133,7 +160,9 @@ def _run_ours(situation: Situation, schedule: str) -> Found:
         materialize(model, cfg.memory, world.device)
         init_weights(model, 1, SPEC)
         pipeline.train(_rows(world), lambda number, one: model(one.tokens, labels=one.labels) / 100)
-        return _compared({name: one.grad for name, one in model.named_parameters()}, situation, world)
+        return _compared(
+            {name: one.grad for name, one in model.named_parameters()}, situation, world
+        )
 
 
 def _run_stock(situation: Situation, schedule: str) -> Found:
@@ -142,15 +171,23 @@ def _run_stock(situation: Situation, schedule: str) -> Found:
         assert world.pipeline is not None
         stages, mine = stage_count(cfg.parallel), stages_of_rank(cfg.parallel, world.pipeline.rank)
         each, group = LAYERS // stages, world.mesh.get_group("pipeline")
-        parts = [_part(situation, range(stage * each, (stage + 1) * each), stage, stages, world) for stage in mine]
+        parts = [
+            _part(situation, range(stage * each, (stage + 1) * each), stage, stages, world)
+            for stage in mine
+        ]
         wrapped = [
             PipelineStage(part, stage, stages, world.device, group=group)
             for part, stage in zip(parts, mine, strict=True)
         ]
         run = SCHEDULE_CLASSES[schedule](
-            wrapped[0] if schedule == "1f1b" else wrapped, n_microbatches=COUNT, loss_fn=_loss, scale_grads=False
+            wrapped[0] if schedule == "1f1b" else wrapped,
+            n_microbatches=COUNT,
+            loss_fn=_loss,
+            scale_grads=False,
         )
-        tokens, labels = (torch.cat([getattr(one, what) for one in _rows(world)]) for what in ("tokens", "labels"))
+        tokens, labels = (
+            torch.cat([getattr(one, what) for one in _rows(world)]) for what in ("tokens", "labels")
+        )
         more: dict[str, Any] = {"target": labels} if stages - 1 in mine else {}
         run.step(*([tokens] if 0 in mine else []), return_outputs=False, **more)
         found = {name: one.grad for part in parts for name, one in part.model.named_parameters()}
@@ -167,7 +204,9 @@ def _part(situation: Situation, layers: range, stage: int, stages: int, world: W
     init_weights(model, 1, SPEC)
     if situation.reshards is not None:
         for module in [*model.model.layers.children(), part]:
-            fully_shard(module, mesh=world.mesh["data_shard"], reshard_after_forward=situation.reshards)
+            fully_shard(
+                module, mesh=world.mesh["data_shard"], reshard_after_forward=situation.reshards
+            )
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -186,7 +225,11 @@ def _compared(found: dict[str, Tensor | None], situation: Situation, world: Worl
     init_weights(alone, 1, SPEC)
     for one in micro_batches(COUNT * world.data_ranks):
         (alone(one.tokens, labels=one.labels) / 100).backward()
-    expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad
+        for name, parameter in alone.named_parameters()
+        if parameter.grad is not None
+    }
     return {name: _off(grad, expected[name]) for name, grad in found.items() if name in expected}
 
 

@@ -1,10 +1,11 @@
-"""What a pipeline's ranks hold: ours against theory, and beside torch's own stages and schedules in the same run.
+"""What a pipeline's ranks hold: ours against theory, and beside torch's own stages and schedules in
+the same run.
 
     python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md
 
-A small decoder goes through pipelines of gloo processes on the CPU; every storage is followed from the operator that
-makes it until it is gone. Parameters and their gradients are not counted. No time is measured. The section of a 7B is
-planned, see pp_7b.py.
+A small decoder goes through pipelines of gloo processes on the CPU; every storage is followed from
+the operator that makes it until it is gone. Parameters and their gradients are not counted. No time
+is measured. The section of a 7B is planned, see pp_7b.py.
 """
 
 import argparse
@@ -20,7 +21,14 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.pp_7b import section  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
-from benchmarks.pp_traced import boundary_bytes, config, expected_held, expected_most, run_ours, small_spec  # noqa: E402
+from benchmarks.pp_traced import (  # noqa: E402
+    boundary_bytes,
+    config,
+    expected_held,
+    expected_most,
+    run_ours,
+    small_spec,
+)
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
@@ -66,15 +74,23 @@ def _check(job: Job, rank: int, ours: dict[str, Any]) -> int:
     """The peak in theory. ValueError where what is held is not what theory says."""
     schedule, mode = job
     cfg, spec = config(schedule, RANKS, COUNT, mode), small_spec(LAYERS)
-    for (name, held), (wanted, bytes_) in zip(ours["held"], expected_held(cfg, spec, rank, COUNT), strict=True):
+    for (name, held), (wanted, bytes_) in zip(
+        ours["held"], expected_held(cfg, spec, rank, COUNT), strict=True
+    ):
         if held != bytes_ or name != wanted:
-            raise ValueError(f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {bytes_} in theory")
+            raise ValueError(
+                f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {bytes_} in theory"
+            )
     return expected_most(cfg, spec, rank, COUNT)
 
 
 def _row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     theory = _check(job, rank, ours)
-    cells = [f"`{job[0]}`", str(rank), *(f"{size / 1024:.0f}" for size in (theory, ours["most"], stock["most"]))]
+    cells = [
+        f"`{job[0]}`",
+        str(rank),
+        *(f"{size / 1024:.0f}" for size in (theory, ours["most"], stock["most"])),
+    ]
     cells += [f"{found['most'] / theory:.2f}x" for found in (ours, stock)]
     cells += [f"{found['left'] / 1024:.0f}" for found in (ours, stock)]
     for found in (ours, stock):
@@ -83,7 +99,15 @@ def _row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> li
     return cells
 
 
-HEAD = ["schedule", "rank", "theory, KiB", "ours, KiB", "torch, KiB", "ours / theory", "torch / theory"]
+HEAD = [
+    "schedule",
+    "rank",
+    "theory, KiB",
+    "ours, KiB",
+    "torch, KiB",
+    "ours / theory",
+    "torch / theory",
+]
 HEAD += ["ours between steps, KiB", "torch between steps, KiB", "forwards, ours", "forwards, torch"]
 
 
@@ -115,7 +139,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     """Writes the page, or prints its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
     text = page()

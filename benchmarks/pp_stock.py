@@ -1,4 +1,6 @@
-"""The same small decoder through torch's own pipeline: PipelineStage and the Schedule classes. Used by pp_memory.py."""
+"""The same small decoder through torch's own pipeline: PipelineStage and the Schedule classes. Used
+by pp_memory.py.
+"""
 
 from collections import Counter
 from typing import Any
@@ -31,11 +33,18 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 
 
 class Part(nn.Module):
-    """A stage as torch wants it: tokens or hidden states to hidden states, the last one's to logits."""
+    """A stage as torch wants it: tokens or hidden states to hidden states, the last one's to
+    logits.
+    """
 
     def __init__(self, model: Decoder, layers: range, stage: int, stages: int) -> None:
         super().__init__()
-        self.model, self.layers, self.is_first, self.is_last = model, layers, stage == 0, stage == stages - 1
+        self.model, self.layers, self.is_first, self.is_last = (
+            model,
+            layers,
+            stage == 0,
+            stage == stages - 1,
+        )
         trunk = model.model
         kept = {str(number) for number in layers}
         for name in [name for name in trunk.layers._modules if name not in kept]:
@@ -55,20 +64,29 @@ class Part(nn.Module):
 
 
 def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int) -> Traced:
-    """A rank's second step, traced; `held` stays empty. The loss is that of whole logits, made in forward."""
+    """A rank's second step, traced; `held` stays empty. The loss is that of whole logits, made in
+    forward.
+    """
     stages = stage_count(cfg.parallel)
     each, mine = spec.num_layers // stages, stages_of_rank(cfg.parallel, rank)
-    parts = [_part(cfg, spec, stage, range(stage * each, (stage + 1) * each), stages) for stage in mine]
+    parts = [
+        _part(cfg, spec, stage, range(stage * each, (stage + 1) * each), stages) for stage in mine
+    ]
     parameters = [parameter for _, part in parts for parameter in part.parameters()]
     wrapped = [PipelineStage(part, stage, stages, torch.device("cpu")) for stage, part in parts]
     make = SCHEDULE_CLASSES[cfg.parallel.pipeline_schedule]
     alone = cfg.parallel.pipeline_schedule in ("gpipe", "1f1b")
-    schedule = make(wrapped[0] if alone else wrapped, n_microbatches=count, loss_fn=_loss, scale_grads=False)
+    schedule = make(
+        wrapped[0] if alone else wrapped, n_microbatches=count, loss_fn=_loss, scale_grads=False
+    )
     found, calls = Traced(), Counter[str]()
     for _, part in parts:
         count_forwards(part.model, calls)
     rows = micro_batches(count)
-    tokens, labels = torch.cat([one.tokens for one in rows]), torch.cat([one.labels for one in rows])
+    tokens, labels = (
+        torch.cat([one.tokens for one in rows]),
+        torch.cat([one.labels for one in rows]),
+    )
     storages = Storages(peaks=True)
     storages.ignored = lambda: [one.grad for one in parameters if one.grad is not None]
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
@@ -85,7 +103,9 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     return found
 
 
-def _part(cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, layers: range, stages: int) -> tuple[int, Part]:
+def _part(
+    cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, layers: range, stages: int
+) -> tuple[int, Part]:
     model = build_meta(spec, torch.float32)
     part = Part(model, layers, stage, stages)
     apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)

@@ -1,7 +1,9 @@
-"""Our full fine-tuning recipe through torch's own stages and schedules, for the planner. Used by pp_memory.py.
+"""Our full fine-tuning recipe through torch's own stages and schedules, for the planner. Used by
+pp_memory.py.
 
-The layers, the optimizer, the data and the device are ours; what runs the stages is torch's `PipelineStage` with its
-schedule classes, as `benchmarks.pp_stock` has them for real processes. Written for the stages of torch 2.13.
+The layers, the optimizer, the data and the device are ours; what runs the stages is torch's
+`PipelineStage` with its schedule classes, as `benchmarks.pp_stock` has them for real processes.
+Written for the stages of torch 2.13.
 """
 
 from collections.abc import Iterator
@@ -28,13 +30,17 @@ RECIPE = "full_finetune_distributed"
 
 
 def recipe_class(*, attached: bool = False) -> type:
-    """The recipe. attached: outputs and losses keep their graphs, as before torch's #138119 and #138504."""
+    """The recipe. attached: outputs and losses keep their graphs, as before torch's #138119 and
+    #138504.
+    """
     full = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     return type("TorchStages", (_TorchStages, full), {"attached": attached})
 
 
 class _TorchStages:
-    """Comes before the recipe's class. losses: of the last step, which a user holds until the next one."""
+    """Comes before the recipe's class. losses: of the last step, which a user holds until the next
+    one.
+    """
 
     attached: bool
     cfg: Any
@@ -47,16 +53,25 @@ class _TorchStages:
     def setup_model(self) -> None:
         """The stages of this rank, layers shared out evenly, and what runs them."""
         cfg, self.parallel, self.losses = self.cfg, Parallel(), []
-        stages, mine = stage_count(cfg.parallel), stages_of_rank(cfg.parallel, self.world.pipeline.rank)
+        stages, mine = (
+            stage_count(cfg.parallel),
+            stages_of_rank(cfg.parallel, self.world.pipeline.rank),
+        )
         each = self.spec.num_layers // stages
         self.mine, self.last = mine, stages - 1
-        parts = [self._part(stage, range(stage * each, (stage + 1) * each), stages) for stage in mine]
+        parts = [
+            self._part(stage, range(stage * each, (stage + 1) * each), stages) for stage in mine
+        ]
         self.model = nn.ModuleList(parts)
-        wrapped = [self._stage(part, stage, stages) for part, stage in zip(parts, mine, strict=True)]
+        wrapped = [
+            self._stage(part, stage, stages) for part, stage in zip(parts, mine, strict=True)
+        ]
         name = cfg.parallel.pipeline_schedule
         made: Any = wrapped[0] if name in ("gpipe", "1f1b") else wrapped
         count = micro_batches(cfg)[1]
-        self.schedule = SCHEDULE_CLASSES[name](made, n_microbatches=count, loss_fn=_loss, scale_grads=False)
+        self.schedule = SCHEDULE_CLASSES[name](
+            made, n_microbatches=count, loss_fn=_loss, scale_grads=False
+        )
 
     def _part(self, stage: int, layers: range, stages: int) -> Part:
         model = build_meta(self.spec, DTYPES[self.cfg.dtype])
@@ -72,19 +87,26 @@ class _TorchStages:
         def made(width: int | None) -> Tensor:
             if width is None:
                 return torch.zeros(shape, dtype=torch.int64, device=self.device)
-            return torch.zeros(*shape, width, dtype=DTYPES[self.cfg.dtype], device=self.device, requires_grad=True)
+            return torch.zeros(
+                *shape, width, dtype=DTYPES[self.cfg.dtype], device=self.device, requires_grad=True
+            )
 
         given = made(None if stage == 0 else self.spec.width)
         gives = made(self.spec.vocab_size if stage == stages - 1 else self.spec.width)
         group = self.world.mesh.get_group("pipeline")
-        return PipelineStage(part, stage, stages, self.device, input_args=given, output_args=gives, group=group)
+        return PipelineStage(
+            part, stage, stages, self.device, input_args=given, output_args=gives, group=group
+        )
 
     def train_step(self, batches: StepBatches) -> Any:
         """One step of torch's schedule, and the optimizer."""
         tokens, labels = (
-            torch.cat([getattr(batch, what) for batch in batches.micro_batches]) for what in ("tokens", "labels")
+            torch.cat([getattr(batch, what) for batch in batches.micro_batches])
+            for what in ("tokens", "labels")
         )
-        more: dict[str, Any] = {"target": labels, "losses": self.losses} if self.last in self.mine else {}
+        more: dict[str, Any] = (
+            {"target": labels, "losses": self.losses} if self.last in self.mine else {}
+        )
         with _graphs_are_held() if self.attached else _shapes_are_known():
             self.schedule.step(*([tokens] if 0 in self.mine else []), return_outputs=False, **more)
         self.optimizer.step()  # type: ignore[attr-defined]
@@ -110,6 +132,8 @@ def _shapes_are_known() -> Iterator[None]:
 
 @contextmanager
 def _graphs_are_held() -> Iterator[None]:
-    """The fault that #138119 and #138504 took away: what is returned is not detached from its graph."""
+    """The fault that #138119 and #138504 took away: what is returned is not detached from its
+    graph.
+    """
     with _shapes_are_known(), mock.patch.object(torch.Tensor, "detach_", lambda tensor: tensor):
         yield

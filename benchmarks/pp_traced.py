@@ -1,7 +1,8 @@
-"""A small decoder going through a pipeline of gloo processes, with every byte that is alive after each action noted.
+"""A small decoder going through a pipeline of gloo processes, with every byte that is alive after
+each action noted.
 
-Used by pp_memory.py and by the tests of the same. Storages are followed by weak references from the operator that made
-them, so that what is alive is known whoever holds it.
+Used by pp_memory.py and by the tests of the same. Storages are followed by weak references from the
+operator that made them, so that what is alive is known whoever holds it.
 """
 
 from collections import Counter
@@ -37,7 +38,14 @@ from recipe_lib.parallel.pipeline.schedules import (
     Action,
     compute_orders,
 )
-from recipe_lib.parallel.pipeline.simulation import Live, StageBytes, live_bytes, simulate, taken_in, with_transfers
+from recipe_lib.parallel.pipeline.simulation import (
+    Live,
+    StageBytes,
+    live_bytes,
+    simulate,
+    taken_in,
+    with_transfers,
+)
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
 ROWS, LENGTH = 2, 24
@@ -76,14 +84,17 @@ def boundary_bytes() -> int:
     return ROWS * LENGTH * WIDTH * _FP32
 
 
-def stage_bytes(spec: DecoderSpec, layers: int, checkpointing: str, *, last: bool, splits: bool) -> StageBytes:
+def stage_bytes(
+    spec: DecoderSpec, layers: int, checkpointing: str, *, last: bool, splits: bool
+) -> StageBytes:
     """By formula, of a micro-batch in fp32 on the CPU, for a stage with so many layers.
 
-    Without checkpointing a layer keeps 6 d + 2 h e + 2 k e + 4 f elements a token: two norms, which are composite on
-    the CPU and keep their input, their input over its mean square, and their output; queries, keys, values and output
-    of attention; gate, up, gate through the activation, product. And one number for each norm, one for each head.
-    With checkpointing: d. Either way the layers of a stage share cosines and sines, e / 2 each. The last stage's output
-    waits for the head.
+    Without checkpointing a layer keeps 6 d + 2 h e + 2 k e + 4 f elements a token: two norms, which
+    are composite on the CPU and keep their input, their input over its mean square, and their
+    output; queries, keys, values and output of attention; gate, up, gate through the activation,
+    product. And one number for each norm, one for each head. With checkpointing: d. Either way the
+    layers of a stage share cosines and sines, e / 2 each. The last stage's output waits for the
+    head.
     """
     tokens = ROWS * LENGTH
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
@@ -97,7 +108,9 @@ _TOLD = 256  # bytes of a message, at most
 
 
 class Storages(TorchDispatchMode):
-    """While entered, follows the storages that operators make. peaks: looks at every operator how much is alive."""
+    """While entered, follows the storages that operators make. peaks: looks at every operator how
+    much is alive.
+    """
 
     def __init__(self, *, peaks: bool = False) -> None:
         super().__init__()
@@ -108,11 +121,18 @@ class Storages(TorchDispatchMode):
         self.ignored: Callable[[], Iterable[Tensor]] = tuple
 
     def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operator: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        # What the host tells other ranks as JSON, whole numbers all of it, gloo's threads may hold a moment longer.
-        counted = (leaf for leaf in _tensors(result) if leaf.is_floating_point() or leaf.nbytes > _TOLD)
+        # What the host tells other ranks as JSON, whole numbers all of it, gloo's threads may hold
+        # a moment longer.
+        counted = (
+            leaf for leaf in _tensors(result) if leaf.is_floating_point() or leaf.nbytes > _TOLD
+        )
         made = [leaf.untyped_storage() for leaf in counted]
         if made:
             given = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
@@ -120,7 +140,9 @@ class Storages(TorchDispatchMode):
                 if storage._cdata not in given:
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                     self._at_most += storage.nbytes()
-        if self._peaks and self._at_most > self.most:  # else it is no peak, however much is gone by now
+        if (
+            self._peaks and self._at_most > self.most
+        ):  # else it is no peak, however much is gone by now
             self._at_most = sum(self.alive().values())
             self.most = max(self.most, self._at_most)
         return result
@@ -138,8 +160,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass
 class Traced:
-    """Of one rank and one step. held: bytes when the action behind each begins. left: bytes after the step. most: bytes
-    at once. forwards: by layer; first: in the step before."""
+    """Of one rank and one step. held: bytes when the action behind each begins. left: bytes after
+    the step. most: bytes at once. forwards: by layer; first: in the step before.
+    """
 
     held: list[tuple[str, int]] = field(default_factory=list)
     left: int = 0
@@ -152,7 +175,9 @@ class Traced:
         return vars(self)
 
 
-def config(schedule: str, ranks: int, count: int, checkpointing: str, stages: int = 2) -> FullFinetuneConfig:
+def config(
+    schedule: str, ranks: int, count: int, checkpointing: str, stages: int = 2
+) -> FullFinetuneConfig:
     """Of a pipeline that takes so many micro-batches a step."""
     cfg = FullFinetuneConfig()
     cfg.device, cfg.dtype = "cpu", "fp32"
@@ -175,7 +200,9 @@ def expected(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) 
     return live_bytes(order, parallel, sizes, boundary_bytes(), taken=taken)
 
 
-def taken_sends(cfg: FullFinetuneConfig, rank: int, count: int) -> tuple[list[Action], dict[Action, int]]:
+def taken_sends(
+    cfg: FullFinetuneConfig, rank: int, count: int
+) -> tuple[list[Action], dict[Action, int]]:
     """A rank's list, and until when the driver holds what it sends: as `taken_in` has it."""
     orders = with_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
     timeline = simulate(orders, cfg.parallel, lambda action: UNITS[action.kind])
@@ -187,11 +214,19 @@ def total_of(live: Live) -> int:
     return live.kept + live.deferred + live.received + live.handed + live.waiting + live.sent
 
 
-def expected_held(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> list[tuple[str, int]]:
-    """As `Traced.held`: what is there when the next action begins, for which sends that are done by then are let go."""
-    lives, gone = expected(cfg, spec, rank, count), Counter(taken_sends(cfg, rank, count)[1].values())
+def expected_held(
+    cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
+) -> list[tuple[str, int]]:
+    """As `Traced.held`: what is there when the next action begins, for which sends that are done by
+    then are let go.
+    """
+    lives, gone = (
+        expected(cfg, spec, rank, count),
+        Counter(taken_sends(cfg, rank, count)[1].values()),
+    )
     return [
-        (str(live.action), total_of(live) - gone[number + 1] * boundary_bytes()) for number, live in enumerate(lives)
+        (str(live.action), total_of(live) - gone[number + 1] * boundary_bytes())
+        for number, live in enumerate(lives)
     ]
 
 
@@ -210,7 +245,8 @@ def expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: 
 def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str, int]]:
     """By stage and kind of action: the most bytes that it has alive beyond what is there before.
 
-    Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients are there already.
+    Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients
+    are there already.
     """
     stages = stage_count(cfg.parallel)
     each = spec.num_layers // stages
@@ -229,7 +265,9 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
             layers = range(stage * each, (stage + 1) * each)
             for defers in (False, True) if splits else (False,):
                 for rows in micro_batches(2):
-                    sizes = alone.work(rows, layers, defers, first=stage == 0, last=stage == stages - 1)
+                    sizes = alone.work(
+                        rows, layers, defers, first=stage == 0, last=stage == stages - 1
+                    )
                 names = (FORWARD, INPUT if defers else BACKWARD, WEIGHT)
                 found[stage] |= dict(zip(names, sizes, strict=True))
     return found
@@ -245,9 +283,13 @@ class _Alone:
     def __init__(self, model: Decoder, chunks: int) -> None:
         self._model, self._chunks = model, chunks
         self._storages = Storages(peaks=True)
-        self._storages.ignored = lambda: [one.grad for one in model.parameters() if one.grad is not None]
+        self._storages.ignored = lambda: [
+            one.grad for one in model.parameters() if one.grad is not None
+        ]
 
-    def work(self, rows: Batch, layers: range, defers: bool, *, first: bool, last: bool) -> tuple[int, int, int]:
+    def work(
+        self, rows: Batch, layers: range, defers: bool, *, first: bool, last: bool
+    ) -> tuple[int, int, int]:
         """Of forward, of backward or input gradient, of what was deferred."""
         model = self._model
         with self._storages:
@@ -267,7 +309,9 @@ class _Alone:
             with inside as later:
                 if last:
                     loss = model.lm_head(
-                        model.model.norm(hidden), labels=rows.labels, head_loss=CrossEntropy(self._chunks)
+                        model.model.norm(hidden),
+                        labels=rows.labels,
+                        head_loss=CrossEntropy(self._chunks),
                     )
                     loss.backward()
                     given = hidden.grad
@@ -294,8 +338,12 @@ def run_ours(
     peaks: bool = False,
     spoil: Callable[[nn.Module, Pipeline], None] | None = None,
 ) -> Traced:
-    """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given model and pipeline first."""
-    cfg.parallel.pipeline_layers_per_stage = [spec.num_layers // stage_count(cfg.parallel)] * stage_count(cfg.parallel)
+    """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given model and pipeline
+    first.
+    """
+    cfg.parallel.pipeline_layers_per_stage = [
+        spec.num_layers // stage_count(cfg.parallel)
+    ] * stage_count(cfg.parallel)
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
         pipeline = split_pipeline(model, cfg, world)
@@ -304,14 +352,18 @@ def run_ours(
         model.to_empty(device="cpu")
         init_weights(model, 1, spec)
         assert world.pipeline is not None
-        order = with_transfers(compute_orders(cfg.parallel, count), cfg.parallel)[world.pipeline.rank]
+        order = with_transfers(compute_orders(cfg.parallel, count), cfg.parallel)[
+            world.pipeline.rank
+        ]
         if spoil is not None:
             spoil(model, pipeline)
         return _Tracing(model, pipeline, cfg, order, peaks).run(micro_batches(count))
 
 
 def count_forwards(model: nn.Module, calls: Counter[str]) -> None:
-    """Counts, from now on, how often each layer of a decoder runs forward, recomputation included."""
+    """Counts, from now on, how often each layer of a decoder runs forward, recomputation
+    included.
+    """
     for name, layer in model.model.layers.named_children():
         norm = layer.input_layernorm  # inside of what is checkpointed
         norm.register_forward_pre_hook(lambda module, args, name=name: calls.update([name]))
@@ -321,7 +373,12 @@ class _Tracing:
     """Runs steps of a rank and notes what is alive in the last of them."""
 
     def __init__(
-        self, model: nn.Module, pipeline: Pipeline, cfg: FullFinetuneConfig, order: list[Action], peaks: bool
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        cfg: FullFinetuneConfig,
+        order: list[Action],
+        peaks: bool,
     ) -> None:
         self._model, self._pipeline, self._cfg, self._order = model, pipeline, cfg, order
         self._found, self._storages = Traced(), Storages(peaks=peaks)
@@ -332,7 +389,9 @@ class _Tracing:
         model, found = self._model, self._found
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         count_forwards(model, self._calls)
-        self._storages.ignored = lambda: [one.grad for one in model.parameters() if one.grad is not None]
+        self._storages.ignored = lambda: [
+            one.grad for one in model.parameters() if one.grad is not None
+        ]
         for _ in range(2):
             self._next = 0
             self._storages.most = 0

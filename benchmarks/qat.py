@@ -1,11 +1,13 @@
-"""What INT4 costs: held-out losses of small models, rounded after training and with rounding trained in.
+"""What INT4 costs: held-out losses of small models, rounded after training and with rounding
+trained in.
 
     python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
 
-The folder that REALDATA_DIR names has stories260K-hf, real weights.
-For each seed two runs of as many steps from the same random weights with the same rows: one without `qat`, one whose
-later half trains with it. Each exported folder is loaded by transformers, as it is and quantized by torchao, and all
-held-out answers are scored there; what the second run's own last validation said is next to it.
+The folder that REALDATA_DIR names has stories260K-hf, real weights. For each seed two runs of as
+many steps from the same random weights with the same rows: one without `qat`, one whose later half
+trains with it. Each exported folder is loaded by transformers, as it is and quantized by torchao,
+and all held-out answers are scored there; what the second run's own last validation said is next to
+it.
 """
 
 import argparse
@@ -39,7 +41,9 @@ NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, the weights that share a scale, how long it is trained, and what its runs set besides."""
+    """A model, the weights that share a scale, how long it is trained, and what its runs set
+    besides.
+    """
 
     model: str
     group: int
@@ -92,12 +96,17 @@ In training, the last validations of the runs with `qat` gave what transformers 
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the page, or prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run, for a trial")
     parser.add_argument(
-        "--only", type=int, choices=[setup.group for setup in SETUPS], help="weights that share a scale"
+        "--only",
+        type=int,
+        choices=[setup.group for setup in SETUPS],
+        help="weights that share a scale",
     )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -136,12 +145,17 @@ def section_of(setup: Setup, seeds: int) -> str:
     for number, name in enumerate(NAMES):
         column = [one[number] for one in losses]
         mean = statistics.fmean(column)
-        rows.append(f"| {name} | {' | '.join(f'{loss:.4f}' for loss in column)} | {mean:.4f} | {math.exp(mean):.4f} |")
+        rows.append(
+            f"| {name} | {' | '.join(f'{loss:.4f}' for loss in column)} | {mean:.4f} |"
+            f" {math.exp(mean):.4f} |"
+        )
     after, trained = ([one[number] - one[0] for one in losses] for number in (1, 3))
     return SECTION.format(
         model=setup.model,
         group=setup.group,
-        command=" ".join(["tune run demo/full", *words(setup, 0), *with_qat(setup)]).replace(STORIES, "stories260K-hf"),
+        command=" ".join(["tune run demo/full", *words(setup, 0), *with_qat(setup)]).replace(
+            STORIES, "stories260K-hf"
+        ),
         seeds=" | ".join(f"seed {seed}" for seed in range(seeds)),
         dashes=" | ".join("---:" for _ in range(seeds)),
         table="\n".join(rows),
@@ -175,7 +189,9 @@ def with_qat(setup: Setup) -> list[str]:
 
 def config(setup: Setup, seed: int) -> FullFinetuneConfig:
     """Of the runs without rounding."""
-    return load_config(configs_folder() / "demo" / "full.yaml", words(setup, seed), FullFinetuneConfig)
+    return load_config(
+        configs_folder() / "demo" / "full.yaml", words(setup, seed), FullFinetuneConfig
+    )
 
 
 def losses_of(setup: Setup, seed: int) -> tuple[list[float], float]:
@@ -188,7 +204,9 @@ def losses_of(setup: Setup, seed: int) -> tuple[list[float], float]:
                 raise SystemExit(f"a run ended with exit code {code}")
             run = Path(folder) / "run"
             found += [score(run / "model", setup, quantized) for quantized in (False, True)]
-            own = [line["validation_loss"] for line in read_metrics(run) if "validation_loss" in line][-1]
+            own = [
+                line["validation_loss"] for line in read_metrics(run) if "validation_loss" in line
+            ][-1]
     return found, abs(own - found[-1])
 
 
@@ -201,11 +219,15 @@ def held_out(setup: Setup) -> Any:
 
 @torch.no_grad()
 def score(folder: Path, setup: Setup, quantized: bool) -> float:
-    """Mean loss of the held-out answers by transformers' model, which torchao quantizes while it is loaded."""
+    """Mean loss of the held-out answers by transformers' model, which torchao quantizes while it is
+    loaded.
+    """
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     rounding = TorchAoConfig(quant_type=base_config(KIND, setup.group)) if quantized else None
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=rounding, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=rounding, dtype=torch.float32
+    )
     total, count = 0.0, 0
     for batches in validation_steps(held_out(setup), 0, 1, 50):
         (batch,) = batches.micro_batches

@@ -11,10 +11,15 @@ VARIABLE = "REALDATA_DIR"
 
 
 def find_real_data(name: str) -> Path:
-    """Return the path of a file or folder of that name. Ends the program with exit code 2 where there is none."""
+    """Return the path of a file or folder of that name. Ends the program with exit code 2 where
+    there is none.
+    """
     folder = os.environ.get(VARIABLE)
     if folder and (Path(folder) / name).exists():
         return Path(folder) / name
     found = f"{VARIABLE}={folder}: has no {name}" if folder else f"{VARIABLE}: not set"
-    print(f"error: {found}, expected a folder with {name}; see docs/measurements/README.md", file=sys.stderr)
+    print(
+        f"error: {found}, expected a folder with {name}; see docs/measurements/README.md",
+        file=sys.stderr,
+    )
     raise SystemExit(2)

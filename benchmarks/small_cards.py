@@ -31,7 +31,9 @@ FOUR_BITS = ("optimizer.state_bits=4", "optimizer.stochastic_rounding=true")
 
 @dataclass(frozen=True)
 class SmallCard:
-    """A line. what: model and way to train it. card: as `--device` takes it. words: overrides of the config."""
+    """A line. what: model and way to train it. card: as `--device` takes it. words: overrides of
+    the config.
+    """
 
     what: str
     card: str
@@ -41,12 +43,25 @@ class SmallCard:
     @property
     def recipe(self) -> str:
         """Whose config it is."""
-        return "full_finetune_distributed" if self.config.endswith("full") else "lora_finetune_distributed"
+        return (
+            "full_finetune_distributed"
+            if self.config.endswith("full")
+            else "lora_finetune_distributed"
+        )
 
     @property
     def command(self) -> str:
         """What plans it; with `run` in place of `plan` and without `--device`, what trains it."""
-        words = ["tune", "plan", self.recipe, "--config", self.config, "--device", self.card, *self.words]
+        words = [
+            "tune",
+            "plan",
+            self.recipe,
+            "--config",
+            self.config,
+            "--device",
+            self.card,
+            *self.words,
+        ]
         return shlex.join(words)
 
 
@@ -55,7 +70,12 @@ LINES = (
     SmallCard("32B, QLoRA", "8GB", "qwen2_5/32B_qlora", (STREAM,)),
     SmallCard("70B, QLoRA", "8GB", "llama3/70B_qlora", (STREAM, WINDOW)),
     SmallCard("70B, QLoRA", "24GB", "llama3/70B_qlora", (STREAM,)),
-    SmallCard("8B, full, 4 sequences", "8GB", "llama3/8B_full", (STREAM, *STEPPING, "batch_size=4", WINDOW)),
+    SmallCard(
+        "8B, full, 4 sequences",
+        "8GB",
+        "llama3/8B_full",
+        (STREAM, *STEPPING, "batch_size=4", WINDOW),
+    ),
     SmallCard("70B, full", "24GB", "llama3/70B_full", (STREAM, *STEPPING, *FOUR_BITS)),
     SmallCard(
         "70B, full, 8 sequences",
@@ -67,7 +87,9 @@ LINES = (
 
 
 def planned(line: SmallCard) -> dict[str, Any]:
-    """The plan's figures: bytes of card and host, seconds of a step, of its copies, and of those that show."""
+    """The plan's figures: bytes of card and host, seconds of a step, of its copies, and of those
+    that show.
+    """
     plan, _ = make_plan(*settings(line.config, 1, *line.words, device=line.card))
     rank, time = plan.heaviest, plan.time
     assert time is not None
@@ -88,8 +110,9 @@ def row(line: SmallCard, found: dict[str, Any]) -> str:
     """A line of the page's table."""
     sizes = [format_bytes(found[key]) for key in ("allocated", "reserved", "host")]
     return (
-        f"| {line.what} | {line.card.replace('GB', ' GB')} | {found['verdict']} | {' | '.join(sizes)} "
-        f"| {format_count(found['rate'])} | {found['step']:.1f} | {found['copies']:.1f} | {found['exposed']:.1f} |"
+        f"| {line.what} | {line.card.replace('GB', ' GB')} | {found['verdict']} |"
+        f" {' | '.join(sizes)} | {format_count(found['rate'])} | {found['step']:.1f} |"
+        f" {found['copies']:.1f} | {found['exposed']:.1f} |"
     )
 
 
@@ -107,12 +130,16 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Plans every line and writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="docs/small_cards.md")
     output = parser.parse_args().output
     made = table([apart(planned, line) for line in LINES])
     text = output.read_text(encoding="utf-8")
-    output.write_text(PLANS.sub(lambda found: f"{found[1]}{made}{found[3]}", text), encoding="utf-8")
+    output.write_text(
+        PLANS.sub(lambda found: f"{found[1]}{made}{found[3]}", text), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

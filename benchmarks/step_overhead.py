@@ -1,10 +1,12 @@
-"""What a recipe's step costs beside the bare model: the same batches through both, step by step in turn.
+"""What a recipe's step costs beside the bare model: the same batches through both, step by step in
+turn.
 
     python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md
 
-Bare: forward, backward, torch's clipping and AdamW on a copy of the model, nothing else. The recipe's side also takes
-its batches from the data order, sets the learning rate, writes metrics.jsonl and looks for signals. Losses and norms of
-both stand in the report: they do the same work. Run it on a machine that does nothing else.
+Bare: forward, backward, torch's clipping and AdamW on a copy of the model, nothing else. The
+recipe's side also takes its batches from the data order, sets the learning rate, writes
+metrics.jsonl and looks for signals. Losses and norms of both stand in the report: they do the same
+work. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -65,7 +67,9 @@ middle and the last step.
 
 def main() -> None:
     """Runs both sides and writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
@@ -84,7 +88,9 @@ def main() -> None:
     }
     arguments.output.write_text(
         TEXT.format(
-            command="python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md",
+            command=(
+                "python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md"
+            ),
             torch=torch.__version__,
             threads=torch.get_num_threads(),
             machine=f"{platform.machine()}, tune-recipes {recipe_lib.__version__}",
@@ -103,18 +109,29 @@ def main() -> None:
     print(f"{middle:.4f}")
 
 
-def run_both(folder: Path, steps: int) -> tuple[list[tuple[dict[str, float], dict[str, float]]], int]:
+def run_both(
+    folder: Path, steps: int
+) -> tuple[list[tuple[dict[str, float], dict[str, float]]], int]:
     """(bare, recipe) for each step, and the number of parameters."""
     cfg = config(folder, steps)
     prepare(cfg)
     found = []
     with start_world(cfg) as world:
         recipe = recipe_class(recipe_module())(cfg, world)
-        for part in (partial(recipe.setup_data, None), recipe.setup_model, recipe.load_weights, recipe.setup_optimizer):
+        for part in (
+            partial(recipe.setup_data, None),
+            recipe.setup_model,
+            recipe.load_weights,
+            recipe.setup_optimizer,
+        ):
             part()
         model = copy.deepcopy(recipe.model)
-        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        loop = training.TrainingLoop(cfg, world, recipe.model, recipe.optimizer, recipe.data, done=0)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        loop = training.TrainingLoop(
+            cfg, world, recipe.model, recipe.optimizer, recipe.data, done=0
+        )
         with loop:
             batches_of = loop.steps()
             for _ in range(steps):
@@ -126,7 +143,11 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[dict[str, float], dic
                 step = recipe.train_step(batches)
                 loop.finish(step, batches, recipe.validate)
                 seconds = time.perf_counter() - began + taking
-                own = {"seconds": seconds, "loss": float(step.loss), "grad_norm": float(step.grad_norm)}
+                own = {
+                    "seconds": seconds,
+                    "loss": float(step.loss),
+                    "grad_norm": float(step.grad_norm),
+                }
                 found.append((bare, own))
     return found, sum(parameter.numel() for parameter in model.parameters())
 
@@ -139,7 +160,9 @@ def bare_step(
     optimizer.param_groups[0]["lr"] = lr
     (batch,) = batches.micro_batches
     head_loss = CrossEntropy(cfg.memory.loss_chunks)
-    loss = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss)
+    loss = model(
+        batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss
+    )
     loss = loss / batches.trained_tokens
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm)
@@ -149,7 +172,9 @@ def bare_step(
 
 
 def config(folder: Path, steps: int) -> Any:
-    """The demo's rows, packed, for a model of 15 M parameters; everything is written into the folder."""
+    """The demo's rows, packed, for a model of 15 M parameters; everything is written into the
+    folder.
+    """
     (folder / "model.json").write_text(json.dumps(MODEL))
     overrides = [
         f"model.preset={folder}/model.json",

@@ -1,4 +1,5 @@
-"""Where a planned step's time goes, for 8B on four cards, with chains operator by operator and as fused kernels.
+"""Where a planned step's time goes, for 8B on four cards, with chains operator by operator and as
+fused kernels.
 
 python -m benchmarks.step_time --output docs/measurements/step_time.md
 """
@@ -27,13 +28,24 @@ from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.plan.apart import apart, settings
 
 # Method -> config, ranks.
-METHODS = {"full": ("llama3/8B_full", 4), "LoRA": ("llama3/8B_lora", 1), "QLoRA": ("llama3/8B_qlora", 1)}
+METHODS = {
+    "full": ("llama3/8B_full", 4),
+    "LoRA": ("llama3/8B_lora", 1),
+    "QLoRA": ("llama3/8B_qlora", 1),
+}
 ROW = 2048  # tokens of a sequence
 TOKENS = (2048, 8192)  # of a micro-batch
-OVERRIDES = ("data.source=examples/demo/train.jsonl", f"max_seq_len={ROW}", "gradient_accumulation_steps=1")
+OVERRIDES = (
+    "data.source=examples/demo/train.jsonl",
+    f"max_seq_len={ROW}",
+    "gradient_accumulation_steps=1",
+)
 CARDS = ("rtx3090", "rtx4090", "a100-80gb", "h100")
 FUSED = {"one by one": "fused_kernels=false", "fused": "fused_kernels=true"}
-SHARE, AIM = 0.03, 1.25  # of a step's kernels, from which a module's memory-bound ones are listed; of kernels / useful
+SHARE, AIM = (
+    0.03,
+    1.25,
+)  # of a step's kernels, from which a module's memory-bound ones are listed; of kernels / useful
 # Why what is left above SHARE is as it is: module, method ("": any), reason.
 REASONS = (
     ("model.layers.*.mlp", "", "one kernel forward, one backward"),
@@ -76,7 +88,9 @@ By module, with fused kernels, those of {share:.0%} of a card's kernels or more;
 def trace_of(method: str, *overrides: str, tokens: int = ROW) -> Trace:
     """The trace of a method's first rank."""
     config, ranks = METHODS[method]
-    recipe, cfg, wanted = settings(config, ranks, *OVERRIDES, f"batch_size={tokens // ROW}", *overrides)
+    recipe, cfg, wanted = settings(
+        config, ranks, *OVERRIDES, f"batch_size={tokens // ROW}", *overrides
+    )
     return simulate(recipe, cfg, wanted.sequence, ranks=ranks, phases=()).trace
 
 
@@ -90,7 +104,11 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
             times, timing = time_by_kind(trace, STEADY, hardware), schedule(trace, STEADY, hardware)
             idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
             cells = [f"{times[kind]:.3f}" for kind in KINDS if kind != "copies"]
-            cells += [f"{timing.exposed + timing.copies_exposed:.3f}", f"{max(0.0, idle):.3f}", f"{timing.step:.3f}"]
+            cells += [
+                f"{timing.exposed + timing.copies_exposed:.3f}",
+                f"{max(0.0, idle):.3f}",
+                f"{timing.step:.3f}",
+            ]
             kernels = sum(times[kind] for kind in KINDS[:3])
             useful = times[MATMULS] + times[ATTENTION]
             cells += [f"{operators_launched(trace, STEADY):,}", f"{kernels / useful:.2f}"]
@@ -107,8 +125,14 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
         for module, together in seconds.most_common():
             if together >= SHARE * kernels:
                 cells = [f"{count[module]:,}", f"{together:.3f}", f"{together / kernels:.1%}"]
-                reason = next((why for named, of, why in REASONS if module == named and of in ("", method)), "")
-                modules.append(f"| {method} | {tokens} | {card} | `{module}` | {' | '.join([*cells, reason])} |")
+                reason = next(
+                    (why for named, of, why in REASONS if module == named and of in ("", method)),
+                    "",
+                )
+                modules.append(
+                    f"| {method} | {tokens} | {card} | `{module}` |"
+                    f" {' | '.join([*cells, reason])} |"
+                )
         cells = ["", f"{times[MEMORY_BOUND]:.3f}", f"{times[MEMORY_BOUND] / kernels:.1%}", ""]
         modules.append(f"| {method} | {tokens} | {card} | all together | {' | '.join(cells)} |")
     return kinds, modules, beyond
@@ -116,7 +140,9 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
 
 def main() -> None:
     """Prints, and writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
     heads = ["method", "tokens", "card", "chains", *(kind for kind in KINDS if kind != "copies"), "exposed", "idle",

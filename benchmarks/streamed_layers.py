@@ -1,8 +1,10 @@
-"""NF4 codes that lie on the host and are copied to the device one layer ahead, as Loggetta's streamed runs have it.
+"""NF4 codes that lie on the host and are copied to the device one layer ahead, as Loggetta's
+streamed runs have it.
 
-From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta 0.7 builds: the layer in use is on the
-device, and the one after it, in backward the one before; the copy is on a stream of its own, and `record_stream` says
-of each tensor that layers compute with it, so that its memory is held until the device has come that far.
+From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta 0.7 builds: the layer in
+use is on the device, and the one after it, in backward the one before; the copy is on a stream of
+its own, and `record_stream` says of each tensor that layers compute with it, so that its memory is
+held until the device has come that far.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ class StreamedCodes:
         self._nothing = modules[0][0].codes.new_empty(0)
         self._copying = self._device.Stream()
         self._in_use: set[int] = set()
-        self._ahead: dict[int, tuple[list[Tensor], Any]] = {}  # by layer: its codes, and the event after their copies
+        self._ahead: dict[
+            int, tuple[list[Tensor], Any]
+        ] = {}  # by layer: its codes, and the event after their copies
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self._use(number))
             layer.register_full_backward_pre_hook(lambda *_, number=number: self._use(number))
@@ -49,7 +53,9 @@ class StreamedCodes:
             self._ahead[following] = codes, copied
 
     def _following(self, number: int) -> int:
-        """The layer that is used after this one: forward turns around at the last layer, backward at the first."""
+        """The layer that is used after this one: forward turns around at the last layer, backward
+        at the first.
+        """
         last = len(self._modules) - 1
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward:
@@ -57,7 +63,10 @@ class StreamedCodes:
         return number + 1 if number < last else last - 1
 
     def _copy(self, number: int) -> list[Tensor]:
-        return [self._nothing.new_empty(-(-module.shape.numel() // 2)) for module in self._modules[number]]
+        return [
+            self._nothing.new_empty(-(-module.shape.numel() // 2))
+            for module in self._modules[number]
+        ]
 
     def _bind(self, number: int, codes: list[Tensor]) -> None:
         for module, tensor in zip(self._modules[number], codes, strict=True):

@@ -1,9 +1,11 @@
-"""Tensor parallel plans for every causal language model of transformers, each proven on a small copy of it.
+"""Tensor parallel plans for every causal language model of transformers, each proven on a small
+copy of it.
 
     python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md
 
-Needs no GPU, no weights and no network. Every architecture is built tiny from its own config class, planned from one
-forward on the meta device, and certified on the CPU with random weights; one that hangs is given up after --seconds.
+Needs no GPU, no weights and no network. Every architecture is built tiny from its own config class,
+planned from one forward on the meta device, and certified on the CPU with random weights; one that
+hangs is given up after --seconds.
 """
 
 import argparse
@@ -39,7 +41,9 @@ SIZE = 2
 
 @dataclasses.dataclass
 class Row:
-    """What became of one architecture. outcome: certified, rejected, refused, not built, not traced, no time."""
+    """What became of one architecture. outcome: certified, rejected, refused, not built, not
+    traced, no time.
+    """
 
     name: str
     outcome: str
@@ -55,7 +59,9 @@ class Row:
 
 def main(argv: list[str]) -> None:
     """Writes the page, and a line on each architecture as it goes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     parser.add_argument("--only", default="", help="model types that match this regular expression")
     parser.add_argument("--seconds", type=float, default=120, help="for one architecture")
@@ -67,7 +73,11 @@ def main(argv: list[str]) -> None:
         rows.append(_in_time(name, arguments.seconds))
         row = rows[-1]
         shares = f"{row.cut:5.0%} {row.tokens:5.0%}"
-        print(f"{row.name:32} {row.outcome:12} {shares} {row.agree:8} {row.gradient:6} {row.note[:150]}", flush=True)
+        print(
+            f"{row.name:32} {row.outcome:12} {shares} {row.agree:8} {row.gradient:6}"
+            f" {row.note[:150]}",
+            flush=True,
+        )
         arguments.output.write_text(page(rows, time.monotonic() - started), encoding="utf-8")
 
 
@@ -104,7 +114,9 @@ def _send(pipe: Connection, name: str) -> None:
 
 
 def examine(name: str) -> Row:
-    """Builds, plans and certifies one architecture; without shared tokens if a plan with them is rejected."""
+    """Builds, plans and certifies one architecture; without shared tokens if a plan with them is
+    rejected.
+    """
     row = _examined(name, tokens=True)
     if row.outcome == "rejected" and row.tokens:
         without = _examined(name, tokens=False)
@@ -164,8 +176,12 @@ def _certified(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dic
     return row
 
 
-def errors_of(model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> dict[str, float]:
-    """Errors of outputs and gradients in float64, or in float32 where a forward is not written for more."""
+def errors_of(
+    model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]
+) -> dict[str, float]:
+    """Errors of outputs and gradients in float64, or in float32 where a forward is not written for
+    more.
+    """
     try:
         return rank_errors(model.double(), plan, SIZE, inputs)
     except (RuntimeError, ValueError, TypeError):
@@ -174,17 +190,26 @@ def errors_of(model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]
 
 def cut_share(plan: ShardingPlan) -> float:
     """Share of the elements of matrices that are cut."""
-    sizes = [(torch.Size(each.shape).numel(), each.dim >= 0) for each in plan.parameters if len(each.shape) > 1]
+    sizes = [
+        (torch.Size(each.shape).numel(), each.dim >= 0)
+        for each in plan.parameters
+        if len(each.shape) > 1
+    ]
     return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
 
 
 def compared(model: torch.nn.Module, plan: ShardingPlan) -> str:
-    """`12/12`: of the column and row entries of transformers' own plan, those that ours has as well."""
+    """`12/12`: of the column and row entries of transformers' own plan, those that ours has as
+    well.
+    """
     theirs: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     agreed = found = 0
     for each in plan.parameters:
         style = style_of(theirs, each.name)
-        if style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise") and len(each.shape) > 1:
+        if (
+            style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
+            and len(each.shape) > 1
+        ):
             found += 1
             agreed += each.role in ("column", "row", "vocabulary")
     return f"{agreed}/{found}" if found else ""
@@ -208,26 +233,36 @@ def page(rows: list[Row], seconds: float) -> str:
     import transformers
 
     counts = {
-        outcome: sum(row.outcome == outcome for row in rows) for outcome in dict.fromkeys(r.outcome for r in rows)
+        outcome: sum(row.outcome == outcome for row in rows)
+        for outcome in dict.fromkeys(r.outcome for r in rows)
     }
     shared = sum(row.outcome == "certified" and row.tokens > 0 for row in rows)
-    agreed, found = (sum(int(row.agree.split("/")[place]) for row in rows if row.agree) for place in (0, 1))
+    agreed, found = (
+        sum(int(row.agree.split("/")[place]) for row in rows if row.agree) for place in (0, 1)
+    )
     lines = [
         "# Tensor parallel plans for transformers' causal language models",
         "",
-        f"`{COMMAND}`, torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()} CPU,"
-        f" {seconds:.0f} s. {len(rows)} model types; " + ", ".join(f"{n} {o}" for o, n in counts.items()) + ".",
+        f"`{COMMAND}`, torch {torch.__version__}, transformers {transformers.__version__},"
+        f" {platform.machine()} CPU, {seconds:.0f} s. {len(rows)} model types; "
+        + ", ".join(f"{n} {o}" for o, n in counts.items())
+        + ".",
         "",
-        f"Every model is a small copy of its own config's class; certified is a plan for {SIZE} ranks, each of which"
-        " ran on its own part in a thread. Cut is the share of the elements of matrices that ranks share."
-        " Tokens is the share of the elements"
-        f" of activations that no axis cuts of which a rank has its own tokens alone: above 0 in {shared} of the"
-        " certified plans. Agree: of the column and row"
-        f" entries of transformers' own plans, {agreed} of {found} are ours, too."
-        " Gradient is the largest relative error of any parameter's gradient, or of the output, in float64 (float32"
-        " where the forward takes no other).",
+        (
+            f"Every model is a small copy of its own config's class; certified is a plan for {SIZE}"
+            " ranks, each of which ran on its own part in a thread. Cut is the share of the"
+            " elements of matrices that ranks share. Tokens is the share of the elements of"
+            " activations that no axis cuts of which a rank has its own tokens alone: above 0 in"
+            f" {shared} of the certified plans. Agree: of the column and row entries of"
+            f" transformers' own plans, {agreed} of {found} are ours, too. Gradient is the largest"
+            " relative error of any parameter's gradient, or of the output, in float64 (float32"
+            " where the forward takes no other)."
+        ),
         "",
-        "| model type | outcome | cut | tokens | axes | boundaries | rewrites | agree | gradient | note |",
+        (
+            "| model type | outcome | cut | tokens | axes | boundaries | rewrites | agree |"
+            " gradient | note |"
+        ),
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:

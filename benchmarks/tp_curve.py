@@ -1,7 +1,9 @@
-"""Losses of a small Llama over steps of training, on one process and on four gloo ranks. Used by tp_trace.py.
+"""Losses of a small Llama over steps of training, on one process and on four gloo ranks. Used by
+tp_trace.py.
 
-The model and its settings are those of nanotron's check (tied embedding, as many key heads as query heads, AdamW with
-betas 0.9 and 0.95, clipping at 1, two micro-batches a step, a warm-up of two steps and a cosine), with smaller numbers.
+The model and its settings are those of nanotron's check (tied embedding, as many key heads as query
+heads, AdamW with betas 0.9 and 0.95, clipping at 1, two micro-batches a step, a warm-up of two
+steps and a cosine), with smaller numbers.
 """
 
 import math
@@ -58,8 +60,9 @@ def rows_of(text: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """regather: the value of `parallel.tensor_regather_in_backward`. one_buffer: all gathered tokens lie in the same
-    memory, whoever still needs them."""
+    """regather: the value of `parallel.tensor_regather_in_backward`. one_buffer: all gathered
+    tokens lie in the same memory, whoever still needs them.
+    """
 
     regather: str = "true"
     one_buffer: bool = False
@@ -68,7 +71,9 @@ class Run:
 WRONG = Run("false", one_buffer=True)
 
 
-def losses(rows: Tensor, steps: int, ranks: int, runs: Sequence[Run] = (Run(),)) -> list[list[float]]:
+def losses(
+    rows: Tensor, steps: int, ranks: int, runs: Sequence[Run] = (Run(),)
+) -> list[list[float]]:
     """Of each run the mean loss of each step, in fp32. rows: `[n, s + 1]`."""
     return run_ranks(_train_each, ranks, rows, steps, ranks, runs, timeout=1200.0)[0]  # type: ignore[no-any-return]
 
@@ -85,7 +90,9 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
         divided = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
         init_weights(model, 1, SPEC)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01
+        )
         found = []
         for step in range(steps):
             loss = torch.zeros(())
@@ -93,7 +100,9 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
                 first = (step * MICRO_BATCHES + number) * ROWS
                 batch = rows[torch.arange(first, first + ROWS) % len(rows)]
                 tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-                part = model(tokens, labels=labels, head_loss=CrossEntropy(1)) / (MICRO_BATCHES * labels.numel())
+                part = model(tokens, labels=labels, head_loss=CrossEntropy(1)) / (
+                    MICRO_BATCHES * labels.numel()
+                )
                 part.backward()
                 loss += part.detach()
             all_reduce_gradients(model, divided, world)

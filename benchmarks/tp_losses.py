@@ -59,7 +59,11 @@ GPT2 = {
 }
 REAL = "stories260K, real weights"
 REAL_FOLDER = "stories260K-hf"
-MODELS = {REAL: None, "SmolLM2's shape, random weights": SMOLLM2, "GPT-2's class, random weights": GPT2}
+MODELS = {
+    REAL: None,
+    "SmolLM2's shape, random weights": SMOLLM2,
+    "GPT-2's class, random weights": GPT2,
+}
 
 TEXT = """# Losses of inferred tensor-parallel plans
 
@@ -111,8 +115,12 @@ def row(model: str, dtype: str, steps: int) -> str:
     with tempfile.TemporaryDirectory(prefix="tp-losses-") as name:
         one, several = (run(Path(name), model, dtype, tensor, steps) for tensor in (1, RANKS))
     assert len(one) == steps
-    losses, norms = (furthest([line[at] for line in several], [line[at] for line in one]) for at in (0, 1))
-    numbers = f"{one[0][0]:.6f} | {one[-1][0]:.6f} | {several[-1][0]:.6f} | {losses:.1e} | {norms:.1e}"
+    losses, norms = (
+        furthest([line[at] for line in several], [line[at] for line in one]) for at in (0, 1)
+    )
+    numbers = (
+        f"{one[0][0]:.6f} | {one[-1][0]:.6f} | {several[-1][0]:.6f} | {losses:.1e} | {norms:.1e}"
+    )
     return f"| {model} | {dtype} | {numbers} |"
 
 

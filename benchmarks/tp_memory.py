@@ -1,9 +1,11 @@
-"""What decoder layers keep for backward under tensor parallel: torch's own DTensor styles beside ours, and by formula.
+"""What decoder layers keep for backward under tensor parallel: torch's own DTensor styles beside
+ours, and by formula.
 
     python benchmarks/tp_memory.py --output docs/measurements/tp_memory.md
 
-Layers of real widths run forward and backward as rank 0 of t on the simulated device: the code is the same, tensors
-have sizes and no bytes. Ours is also run without what it does beyond gathering twice, to show what each part gives.
+Layers of real widths run forward and backward as rank 0 of t on the simulated device: the code is
+the same, tensors have sizes and no bytes. Ours is also run without what it does beyond gathering
+twice, to show what each part gives.
 """
 
 import argparse
@@ -39,22 +41,34 @@ from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
 from recipe_lib.plan.world.simulated_device import NAME  # noqa: E402
-from recipe_lib.plan.world.simulated_world import simulated_world, tensors_without_bytes  # noqa: E402
+from recipe_lib.plan.world.simulated_world import (  # noqa: E402
+    simulated_world,
+    tensors_without_bytes,
+)
 from recipe_lib.units import MIB  # noqa: E402
 
 TOKENS, LAYERS = 8192, 4
-RANDOM_STATE = 24  # bytes: the seed and the offset that the kernel of attention hands on, used or not
+RANDOM_STATE = (
+    24  # bytes: the seed and the offset that the kernel of attention hands on, used or not
+)
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")
 SIZES = (2, 4, 8)
-STOCK, CACHED, TWICE, FUSED, OURS = "DTensor styles", "gathered once", "gathered again", "+ product", "+ norm (ours)"
+STOCK, CACHED, TWICE, FUSED, OURS = (
+    "DTensor styles",
+    "gathered once",
+    "gathered again",
+    "+ product",
+    "+ norm (ours)",
+)
 AUTO = "auto"  # ours, as `parallel.tensor_regather_in_backward: auto` has it
 WAYS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of rank 0. kept: bytes of one layer when backward begins. peak: bytes over all layers. collectives: of a layer,
-    by (`forward` or `backward`, operator)."""
+    """Of rank 0. kept: bytes of one layer when backward begins. peak: bytes over all layers.
+    collectives: of a layer, by (`forward` or `backward`, operator).
+    """
 
     kept: int
     peak: int
@@ -72,9 +86,12 @@ def layers_of(name: str, layers: int = LAYERS) -> DecoderSpec:
 
 
 def stock_layer(layer: nn.Module, world: World) -> nn.Module:
-    """The layer under torch's styles: sequence-parallel norms, one gather for each group of linears."""
+    """The layer under torch's styles: sequence-parallel norms, one gather for each group of
+    linears.
+    """
     split = PrepareModuleInput(
-        input_layouts=(Shard(1), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        input_layouts=(Shard(1), None, None, None),
+        desired_input_layouts=(Replicate(), None, None, None),
     )
     plan: dict[str, Any] = {
         "input_layernorm": SequenceParallel(),
@@ -90,7 +107,9 @@ def stock_layer(layer: nn.Module, world: World) -> nn.Module:
 
 
 class Tracker(TorchDispatchMode):
-    """While entered, notes the most bytes alive of storages that operators made, and counts collectives by `part`."""
+    """While entered, notes the most bytes alive of storages that operators made, and counts
+    collectives by `part`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +118,11 @@ class Tracker(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operator: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # until it is about the ranks' own parts
@@ -126,7 +149,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes of each storage that the graph made in the block keeps, by its address; not those of parameters."""
+    """Bytes of each storage that the graph made in the block keeps, by its address; not those of
+    parameters.
+    """
     own = {_plain(parameter).untyped_storage()._cdata for parameter in parameters}
     found: dict[int, int] = {}
     held = []
@@ -180,9 +205,11 @@ def measure(
     compiled: bool = False,
     change: Callable[[nn.Module], None] | None = None,
 ) -> Measured:
-    """The layers of `spec` forward and backward in bf16. change: what is done to the meta model first.
+    """The layers of `spec` forward and backward in bf16. change: what is done to the meta model
+    first.
 
-    Compiled layers are measured without peak and collectives: torch compiles nothing while a tracker looks on.
+    Compiled layers are measured without peak and collectives: torch compiles nothing while a
+    tracker looks on.
     """
     gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
@@ -191,7 +218,11 @@ def measure(
         if change is not None:
             change(model)
         _prepare(model, parallel, world, how, checkpointing, compiled)
-        shape = (rows, length // size, spec.width) if how == STOCK else (rows * length // size, spec.width)
+        shape = (
+            (rows, length // size, spec.width)
+            if how == STOCK
+            else (rows * length // size, spec.width)
+        )
         hidden = torch.empty(shape, dtype=torch.bfloat16, device=NAME, requires_grad=True)
         positions = torch.zeros(rows, length, dtype=torch.int64, device=NAME)
         turn = model.model.rotary[0](positions)
@@ -213,7 +244,9 @@ def measure(
 def _each(number: int, spec: DecoderSpec) -> int:
     """A layer's share of what alike layers have together."""
     if number % spec.num_layers:
-        raise ValueError(f"{number} is no multiple of the {spec.num_layers} layers, which should be alike")
+        raise ValueError(
+            f"{number} is no multiple of the {spec.num_layers} layers, which should be alike"
+        )
     return number // spec.num_layers
 
 
@@ -221,7 +254,9 @@ def _counts(tracker: Tracker, spec: DecoderSpec) -> dict[tuple[str, str], int]:
     return {key: _each(number, spec) for key, number in sorted(tracker.collectives.items())}
 
 
-def _prepare(model: nn.Module, parallel: ParallelConfig, world: World, how: str, mode: str, compiled: bool) -> None:
+def _prepare(
+    model: nn.Module, parallel: ParallelConfig, world: World, how: str, mode: str, compiled: bool
+) -> None:
     """Shares the layers out, checkpoints and compiles them, and gives the model its memory."""
     if how != STOCK:
         shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
@@ -239,19 +274,29 @@ def _prepare(model: nn.Module, parallel: ParallelConfig, world: World, how: str,
     model.to_empty(device=NAME)
 
 
-def formula(spec: DecoderSpec, size: int, how: str, *, tokens: int = TOKENS, compiled: bool = False) -> int:
-    """Bytes that a layer keeps in bf16: elements a token over t, and the small terms of norms and attention.
+def formula(
+    spec: DecoderSpec, size: int, how: str, *, tokens: int = TOKENS, compiled: bool = False
+) -> int:
+    """Bytes that a layer keeps in bf16: elements a token over t, and the small terms of norms and
+    attention.
 
-    Compiled, what is not an operator of ours keeps no output of its activation: of gate, product and silu, two.
+    Compiled, what is not an operator of ours keeps no output of its activation: of gate, product
+    and silu, two.
     """
     h, f = spec.width, spec.mlp_width
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     product = f if compiled else 2 * f
     gathered_tokens = 2 * h * size
-    more = {STOCK: gathered_tokens + product, CACHED: gathered_tokens + product, TWICE: 2 * h + product}
+    more = {
+        STOCK: gathered_tokens + product,
+        CACHED: gathered_tokens + product,
+        TWICE: 2 * h + product,
+    }
     more |= {FUSED: 2 * h, OURS: 0}
     elements = 2 * h + 2 * q + 2 * k + 2 * f + more[how]
-    numbers = spec.num_heads + 2  # the log of each head's sums, and the root mean square of both norms
+    numbers = (
+        spec.num_heads + 2
+    )  # the log of each head's sums, and the root mean square of both norms
     if spec.head_norms:
         elements += q + k  # queries and keys before their norms
         numbers += spec.num_heads + spec.num_kv_heads
@@ -308,16 +353,25 @@ def page() -> str:
             for how, found in [*eager.items(), *compiled.items()]:
                 expected = formula(spec, size, how, compiled=found is not eager[how])
                 if found.kept != expected:
-                    raise ValueError(f"{name}, t={size}, {how}: {found.kept} bytes kept, {expected} by formula")
-            cells = [eager[how].kept for how in WAYS] + [compiled[how].kept for how in (STOCK, OURS)]
+                    raise ValueError(
+                        f"{name}, t={size}, {how}: {found.kept} bytes kept, {expected} by formula"
+                    )
+            cells = [eager[how].kept for how in WAYS] + [
+                compiled[how].kept for how in (STOCK, OURS)
+            ]
             share = f"{eager[OURS].kept / eager[STOCK].kept:.0%}"
             kept.append([name, str(size), *(f"{number / MIB:.1f}" for number in cells), share])
             peak.append([name, str(size), *(f"{eager[how].peak / MIB:.0f}" for how in WAYS)])
             print(" ".join(kept[-1]), "|", " ".join(peak[-1]), flush=True)
     counts = []
     for mode in ("none", "full"):
-        counted = [measure(specs[MODELS[0]], 8, how, checkpointing=mode) for how in (STOCK, CACHED, OURS, AUTO)]
-        counts.append([mode, *(f"{one.count('forward')} + {one.count('backward')}" for one in counted)])
+        counted = [
+            measure(specs[MODELS[0]], 8, how, checkpointing=mode)
+            for how in (STOCK, CACHED, OURS, AUTO)
+        ]
+        counts.append(
+            [mode, *(f"{one.count('forward')} + {one.count('backward')}" for one in counted)]
+        )
     names = {"stock": STOCK, "cached": CACHED, "twice": TWICE, "fused": FUSED, "ours": OURS}
     return PAGE.format(
         kept=_table(["model", "t", *WAYS, f"{STOCK}, compiled", f"{OURS}, compiled", f"{OURS} / {STOCK}"], kept),
@@ -334,7 +388,9 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def main() -> None:
     """Writes the page, or prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
     text = page()

@@ -1,4 +1,5 @@
-"""Memory over a step of a 70B under tensor parallel 8 and pipeline 4, and losses of a small one: ours and others' ways.
+"""Memory over a step of a 70B under tensor parallel 8 and pipeline 4, and losses of a small one:
+ours and others' ways.
 
     python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md
 
@@ -51,8 +52,8 @@ class Traced:
     """The plan of one way.
 
     step: rank 0's peaks of a steady step; in_fp32: with sums of gradients in fp32 that stay. kept:
-    bytes of a layer and micro-batch. points: (place, GiB) over the step; names: (place, name) of its
-    actions.
+    bytes of a layer and micro-batch. points: (place, GiB) over the step; names: (place, name) of
+    its actions.
     """
 
     way: Way
@@ -77,8 +78,12 @@ def trace(way: Way) -> Traced:
     # Of as many micro-batches as 1F1B's first rank has in flight.
     kept, wanted = next(row.kept for row in plan.layers if row.module == _LAYER), layer_bytes(way)
     if kept != wanted * MICRO_BATCHES:
-        raise ValueError(f"{way.name}: a layer keeps {kept} bytes of {MICRO_BATCHES}, expected {wanted} of each")
-    step, in_fp32 = (next(peak for peak in one.heaviest.peaks if peak.phase == "step") for one in (plan, wider))
+        raise ValueError(
+            f"{way.name}: a layer keeps {kept} bytes of {MICRO_BATCHES}, expected {wanted} of each"
+        )
+    step, in_fp32 = (
+        next(peak for peak in one.heaviest.peaks if peak.phase == "step") for one in (plan, wider)
+    )
     return Traced(way, plan, step, in_fp32, wanted, *timeline(found))
 
 
@@ -90,16 +95,22 @@ def plan_run(way: Way, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Pl
     regather = f"parallel.tensor_regather_in_backward={way.regather}"
     cfg, _ = plannable(load_config(CONFIG, (*OVERRIDES, regather, *overrides), FullFinetuneConfig))
     sequence = planned_sequence(cfg, str(TOKENS))
-    settings = PlanSettings(find_hardware(CARD), sequence, TENSOR * PIPELINE, traced_ranks=ranks, phases=())
+    settings = PlanSettings(
+        find_hardware(CARD), sequence, TENSOR * PIPELINE, traced_ranks=ranks, phases=()
+    )
     with taken(way):
-        plan, found = make_plan(load_module(RecipeFile.find(RECIPE).path).FullFinetune, cfg, settings)
+        plan, found = make_plan(
+            load_module(RecipeFile.find(RECIPE).path).FullFinetune, cfg, settings
+        )
     if plan.heaviest.rank != 0:
         raise ValueError(f"{way.name}: rank {plan.heaviest.rank} is the heaviest, expected rank 0")
     return plan, found
 
 
 def layer_bytes(way: Way) -> int:
-    """What a layer keeps by formula, in bf16; and 4 bytes a token over t for each head and both norms."""
+    """What a layer keeps by formula, in bf16; and 4 bytes a token over t for each head and both
+    norms.
+    """
     spec = spec_from_config(preset_config(PRESET), PRESET)
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     elements = way.kept_elements(spec.width, q, k, spec.mlp_width, TENSOR)
@@ -107,7 +118,9 @@ def layer_bytes(way: Way) -> int:
 
 
 def timeline(found: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
-    """GiB that are live over the steady step, each forward and backward as wide as the others; and where each is."""
+    """GiB that are live over the steady step, each forward and backward as wide as the others; and
+    where each is.
+    """
     parts: list[tuple[str, list[int]]] = []
     alive, inside = 0, False
     for kind, number in found.events:
@@ -216,30 +229,44 @@ the wrong buffer does not pass.
 OPTIONS = [
     [
         "`tp_mode: REDUCE_SCATTER`",
-        "what `parallel.tensor` does for this library's decoders: norms and residuals on a rank's own tokens, gathers "
-        "before q, k, v and before gate, up, reduce-scatters behind o and down",
+        (
+            "what `parallel.tensor` does for this library's decoders: norms and residuals on a"
+            " rank's own tokens, gathers before q, k, v and before gate, up, reduce-scatters behind"
+            " o and down"
+        ),
     ],
     [
         "`tp_mode: ALL_REDUCE`",
-        "none for these decoders. The plans inferred for other models ([tensor_parallel.md](../tensor_parallel.md)) "
-        "share tokens where their proof holds, and all-reduce where it does not",
+        (
+            "none for these decoders. The plans inferred for other models"
+            " ([tensor_parallel.md](../tensor_parallel.md)) share tokens where their proof holds,"
+            " and all-reduce where it does not"
+        ),
     ],
     [
         "`tp_recompute_allgather: true` (default)",
-        "`parallel.tensor_regather_in_backward: auto` (default): gathered again, except in checkpointed layers, which "
-        "have the tokens during their own backward alone",
+        (
+            "`parallel.tensor_regather_in_backward: auto` (default): gathered again, except in"
+            " checkpointed layers, which have the tokens during their own backward alone"
+        ),
     ],
     ["`tp_recompute_allgather: false`", "`parallel.tensor_regather_in_backward: false`"],
     [
         "`tp_linear_async_communication`",
-        "no switch. In backward the second gather runs beside the matmuls for the input's gradient, and the "
-        "reduce-scatter of that beside those for the weights'. In forward, gathers and reduce-scatters are waited for: "
-        "a mode that multiplies a rank's own tokens meanwhile is not there",
+        (
+            "no switch. In backward the second gather runs beside the matmuls for the input's"
+            " gradient, and the reduce-scatter of that beside those for the weights'. In forward,"
+            " gathers and reduce-scatters are waited for: a mode that multiplies a rank's own"
+            " tokens meanwhile is not there"
+        ),
     ],
     [
         "`accumulate_grad_in_fp32: true`",
-        "`parallel.accumulate_grad_in_fp32: true`: micro-batches' gradients are summed in fp32, and rounded once. "
-        "`optimizer.master_weights` steps in fp32, `parallel.reduce_dtype` is of sums over data ranks",
+        (
+            "`parallel.accumulate_grad_in_fp32: true`: micro-batches' gradients are summed in fp32,"
+            " and rounded once. `optimizer.master_weights` steps in fp32, `parallel.reduce_dtype`"
+            " is of sums over data ranks"
+        ),
     ],
 ]
 PEAK_HEAD = [
@@ -299,20 +326,36 @@ def _draw(found: list[Traced], path: Path) -> None:
     for one in found:
         top = max(one.points, key=lambda point: point[1])
         lines.append(
-            Line(one.way.name, one.points, f"peak {top[1]:.2f} GiB, kept {one.way.elements}", (top, f"{top[1]:.1f}"))
+            Line(
+                one.way.name,
+                one.points,
+                f"peak {top[1]:.2f} GiB, kept {one.way.elements}",
+                (top, f"{top[1]:.1f}"),
+            )
         )
-    limit = ((found[0].plan.device.usable - found[0].sums) / GIB, "80 GB card, less fp32 sums of gradients")
+    limit = (
+        (found[0].plan.device.usable - found[0].sums) / GIB,
+        "80 GB card, less fp32 sums of gradients",
+    )
     names = [(at, name) for at, name in found[0].names if name]
     write_picture(
         Picture(
-            "live GiB of rank 0 over a step", "rank 0's actions, in their order", "live, GiB", lines, names, limit, 0.0
+            "live GiB of rank 0 over a step",
+            "rank 0's actions, in their order",
+            "live, GiB",
+            lines,
+            names,
+            limit,
+            0.0,
         ),
         path,
     )
 
 
 def _curves(path: Path) -> list[list[str]]:
-    """Trains, draws the losses, gives the table's rows. ValueError where a right one is off or the wrong one is not."""
+    """Trains, draws the losses, gives the table's rows. ValueError where a right one is off or the
+    wrong one is not.
+    """
     rows, steps, ranks = tp_curve.stories(), tp_curve.STEPS, tp_curve.RANKS
     runs = {
         f"{ranks} ranks, gathered again": tp_curve.Run(),
@@ -326,9 +369,19 @@ def _curves(path: Path) -> list[list[str]]:
     for name, curve in found.items():
         off = tp_curve.difference(curve, alone)
         if (off <= LIMIT) == name.endswith("one buffer, gather kept"):
-            raise ValueError(f"{name}: {off:.1e} of the loss from one process, with a limit of {LIMIT}")
+            raise ValueError(
+                f"{name}: {off:.1e} of the loss from one process, with a limit of {LIMIT}"
+            )
         check = "" if name == "one process" else "equal" if off <= LIMIT else "**caught**"
-        told.append([name, f"{curve[0]:.6f}", f"{curve[-1]:.6f}", f"{off:.1e} of the loss" if check else "", check])
+        told.append(
+            [
+                name,
+                f"{curve[0]:.6f}",
+                f"{curve[-1]:.6f}",
+                f"{off:.1e} of the loss" if check else "",
+                check,
+            ]
+        )
     lines = [
         Line(name, list(enumerate(curve, 1)), f"last {curve[-1]:.4f}")
         for name, curve in found.items()
@@ -346,7 +399,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     """Writes the page and its two pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="the page")
     output = parser.parse_args().output
     output.write_text(page(output.parent, output.stem), encoding="utf-8")

@@ -1,7 +1,9 @@
-"""Other programs' ways of keeping a tensor-parallel layer's tensors, taken by our full fine-tuning recipe.
+"""Other programs' ways of keeping a tensor-parallel layer's tensors, taken by our full fine-tuning
+recipe.
 
-Used by tp_trace.py. Each is our recipe with the parts exchanged that keep other tensors, written from what the others'
-code does; embedding, head, loss, pipeline and optimizer are ours in all of them.
+Used by tp_trace.py. Each is our recipe with the parts exchanged that keep other tensors, written
+from what the others' code does; embedding, head, loss, pipeline and optimizer are ours in all of
+them.
 """
 
 import sys
@@ -32,11 +34,12 @@ REMADE, FUSED, WRITTEN_OUT = "made again", "fused", "written out"
 
 @dataclass(frozen=True)
 class Way:
-    """name: of the line. regather: the value of `parallel.tensor_regather_in_backward`. product: of the MLP: `made
-    again` in backward from gate and up, as ours; `fused`, the activation made again, the product kept; `written out`:
-    gate, up, activation and product kept. normed_again: the norm's output is made again before it is gathered again.
-    one_buffer: all gathered tokens lie in one buffer, which stays. styles: torch's DTensor styles, not our nodes.
-    elements: kept of a token, times the ranks of a group, in words.
+    """name: of the line. regather: the value of `parallel.tensor_regather_in_backward`. product: of
+    the MLP: `made again` in backward from gate and up, as ours; `fused`, the activation made again,
+    the product kept; `written out`: gate, up, activation and product kept. normed_again: the norm's
+    output is made again before it is gathered again. one_buffer: all gathered tokens lie in one
+    buffer, which stays. styles: torch's DTensor styles, not our nodes. elements: kept of a token,
+    times the ranks of a group, in words.
     """
 
     name: str
@@ -48,14 +51,20 @@ class Way:
     styles: bool = False
 
     def kept_elements(self, h: int, q: int, k: int, f: int, t: int) -> int:
-        """Elements that a layer keeps of a token, times t. h, f: widths, q, k: of all query and key heads."""
+        """Elements that a layer keeps of a token, times t. h, f: widths, q, k: of all query and key
+        heads.
+        """
         whole = self.styles or self.regather == "false"
         tokens = 2 * h * t if whole else 0 if self.normed_again else 2 * h
-        return 2 * h + tokens + 2 * q + 2 * k + {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
+        return (
+            2 * h + tokens + 2 * q + 2 * k + {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
+        )
 
 
 STYLES = Way("DTensor styles", "2h + 2ht + 2q + 2k + 4F", product=WRITTEN_OUT, styles=True)
-NANOTRON = Way("nanotron", "4h + 2q + 2k + 4F", product=WRITTEN_OUT, normed_again=False, one_buffer=True)
+NANOTRON = Way(
+    "nanotron", "4h + 2q + 2k + 4F", product=WRITTEN_OUT, normed_again=False, one_buffer=True
+)
 MEGATRON = Way("Megatron", "4h + 2q + 2k + 3F", product=FUSED, normed_again=False, one_buffer=True)
 KEPT = Way("ours, gather kept", "2h + 2ht + 2q + 2k + 2F", regather="false")
 OURS = Way("ours", "2h + 2q + 2k + 2F")
@@ -74,7 +83,11 @@ def taken(way: Way) -> Iterator[None]:
             exchange(sys.modules[parallelize.__module__], "shard_tensors", _with_styles)
             exchange(training, "clip_grad_norm", _clip_summed(training.clip_grad_norm))
         elif way.product != REMADE:
-            exchange(tensor, "gated_linear", _product_fused if way.product == FUSED else _product_written_out)
+            exchange(
+                tensor,
+                "gated_linear",
+                _product_fused if way.product == FUSED else _product_written_out,
+            )
         if not way.normed_again:
             exchange(tensor, "gather_linears", _shard_kept)
         if way.one_buffer:
@@ -84,9 +97,12 @@ def taken(way: Way) -> Iterator[None]:
 
 @contextmanager
 def standing_sums() -> Iterator[None]:
-    """While entered, sums of gradients in fp32 lie in memory that stays from step to step, as nanotron's and Megatron's
-    do. Takes `parallel.accumulate_grad_in_fp32=true`."""
-    with mock.patch.object(sys.modules[parallelize.__module__], "GradientAccumulation", _StandingSums):
+    """While entered, sums of gradients in fp32 lie in memory that stays from step to step, as
+    nanotron's and Megatron's do. Takes `parallel.accumulate_grad_in_fp32=true`.
+    """
+    with mock.patch.object(
+        sys.modules[parallelize.__module__], "GradientAccumulation", _StandingSums
+    ):
         yield
 
 
@@ -103,7 +119,9 @@ class _StandingSums(GradientAccumulation):
             if parameter.grad is None:
                 continue
             if parameter not in self._standing:
-                self._standing[parameter] = torch.zeros_like(local_of(parameter), dtype=torch.float32)
+                self._standing[parameter] = torch.zeros_like(
+                    local_of(parameter), dtype=torch.float32
+                )
             self._standing[parameter].add_(local_of(parameter.grad))
             parameter.grad = None
 
@@ -117,10 +135,12 @@ class _StandingSums(GradientAccumulation):
 
 @contextmanager
 def one_buffer() -> Iterator[None]:
-    """While entered, all tokens that linears gather are written to the same memory, one after another.
+    """While entered, all tokens that linears gather are written to the same memory, one after
+    another.
 
-    Right where nobody reads them after the next gather has begun; with `tensor_regather_in_backward: false` autograd
-    does, and is not told, as in the first version of nanotron's change.
+    Right where nobody reads them after the next gather has begun; with
+    `tensor_regather_in_backward: false` autograd does, and is not told, as in the first version of
+    nanotron's change.
     """
     own = _gather_gradient(gathered.start_gather)
     with (
@@ -151,7 +171,11 @@ class _Buffer:
     def start_gather(self, shard: Tensor, group: gathered.Group) -> Tensor:
         """As `gathered.start_gather`."""
         count = shard.numel() * group.size
-        if self._memory is None or self._memory.numel() < count or self._memory.dtype != shard.dtype:
+        if (
+            self._memory is None
+            or self._memory.numel() < count
+            or self._memory.dtype != shard.dtype
+        ):
             self._memory = shard.new_empty(count)
         out = self._memory[:count].view(group.size * shard.shape[0], *shard.shape[1:]).data
         operator = torch.ops._c10d_functional.all_gather_into_tensor_out
@@ -168,13 +192,17 @@ def _gather_gradient(start_gather: Any) -> Any:
 
 
 def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:
-    """As `shard_tensors`, of a decoder whose layers are under torch's styles; a micro-batch is one sequence."""
+    """As `shard_tensors`, of a decoder whose layers are under torch's styles; a micro-batch is one
+    sequence.
+    """
     gradients: dict[str, str] = {}
     assert world.tensor is not None
     for number, layer in model.model.layers.named_children():
         stock_layer(layer, world)
         layer.forward = MethodType(_on_a_row, layer)
-        gradients |= {f"model.layers.{number}.{name}": "sharded" for name, _ in layer.named_parameters()}
+        gradients |= {
+            f"model.layers.{number}.{name}": "sharded" for name, _ in layer.named_parameters()
+        }
     outside: dict[str, nn.Module | None] = {"model.embed_tokens": model.model.embed_tokens}
     outside |= {"model.norm": model.model.norm, "lm_head": model.lm_head}
     for path, module in outside.items():
@@ -182,8 +210,13 @@ def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> di
             placed = tensor._place_parameters(
                 nn.ModuleDict({path.rpartition(".")[2]: module}), world.mesh["tensor"], ()
             )
-            gradients |= {f"{path}.{name.rpartition('.')[2]}": what for name, what in placed.items()}
-    for module, forward in ((model.model.embed_tokens, tensor._embedding), (model.lm_head, tensor._head)):
+            gradients |= {
+                f"{path}.{name.rpartition('.')[2]}": what for name, what in placed.items()
+            }
+    for module, forward in (
+        (model.model.embed_tokens, tensor._embedding),
+        (model.lm_head, tensor._head),
+    ):
         if module is not None:
             tensor._replace_forward(module, tensor._given(forward, world.tensor))
     if model.model.norm is not None:
@@ -193,7 +226,9 @@ def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> di
 
 
 def _clip_summed(clip: Any) -> Any:
-    """Clipping that first sums what DTensor left as parts of a sum: the gradients of replicated norms."""
+    """Clipping that first sums what DTensor left as parts of a sum: the gradients of replicated
+    norms.
+    """
 
     def run(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
         parameters = list(parameters)

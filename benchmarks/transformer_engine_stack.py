@@ -1,9 +1,11 @@
-"""One rank of Megatron core's GPT with Transformer Engine's modules, as of early 2026, for the planner.
+"""One rank of Megatron core's GPT with Transformer Engine's modules, as of early 2026, for the
+planner.
 
-Written from what their public code allocates, keeps for backward and gives up; the sizes of products are made, not
-the products. Training itself (one fp32 gradient buffer, states divided over data ranks, 1F1B) is in `megatron_stack`.
-Tokens are shared between tensor ranks outside of attention and MLP (`--sequence-parallel`): what is gathered for a
-linear is gathered once more in backward, not kept. Activations are `[sequence, batch, width]`.
+Written from what their public code allocates, keeps for backward and gives up; the sizes of
+products are made, not the products. Training itself (one fp32 gradient buffer, states divided over
+data ranks, 1F1B) is in `megatron_stack`. Tokens are shared between tensor ranks outside of
+attention and MLP (`--sequence-parallel`): what is gathered for a linear is gathered once more in
+backward, not kept. Activations are `[sequence, batch, width]`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from benchmarks.megatron_stack import Layout
 from recipe_lib.plan.allocation.untraced_memory import attention_backward_scratch
 
-WORKSPACE = 32 * 2**20 + 1024  # of Transformer Engine's products, once; cpp_extensions/gemm.py, from Hopper on
+WORKSPACE = (
+    32 * 2**20 + 1024
+)  # of Transformer Engine's products, once; cpp_extensions/gemm.py, from Hopper on
 KEPT, OUTPUT_ANEW, ANEW = "kept", "the output projection's made anew", "made anew"
 
 
@@ -25,10 +29,11 @@ KEPT, OUTPUT_ANEW, ANEW = "kept", "the output projection's made anew", "made ane
 class Llama:
     """Sizes, and what may be otherwise.
 
-    vocabulary: rows before they are padded to a multiple of 128 on each tensor rank. dummy_gradients: what autograd is
-    given for a weight whose gradient its product has added to the fp32 buffer: an empty tensor in bf16, `kept` one for
-    each shape (`get_dummy_wgrad`), or made anew. architecture: whose size torch's own workspaces of products have;
-    torch gave Blackwell those of Ampere until 2.11 (pytorch pull request 175344).
+    vocabulary: rows before they are padded to a multiple of 128 on each tensor rank.
+    dummy_gradients: what autograd is given for a weight whose gradient its product has added to the
+    fp32 buffer: an empty tensor in bf16, `kept` one for each shape (`get_dummy_wgrad`), or made
+    anew. architecture: whose size torch's own workspaces of products have; torch gave Blackwell
+    those of Ampere until 2.11 (pytorch pull request 175344).
     """
 
     layers: int
@@ -95,7 +100,9 @@ class _Rank:
 
 
 class _NormLinear(torch.autograd.Function):
-    """RMS norm, then a linear whose outputs are divided: keeps input, normed input and a statistic of each token."""
+    """RMS norm, then a linear whose outputs are divided: keeps input, normed input and a statistic
+    of each token.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, weight: Tensor, rank: _Rank) -> Tensor:
@@ -142,7 +149,9 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, rank: _Rank) -> Tensor:
-        ctx.save_for_backward(hidden, scale, rank.empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32))
+        ctx.save_for_backward(
+            hidden, scale, rank.empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
+        )
         return torch.empty_like(hidden)
 
     @staticmethod
@@ -164,13 +173,17 @@ class _FusedRotation(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """cuDNN's or the flash kernel: keeps q, k, v `[s, b, h, e]`, the output, and in fp32 a sum for each row."""
+    """cuDNN's or the flash kernel: keeps q, k, v `[s, b, h, e]`, the output, and in fp32 a sum for
+    each row.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: _Rank) -> Tensor:
         tokens, rows, heads, _ = q.shape
         found = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, found, rank.empty(rows, heads, tokens, 1, dtype=torch.float32))
+        ctx.save_for_backward(
+            q, k, v, found, rank.empty(rows, heads, tokens, 1, dtype=torch.float32)
+        )
         ctx.rank = rank
         return found.flatten(2)
 
@@ -178,7 +191,12 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         q, k, v, _, _ = ctx.saved_tensors
         sizes = attention_backward_scratch(
-            rows=q.shape[1], heads=q.shape[2], kv_heads=k.shape[2], queries=len(q), keys=len(k), head_width=q.shape[3]
+            rows=q.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            queries=len(q),
+            keys=len(k),
+            head_width=q.shape[3],
         )  # the flash kernel's; that of cuDNN's is not known
         scratch = [ctx.rank.empty(size, dtype=torch.uint8) for size in sizes]
         gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
@@ -192,7 +210,9 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor) -> Tensor:
         ctx.save_for_backward(wide)
-        return torch.empty_like(wide[..., : wide.shape[-1] // 2], memory_format=torch.contiguous_format)
+        return torch.empty_like(
+            wide[..., : wide.shape[-1] // 2], memory_format=torch.contiguous_format
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -266,7 +286,9 @@ class _Parameter(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """Attention and MLP, each with the norm before it; weights' gradients go to the fp32 buffer without autograd."""
+    """Attention and MLP, each with the norm before it; weights' gradients go to the fp32 buffer
+    without autograd.
+    """
 
     def __init__(self, llama: Llama, rank: _Rank):
         super().__init__()
@@ -283,13 +305,18 @@ class _FusedLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(hidden)
         wide = _NormLinear.apply(hidden, self.post_norm.weight, self.fc1.weight.detach(), self.rank)
-        return hidden + _DividedLinear.apply(_SwiGlu.apply(wide), self.fc2.weight.detach(), self.rank)
+        return hidden + _DividedLinear.apply(
+            _SwiGlu.apply(wide), self.fc2.weight.detach(), self.rank
+        )
 
     def _attend(self, hidden: Tensor) -> Tensor:
-        """q, k and v are split as views; queries of several groups are copied to lie next to each other, rotation
-        makes q and k anew, and attention copies v, whose strides differ from k's."""
+        """q, k and v are split as views; queries of several groups are copied to lie next to each
+        other, rotation makes q and k anew, and attention copies v, whose strides differ from k's.
+        """
         width, shared = self.llama.head_width, self.llama.heads // self.llama.kv_heads
-        mixed = _NormLinear.apply(hidden, self.input_norm.weight, self.qkv.weight.detach(), self.rank)
+        mixed = _NormLinear.apply(
+            hidden, self.input_norm.weight, self.qkv.weight.detach(), self.rank
+        )
         mixed = mixed.view(*mixed.shape[:2], self.groups, (shared + 2) * width)
         q, k, v = mixed.split([shared * width, width, width], dim=-1)
         del mixed
@@ -311,16 +338,24 @@ class TokenSharingStage(nn.Module):
         vocabulary = -(-llama.vocabulary // multiple) * multiple // layout.tensor
         if self.first:
             self.embedding = _Parameter(vocabulary, llama.hidden, device=device)
-        self.layers = nn.ModuleList(_FusedLayer(llama, self.rank) for _ in range(llama.layers // layout.pipeline))
+        self.layers = nn.ModuleList(
+            _FusedLayer(llama, self.rank) for _ in range(llama.layers // layout.pipeline)
+        )
         if self.last:
             self.norm = _Parameter(llama.hidden, device=device)
             self.output = _Parameter(vocabulary, llama.hidden, device=device)
 
     def forward(
-        self, received: Tensor | None, tokens: Tensor, labels: Tensor, weights: Tensor, mask: Tensor | None
+        self,
+        received: Tensor | None,
+        tokens: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
-        """`[sequence / tensor ranks, batch, hidden]` of a stage that is not the last, the loss of one that is.
-        received: what the stage before made; the others as `batch` gives them."""
+        """`[sequence / tensor ranks, batch, hidden]` of a stage that is not the last, the loss of
+        one that is. received: what the stage before made; the others as `batch` gives them.
+        """
         hidden: Any = received
         if self.first:
             words = F.embedding(tokens, self.embedding.weight)
@@ -336,10 +371,13 @@ class TokenSharingStage(nn.Module):
         return (losses.t() * weights).sum() / weights.sum()
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and labels `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` that nobody reads."""
+        """Tokens and labels `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` that nobody
+        reads.
+        """
         length = self.llama.sequence
         tokens, labels = (
-            torch.zeros(self.rows, length, dtype=torch.int64, device=self.device) for _ in ("tokens", "labels")
+            torch.zeros(self.rows, length, dtype=torch.int64, device=self.device)
+            for _ in ("tokens", "labels")
         )
         weights = torch.ones(self.rows, length, device=self.device)
         mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=self.device)
@@ -347,4 +385,6 @@ class TokenSharingStage(nn.Module):
 
     def message(self) -> Tensor:
         """What stages send to each other, `[sequence / tensor ranks, batch, hidden]`."""
-        return self.rank.empty(self.llama.sequence // self.rank.group.size(), self.rows, self.llama.hidden)
+        return self.rank.empty(
+            self.llama.sequence // self.rank.group.size(), self.rows, self.llama.hidden
+        )

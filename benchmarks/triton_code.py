@@ -1,6 +1,8 @@
-"""What inductor makes of a function for an NVIDIA GPU, without one: its Triton kernels, and memory that it takes.
+"""What inductor makes of a function for an NVIDIA GPU, without one: its Triton kernels, and memory
+that it takes.
 
-The code is generated as for a device of compute capability 9.0, and not compiled. Needs the package triton.
+The code is generated as for a device of compute capability 9.0, and not compiled. Needs the package
+triton.
 """
 
 import re
@@ -36,12 +38,16 @@ class _GeneratedError(Exception):
 
 
 def triton_code(function: Callable[..., Any], *arguments: Any) -> str:
-    """The Python module that inductor writes for these arguments, as if their tensors were a GPU's."""
+    """The Python module that inductor writes for these arguments, as if their tensors were a
+    GPU's.
+    """
     given = [argument for argument in arguments if isinstance(argument, Tensor)]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         left = iter(tensors)
-        found = function(*(next(left) if isinstance(argument, Tensor) else argument for argument in arguments))
+        found = function(
+            *(next(left) if isinstance(argument, Tensor) else argument for argument in arguments)
+        )
         return found if isinstance(found, tuple) else (found,)
 
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -73,7 +79,9 @@ def kernels_in(code: str) -> int:
 def bytes_in(code: str) -> int:
     """Bytes of all tensors that it makes, results among them."""
     total = 0
-    for shape, dtype in re.findall(r"= empty_strided_cuda\(\(([\d, ]+)\), .*?, (torch\.\w+)\)", code):
+    for shape, dtype in re.findall(
+        r"= empty_strided_cuda\(\(([\d, ]+)\), .*?, (torch\.\w+)\)", code
+    ):
         numbers = [int(number) for number in shape.split(",") if number.strip()]
         total += torch.Size(numbers).numel() * getattr(torch, dtype.removeprefix("torch.")).itemsize
     return total
@@ -114,12 +122,20 @@ def _as_on_an_h100() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in of_cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
-        stack.enter_context(mock.patch.object(torch.cuda, "_get_device_properties", lambda _: H100, create=True))
+        stack.enter_context(
+            mock.patch.object(torch.cuda, "_get_device_properties", lambda _: H100, create=True)
+        )
         interface = device_interface.CudaInterface
         properties = staticmethod(lambda *_: H100)
-        stack.enter_context(mock.patch.object(interface.Worker, "get_device_properties", properties))
-        stack.enter_context(mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *_: 90)))
+        stack.enter_context(
+            mock.patch.object(interface.Worker, "get_device_properties", properties)
+        )
+        stack.enter_context(
+            mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *_: 90))
+        )
         stack.enter_context(mock.patch.object(scheduler, "has_triton", lambda: True))
-        stack.enter_context(mock.patch.object(graph.GraphLowering, "compile_to_module", _raise_code))
+        stack.enter_context(
+            mock.patch.object(graph.GraphLowering, "compile_to_module", _raise_code)
+        )
         driver.set_active(target)
         yield

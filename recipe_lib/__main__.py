@@ -1,4 +1,6 @@
-"""`tune`, and `python -m recipe_lib`: the entry point, which imports nothing before it answers Ctrl-C."""
+"""`tune`, and `python -m recipe_lib`: the entry point, which imports nothing before it answers
+Ctrl-C.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
 """Errors that a user can cause, and the exit codes a run ends with.
 
-A user error is one line: the place (file, line or key), what was found, what was expected and what to do.
-`exit_code_of` turns it into standard error and an exit code; anything else is our own bug and keeps its traceback.
+A user error is one line: the place (file, line or key), what was found, what was expected and what
+to do. `exit_code_of` turns it into standard error and an exit code; anything else is our own bug
+and keeps its traceback.
 """
 
 import atexit
@@ -21,7 +22,8 @@ from typing import NoReturn, TextIO
 
 from recipe_lib.redaction import redact
 
-# Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a launcher.
+# Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a
+# launcher.
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
 # Lies in it when a rank has said why the run ends on this machine, in place of the launcher.
 SAID_FILE = "said_why_all_end"
@@ -42,13 +44,19 @@ _JOINERS = "\u200c\u200d"
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with all that a terminal would obey or not show, except what is in `keep`, written out: `\\x1b`, `\\n`.
+    """The text with all that a terminal would obey or not show, except what is in `keep`, written
+    out: `\\x1b`, `\\n`.
 
-    Control and format characters (also those that turn the direction of writing), line and paragraph separators,
-    letters of private use, not in Unicode yet, or blank. A joiner (ZWJ, ZWNJ) stays between two characters beyond
-    ASCII, where Persian, the scripts of India and emoji need it.
+    Control and format characters (also those that turn the direction of writing), line and
+    paragraph separators, letters of private use, not in Unicode yet, or blank. A joiner (ZWJ, ZWNJ)
+    stays between two characters beyond ASCII, where Persian, the scripts of India and emoji need
+    it.
     """
-    hidden = "".join(letter for letter in set(text) - set(keep) if not letter.isprintable() or _BLANKS.match(letter))
+    hidden = "".join(
+        letter
+        for letter in set(text) - set(keep)
+        if not letter.isprintable() or _BLANKS.match(letter)
+    )
     if not hidden:
         return text
     return re.sub(f"[{re.escape(hidden)}]", lambda found: _shown(text, found.start()), text)
@@ -59,7 +67,9 @@ def _shown(text: str, at: int) -> str:
     letter = text[at]
     if letter in _JOINERS:
         around = text[max(0, at - 1) : at + 2]
-        stays = len(around) == 3 and not any(other.isascii() or other in _JOINERS for other in (around[0], around[2]))
+        stays = len(around) == 3 and not any(
+            other.isascii() or other in _JOINERS for other in (around[0], around[2])
+        )
     else:
         is_wide_space = letter.isspace() and letter > "\x9f" and letter not in "\u2028\u2029"
         stays = is_wide_space or _SIGNS.match(letter) is not None
@@ -72,19 +82,29 @@ def _escape(letter: str) -> str:
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """Return the first line of what an error says, so many letters of it; its kind where it says nothing."""
+    """Return the first line of what an error says, so many letters of it; its kind where it says
+    nothing.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
-    """The lines of a Python file that an error came through, outermost first, however the file's path was written."""
+    """The lines of a Python file that an error came through, outermost first, however the file's
+    path was written.
+    """
     wanted = os.path.abspath(file)
     found = traceback.extract_tb(error.__traceback__)
-    return [frame.lineno for frame in found if frame.lineno and os.path.abspath(frame.filename) == wanted]
+    return [
+        frame.lineno
+        for frame in found
+        if frame.lineno and os.path.abspath(frame.filename) == wanted
+    ]
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; `str(error)` is one line, or one line a fault, without secrets."""
+    """A mistake that the user can correct; `str(error)` is one line, or one line a fault, without
+    secrets.
+    """
 
     exit_code = USER_ERROR
 
@@ -129,18 +149,23 @@ class StorageError(UserError):
 
 
 class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
-    """A stop signal came; the state was saved at the step boundary and the run ends with exit code 3."""
+    """A stop signal came; the state was saved at the step boundary and the run ends with exit code
+    3.
+    """
 
 
 def raise_faults(kind: type[UserError], faults: Iterable[str | None]) -> None:
-    """Raise one error with all faults, a line each; None is no fault, and without any nothing is raised."""
+    """Raise one error with all faults, a line each; None is no fault, and without any nothing is
+    raised.
+    """
     lines = [fault for fault in faults if fault is not None]
     if lines:
         raise kind(*lines)
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
-    """Runs `main`; user errors become lines on standard error and their exit code, without a traceback.
+    """Runs `main`; user errors become lines on standard error and their exit code, without a
+    traceback.
 
     The traceback of anything else carries no secret either.
     """
@@ -152,16 +177,26 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         _say_once("".join(f"error: {fault}\n" for fault in error.faults))
         return error.exit_code
     except OSError as error:
-        # A name that no file can have, or links in a circle: the user's own value, wherever it was first used.
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or not isinstance(error.filename, str):
+        # A name that no file can have, or links in a circle: the user's own value, wherever it was
+        # first used.
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or not isinstance(
+            error.filename, str
+        ):
             raise
-        name = error.filename if len(error.filename) <= 80 else f"{error.filename[:60]}...{error.filename[-17:]}"
+        name = (
+            error.filename
+            if len(error.filename) <= 80
+            else f"{error.filename[:60]}...{error.filename[-17:]}"
+        )
         _say_once(f"error: {visible(name)}: {error.strerror}; choose another name\n")
         return USER_ERROR
     except SystemExit as error:
         if error.code != STOPPED_AND_SAVED:
             raise
-        _say_once("error: a part of the run called SystemExit(3), the code of a run that has stopped and saved\n")
+        _say_once(
+            "error: a part of the run called SystemExit(3), the code of a run that has stopped and"
+            " saved\n"
+        )
         return USER_ERROR
     except StoppedAndSaved as stopped:
         if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
@@ -169,7 +204,9 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         return STOPPED_AND_SAVED
 
 
-def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
@@ -182,7 +219,9 @@ _at_end: list[Callable[[], None]] = []
 
 
 def at_end(callback: Callable[[], None]) -> None:
-    """Has it called when the process ends, by `end_process` or as Python does; not when it is killed."""
+    """Has it called when the process ends, by `end_process` or as Python does; not when it is
+    killed.
+    """
     _at_end.append(callback)
     atexit.register(callback)
 
@@ -190,7 +229,8 @@ def at_end(callback: Callable[[], None]) -> None:
 def end_process(code: int) -> NoReturn:
     """Ends a rank at once with `code`, its output flushed, what `at_end` was given called.
 
-    Without Python's own shutdown, during which a thread of gloo may still drop its last tensor, and abort.
+    Without Python's own shutdown, during which a thread of gloo may still drop its last tensor, and
+    abort.
     """
     for callback in _at_end:
         callback()
@@ -201,13 +241,17 @@ def end_process(code: int) -> NoReturn:
 
 
 def _say_once(lines: str) -> None:
-    """Writes to standard error, unless another rank that `tune run` launched on this machine has said the same."""
+    """Writes to standard error, unless another rank that `tune run` launched on this machine has
+    said the same.
+    """
     folder, lines = os.environ.get(FOLDER_VARIABLE), redact(lines)
     if not lines:
         return
     if folder and os.path.isdir(folder):
         try:
-            open(os.path.join(folder, f"said_{hashlib.sha256(lines.encode()).hexdigest()}"), "x").close()
+            open(
+                os.path.join(folder, f"said_{hashlib.sha256(lines.encode()).hexdigest()}"), "x"
+            ).close()
         except FileExistsError:
             return
         except OSError:
@@ -216,7 +260,9 @@ def _say_once(lines: str) -> None:
 
 
 def say(text: str) -> None:
-    """Writes to standard error; the exit code is not to change where that is closed or on a full disk."""
+    """Writes to standard error; the exit code is not to change where that is closed or on a full
+    disk.
+    """
     if sys.stderr is None:
         return
     try:

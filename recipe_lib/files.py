@@ -1,9 +1,10 @@
 """Files of a run: written once, flushed to the disk, and named only when whole.
 
-Everything a run publishes is written next to its final name under a temporary one (`.NAME.<nonce>.tmp`), flushed,
-and renamed. What a killed process leaves is therefore recognized by its name, and removed by the next one.
-A single file is written in `write_aside`, which removes the temporary one itself when the write fails.
-`before_operation` is called before each change of the disk: tests make it fail there.
+Everything a run publishes is written next to its final name under a temporary one
+(`.NAME.<nonce>.tmp`), flushed, and renamed. What a killed process leaves is therefore recognized by
+its name, and removed by the next one. A single file is written in `write_aside`, which removes the
+temporary one itself when the write fails. `before_operation` is called before each change of the
+disk: tests make it fail there.
 """
 
 import ctypes
@@ -49,7 +50,9 @@ _REMEDIES = {
 
 
 def before_operation(operation: str, path: Path) -> None:
-    """Called before every change of the disk (open, write, flush, make, rename, remove); does nothing."""
+    """Called before every change of the disk (open, write, flush, make, rename, remove); does
+    nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,19 +90,25 @@ def _free_text(path: Path) -> str:
 
 
 def require_space(folder: Path, needed: int, purpose: str) -> None:
-    """Raises StorageError if the disk under `folder` has fewer than `needed` bytes free; nothing is written."""
+    """Raises StorageError if the disk under `folder` has fewer than `needed` bytes free; nothing is
+    written.
+    """
     disk = shutil.disk_usage(folder)
-    if disk.total and disk.free < needed:  # /proc and its like have no size, and say themselves why they refuse
+    if (
+        disk.total and disk.free < needed
+    ):  # /proc and its like have no size, and say themselves why they refuse
         raise StorageError(
-            f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(disk.free)} are free; "
-            f"{_FREE}, or choose another place"
+            f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(disk.free)} are free;"
+            f" {_FREE}, or choose another place"
         )
 
 
 class HashedFile:
-    """A new binary file that is hashed while it is written, and flushed to the disk when it is closed.
+    """A new binary file that is hashed while it is written, and flushed to the disk when it is
+    closed.
 
-    A file left by an exception is not flushed; its folder is a temporary one, removed by whoever made it.
+    A file left by an exception is not flushed; its folder is a temporary one, removed by whoever
+    made it.
     """
 
     def __init__(self, path: Path):
@@ -148,7 +157,9 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 def write_json(path: Path, value: Any) -> FileRecord:
     """Writes a new, indented JSON file and flushes it to the disk."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    return write_bytes(path, text.encode(errors="backslashreplace"))  # half a surrogate pair: as JSON's own escape
+    return write_bytes(
+        path, text.encode(errors="backslashreplace")
+    )  # half a surrogate pair: as JSON's own escape
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:
@@ -161,10 +172,12 @@ def copy_file(source: Path, target: Path) -> FileRecord:
 
 @contextmanager
 def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Yield a temporary name to write a file under, which becomes `path` when it is whole; after an error it is gone.
+    """Yield a temporary name to write a file under, which becomes `path` when it is whole; after an
+    error it is gone.
 
-    replace: a file that is there is replaced; without it one that has come meanwhile stays, and FileExistsError is
-    raised. A link stays, and what it leads to is written. An OSError names `path`, which the user knows.
+    replace: a file that is there is replaced; without it one that has come meanwhile stays, and
+    FileExistsError is raised. A link stays, and what it leads to is written. An OSError names
+    `path`, which the user knows.
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     discard_idle(target.parent, target.name)
@@ -180,7 +193,8 @@ def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def replace_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a small file so that a reader sees the old content or the new one, never a part. Raises StorageError.
+    """Write a small file so that a reader sees the old content or the new one, never a part. Raises
+    StorageError.
 
     replace: as in `write_aside`.
     """
@@ -196,7 +210,8 @@ def replace_text(path: Path, text: str) -> None:
 def open_to_append(path: Path, mode: int = 0o666) -> FileIO:
     """Open a file that only grows, or make it; unbuffered, and readable too.
 
-    mode: of a new file, less the umask. Raises OSError for a FIFO, a device and a folder, without waiting.
+    mode: of a new file, less the umask. Raises OSError for a FIFO, a device and a folder, without
+    waiting.
     """
     with suppress(FileNotFoundError):
         check_regular(path)
@@ -208,7 +223,9 @@ class LineFile:
     """A file that only grows, a whole line at a time; this process alone writes it."""
 
     def __init__(self, path: Path, size: int | None = None):
-        """Open it, or make it. size: bytes to keep of it; None: all. Raises OSError like `open_to_append`."""
+        """Open it, or make it. size: bytes to keep of it; None: all. Raises OSError like
+        `open_to_append`.
+        """
         self.path = path
         self._is_new = not path.exists()
         self._file = open_to_append(path)
@@ -216,7 +233,9 @@ class LineFile:
             self._file.truncate(size)
 
     def append(self, lines: bytes) -> None:
-        """Add whole lines, or nothing: what a full disk cuts off is taken away. Raises OSError with the file's name."""
+        """Add whole lines, or nothing: what a full disk cuts off is taken away. Raises OSError with
+        the file's name.
+        """
         size = os.fstat(self._file.fileno()).st_size
         try:
             before_operation("write", self.path)
@@ -257,17 +276,23 @@ def flush_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path, *, replace: bool = True) -> None:
-    """Rename within one folder, and flush the folder. Without `replace` FileExistsError where the name is taken."""
+    """Rename within one folder, and flush the folder. Without `replace` FileExistsError where the
+    name is taken.
+    """
     before_operation("rename", target)
     if replace or not _renameat2(source, target, _RENAME_NOREPLACE):
-        if not replace and os.path.lexists(target):  # in two steps, where the system has none that does both
+        if not replace and os.path.lexists(
+            target
+        ):  # in two steps, where the system has none that does both
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         os.rename(source, target)
     flush_folder(target.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a published folder: it loses its name first, so that half of it is never taken for the whole."""
+    """Removes a published folder: it loses its name first, so that half of it is never taken for
+    the whole.
+    """
     temporary = temporary_path(path)
     rename(path, temporary)
     remove_temporary(temporary)
@@ -289,12 +314,16 @@ def remove_file(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes what an unfinished write left, while its own error is on the way; a failure here is only a warning."""
+    """Removes what an unfinished write left, while its own error is on the way; a failure here is
+    only a warning.
+    """
     try:
         remove_temporary(path)
     except OSError:
         if os.path.lexists(path):
-            get_logger().warning("warning: %s could not be removed; the next save will try again", path)
+            get_logger().warning(
+                "warning: %s could not be removed; the next save will try again", path
+            )
 
 
 def temporary_path(final: Path) -> Path:
@@ -303,7 +332,9 @@ def temporary_path(final: Path) -> Path:
 
 
 def is_temporary(path: Path, finals: str, suffix: str = TEMPORARY_SUFFIX) -> bool:
-    """Whether the name is one that `temporary_path` gives for a final name of the pattern `finals` (`step_*`)."""
+    """Whether the name is one that `temporary_path` gives for a final name of the pattern `finals`
+    (`step_*`).
+    """
     found = re.fullmatch(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(suffix)}", path.name)
     return found is not None and fnmatchcase(found[1], finals)
 
@@ -322,7 +353,9 @@ def remove_leftovers(parent: Path, finals: str) -> None:
 
 
 def discard_idle(parent: Path, finals: str) -> None:
-    """Remove what killed processes left of such files; others may be writing theirs at this moment."""
+    """Remove what killed processes left of such files; others may be writing theirs at this
+    moment.
+    """
     for path in leftovers(parent, finals):
         with suppress(OSError):  # it has just gone
             if time.time() - path.lstat().st_mtime > IDLE_SECONDS:
@@ -341,7 +374,8 @@ def publish_folder(temporary: Path, final: Path) -> None:
 
 
 def exchange(temporary: Path, final: Path) -> Path:
-    """Gives a folder the name of another one, in one operation where the system can; returns where the other is now.
+    """Gives a folder the name of another one, in one operation where the system can; returns where
+    the other is now.
 
     Where it cannot, the other one is `.NAME.<nonce>.old` for a moment: `restore_replaced` finds it.
     """
@@ -356,12 +390,18 @@ def exchange(temporary: Path, final: Path) -> Path:
 
 
 def replaced(root: Path, name: str) -> list[Path]:
-    """What an exchange in two operations left of the folder `name`, if a process ended in between or after it."""
-    return sorted(path for path in root.glob(f".{name}.*") if is_temporary(path, name, REPLACED_SUFFIX))
+    """What an exchange in two operations left of the folder `name`, if a process ended in between
+    or after it.
+    """
+    return sorted(
+        path for path in root.glob(f".{name}.*") if is_temporary(path, name, REPLACED_SUFFIX)
+    )
 
 
 def restore_replaced(root: Path, name: str) -> None:
-    """Gives the former folder its name again, if nothing has it; of one that was replaced only the rest is removed."""
+    """Gives the former folder its name again, if nothing has it; of one that was replaced only the
+    rest is removed.
+    """
     for old in replaced(root, name):
         if (root / name).exists():
             remove_temporary(old)
@@ -370,14 +410,21 @@ def restore_replaced(root: Path, name: str) -> None:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Rename as the flags of Linux's renameat2 say; False where system or file system do not have that."""
+    """Rename as the flags of Linux's renameat2 say; False where system or file system do not have
+    that.
+    """
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
     at_working_folder = -100
-    if renameat2(at_working_folder, os.fsencode(source), at_working_folder, os.fsencode(target), flags) == 0:
+    if (
+        renameat2(
+            at_working_folder, os.fsencode(source), at_working_folder, os.fsencode(target), flags
+        )
+        == 0
+    ):
         return True
     number = ctypes.get_errno()
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
@@ -387,4 +434,9 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
 
 def is_plain_name(name: Any) -> bool:
     """Whether it is the name of something in a folder, not a path out of it."""
-    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
+    return (
+        isinstance(name, str)
+        and name not in ("", "..")
+        and "\0" not in name
+        and Path(name).name == name
+    )

@@ -1,4 +1,6 @@
-"""Log lines: only the main rank speaks, no line carries a secret; on a terminal warnings and errors have a color."""
+"""Log lines: only the main rank speaks, no line carries a secret; on a terminal warnings and errors
+have a color.
+"""
 
 import logging
 import os
@@ -9,10 +11,17 @@ from typing import TextIO
 
 from recipe_lib.redaction import redact
 
-VERBOSITY_VARIABLE = "TUNE_VERBOSITY"  # `quiet`: warnings and errors alone; `verbose`: more; set by -q and -v
+VERBOSITY_VARIABLE = (  # `quiet`: warnings and errors alone; `verbose`: more; set by -q and -v
+    "TUNE_VERBOSITY"
+)
 QUIET, VERBOSE = "quiet", "verbose"
 VERBOSITY = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
-_STYLES = {"dim": "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}  # of ECMA-48
+_STYLES = {
+    "dim": "2",
+    logging.WARNING: "33",
+    logging.ERROR: "31",
+    logging.CRITICAL: "31",
+}  # of ECMA-48
 
 
 def is_quiet() -> bool:
@@ -26,7 +35,9 @@ def is_verbose() -> bool:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that is to show styles; NO_COLOR (no-color.org) and TERM=dumb say no."""
+    """Whether `stream` is a terminal that is to show styles; NO_COLOR (no-color.org) and TERM=dumb
+    say no.
+    """
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -42,10 +53,16 @@ def _level() -> int:
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Lines broken between words for a terminal of so many columns; what a line goes on with is indented."""
+    """Lines broken between words for a terminal of so many columns; what a line goes on with is
+    indented.
+    """
     return "\n".join(
         textwrap.fill(
-            line, max(columns - 1, 40), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+            line,
+            max(columns - 1, 40),
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
         for line in text.split("\n")
     )
@@ -54,11 +71,15 @@ def wrapped(text: str, columns: int) -> str:
 def print_wrapped(text: str, file: TextIO | None = None) -> None:
     """Print a line, on standard output by default; on a terminal it is broken between words."""
     file = file or sys.stdout
-    print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text, file=file)
+    print(
+        wrapped(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text,
+        file=file,
+    )
 
 
 class _Formatter(logging.Formatter):
-    """Without secrets; on a terminal in the color of the level, or of the record's `style`, and broken between words.
+    """Without secrets; on a terminal in the color of the level, or of the record's `style`, and
+    broken between words.
 
     A record with `is_command` stays in one piece, to be copied.
     """
@@ -83,17 +104,20 @@ class _StandardError(logging.StreamHandler):
 
 
 def silence_torchao() -> None:
-    """Drops the lines that importing torchao, which transformers and PEFT do, prints about kernels nobody asked for.
+    """Drops the lines that importing torchao, which transformers and PEFT do, prints about kernels
+    nobody asked for.
 
-    Libraries of its wheel that were built for another torch or GPU, and a deprecation of torch's that it meets: no
-    other line of the two loggers. To be called before the import.
+    Libraries of its wheel that were built for another torch or GPU, and a deprecation of torch's
+    that it meets: no other line of the two loggers. To be called before the import.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).addFilter(_keep_unless_idle)  # which it adds once
 
 
 def _keep_unless_idle(record: logging.LogRecord) -> bool:
-    """Return False, which drops the record, for a library of torchao's that does not load, and torch's on its enums."""
+    """Return False, which drops the record, for a library of torchao's that does not load, and
+    torch's on its enums.
+    """
     said = record.getMessage()
     is_missing = said.startswith("Failed to load ") and "torchao" in said and ".so" in said
     is_ours = "KernelPreference" in said or "ScaleCalculationMode" in said
@@ -107,12 +131,16 @@ def warn_on_first_rank(message: str, *args: object) -> None:
 
 
 def get_logger() -> logging.Logger:
-    """The logger of the project; it writes plain lines to standard error on rank 0 and warnings elsewhere."""
+    """The logger of the project; it writes plain lines to standard error on rank 0 and warnings
+    elsewhere.
+    """
     logger = logging.getLogger("tune")
     if not any(isinstance(handler, _StandardError) for handler in logger.handlers):
         handler = _StandardError()
         rank = int(os.environ.get("RANK", "0"))
-        handler.setFormatter(_Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+        handler.setFormatter(
+            _Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+        )
         logger.addHandler(handler)
         logger.setLevel(_level())
         logger.propagate = False

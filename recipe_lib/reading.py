@@ -1,8 +1,10 @@
-"""Reads files that somebody else has made: without blocking, and without more memory than the caller allows.
+"""Reads files that somebody else has made: without blocking, and without more memory than the
+caller allows.
 
-A FIFO blocks whoever opens it and a device may never end, so only regular files are opened (links to them count).
-Everything here raises OSError, whose `strerror` says what is wrong, so that a caller needs one `except` for a file
-that is missing and for one that is not a file. JSON that cannot be read is a ValueError with one line.
+A FIFO blocks whoever opens it and a device may never end, so only regular files are opened (links
+to them count). Everything here raises OSError, whose `strerror` says what is wrong, so that a
+caller needs one `except` for a file that is missing and for one that is not a file. JSON that
+cannot be read is a ValueError with one line.
 """
 
 import errno
@@ -32,7 +34,9 @@ _REMEDIES = {
 
 
 def check_regular(path: Path | str) -> int:
-    """Return the size in bytes of a regular file. Raises OSError for anything else, also for a name that is none."""
+    """Return the size in bytes of a regular file. Raises OSError for anything else, also for a name
+    that is none.
+    """
     try:
         status = os.stat(path)
     except ValueError:  # a NUL inside
@@ -41,7 +45,9 @@ def check_regular(path: Path | str) -> int:
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """Return a regular file, opened for reading. Raises OSError like `check_regular`, without waiting for a writer."""
+    """Return a regular file, opened for reading. Raises OSError like `check_regular`, without
+    waiting for a writer.
+    """
     check_regular(path)  # before opening: opening a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -71,12 +77,16 @@ def read_end(path: Path | str, limit: int) -> bytes:
 
 
 def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
-    """Return the text of a UTF-8 file without its byte order mark. Raises OSError, and ValueError for another file."""
+    """Return the text of a UTF-8 file without its byte order mark. Raises OSError, and ValueError
+    for another file.
+    """
     return _decode(read_bytes(path, limit))
 
 
 def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """Return the object that a JSON file holds. Raises OSError, and ValueError for any other file."""
+    """Return the object that a JSON file holds. Raises OSError, and ValueError for any other
+    file.
+    """
     value = read_json(path, limit)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, expected an object")
@@ -84,7 +94,9 @@ def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
 
 
 def find_object(path: Path | str) -> dict[str, Any]:
-    """Return the object that a JSON file holds; empty for a file that is not there or holds none."""
+    """Return the object that a JSON file holds; empty for a file that is not there or holds
+    none.
+    """
     try:
         return read_object(path)
     except (OSError, ValueError):
@@ -92,20 +104,28 @@ def find_object(path: Path | str) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
-    """Return what a JSON file holds. Raises OSError like `read_bytes`, ValueError like `parse_json`."""
+    """Return what a JSON file holds. Raises OSError like `read_bytes`, ValueError like
+    `parse_json`.
+    """
     return parse_json(read_bytes(path, limit))
 
 
-def parse_json(content: bytes | str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text. Raises ValueError, in one line, for whatever keeps it from being one.
+def parse_json(
+    content: bytes | str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """Return the value of a JSON text. Raises ValueError, in one line, for whatever keeps it from
+    being one.
 
-    make_object: makes the value of an object from its keys and values, in their order; default: `dict`.
+    make_object: makes the value of an object from its keys and values, in their order; default:
+    `dict`.
     """
     text = content if isinstance(content, str) else _decode(content)
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} column {error.colno}: invalid JSON ({error.msg})") from None
+        raise ValueError(
+            f"line {error.lineno} column {error.colno}: invalid JSON ({error.msg})"
+        ) from None
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
     except ValueError:  # Python refuses integers of thousands of digits

@@ -1,8 +1,9 @@
-"""Secrets in text: the shapes of known tokens, passwords in addresses, and what secret environment variables hold.
+"""Secrets in text: the shapes of known tokens, passwords in addresses, and what secret environment
+variables hold.
 
-A shape counts only between word borders and at its full length: `task-classification-v2`, `sk-learn-data`,
-`hf_models/7b` and folders named by a hash are ordinary text. A bare 40-digit hash (the older keys of Weights & Biases)
-is a secret only where a word such as `key=` says so.
+A shape counts only between word borders and at its full length: `task-classification-v2`,
+`sk-learn-data`, `hf_models/7b` and folders named by a hash are ordinary text. A bare 40-digit hash
+(the older keys of Weights & Biases) is a secret only where a word such as `key=` says so.
 """
 
 import os
@@ -18,7 +19,8 @@ _TOKEN = re.compile(
     "|".join(
         rf"{_WORD}{shape}{_END}"
         for shape in (
-            r"(?:hf|api_org)_(?=[a-f0-9]*[A-Zg-z])[A-Za-z0-9]{30,}",  # Hugging Face; not the hash of a commit
+            # Hugging Face; not the hash of a commit
+            r"(?:hf|api_org)_(?=[a-f0-9]*[A-Zg-z])[A-Za-z0-9]{30,}",
             # OpenAI, Anthropic, OpenRouter, and others with keys of their shape
             r"sk-(?=[A-Za-z]*\d)[A-Za-z0-9]{32,}",
             r"sk-(?:proj|svcacct|admin|ant-[a-z]{3,5}\d{2})-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{32,}",
@@ -49,14 +51,28 @@ _BEGINNINGS = (
     "hf_", "api_org_", "sk-", "gh", "github_pat_", "glpat-", "AKIA", "ASIA", "AIza", "xox", "wandb_v", "npm_", "pypi-",
     "eyJ",
 )  # fmt: skip
-_CONTEXTS = ("://", "authorization", "bearer", "token", "key", "secret", "wandb login", "sig", "password")
-_VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET(?:_ACCESS)?(?:_KEY)?|ACCESS_KEY(?:_ID)?|PASSWORD|PAT)$")
+_CONTEXTS = (
+    "://",
+    "authorization",
+    "bearer",
+    "token",
+    "key",
+    "secret",
+    "wandb login",
+    "sig",
+    "password",
+)
+_VARIABLE = re.compile(
+    r"(?:^|_)(?:TOKEN|API_?KEY|SECRET(?:_ACCESS)?(?:_KEY)?|ACCESS_KEY(?:_ID)?|PASSWORD|PAT)$"
+)
 _SHORTEST = 8  # characters of a variable's value; a shorter one (`1`, `true`) is no secret
 _LONG = 16  # from here on a value is replaced within words too
 
 
 def redact(text: str) -> str:
-    """The text with tokens, API keys, passwords in addresses and values of secret variables replaced by `[secret]`."""
+    """The text with tokens, API keys, passwords in addresses and values of secret variables
+    replaced by `[secret]`.
+    """
     for name, value in os.environ.items():
         if (
             len(value) >= _SHORTEST

@@ -1,4 +1,6 @@
-"""Bytes, counts and seconds as people read them. Inside the code: bytes, tokens, seconds. GiB = 1024^3."""
+"""Bytes, counts and seconds as people read them. Inside the code: bytes, tokens, seconds. GiB =
+1024^3.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -45,7 +47,9 @@ def format_clock(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return what an operation takes: `2.84 s`, `12.4 ms`, `85.0 us`; from a minute on as `1m15s`."""
+    """Return what an operation takes: `2.84 s`, `12.4 ms`, `85.0 us`; from a minute on as
+    `1m15s`.
+    """
     if abs(seconds) >= 60:
         return format_seconds(seconds)
     for size, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
@@ -88,7 +92,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def name_first(names: Collection[str], one: str = "", many: str = "") -> str:
-    """`a.weight and 3 more are`: the first of some names and how many others, with the verb of that number."""
+    """`a.weight and 3 more are`: the first of some names and how many others, with the verb of that
+    number.
+    """
     if len(names) == 1:
         return f"{min(names)} {one}".rstrip()
     return f"{min(names)} and {len(names) - 1} more {many}".rstrip()
@@ -111,7 +117,9 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def choose_unit(largest: int) -> Unit:
-    """Return GiB, or for small sums MiB or KiB: figures that are added up in a report share one unit."""
+    """Return GiB, or for small sums MiB or KiB: figures that are added up in a report share one
+    unit.
+    """
     if largest >= GIB // 4:
         return GIB, "GiB"
     return (MIB, "MiB") if largest >= MIB // 4 else (1024, "KiB")
@@ -128,7 +136,8 @@ def format_hundredths(number: int, unit: Unit | None = None) -> str:
 
 
 def share_out(total: int, parts: list[int]) -> list[int]:
-    """Return whole numbers in the proportion of `parts` whose sum is `total`; each is less than 1 off its exact share.
+    """Return whole numbers in the proportion of `parts` whose sum is `total`; each is less than 1
+    off its exact share.
 
     So that rounded figures in a report add up to the rounded figure above them (largest remainder).
     """

@@ -4,9 +4,10 @@
     tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora         two GPUs, base in 4 bits
     tune run lora_finetune_distributed --config llama3/8B_lora lora.dora=true lora.rank=8  DoRA
 
-A rank holds its shard of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16 bytes; of the adapters
-it holds weights, gradients and optimizer states. Frozen weights have no gradients. What layers keep for backward
-is as large as in full fine-tuning, and the same levers reduce it:
+A rank holds its shard of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16
+bytes; of the adapters it holds weights, gradients and optimizer states. Frozen weights have no
+gradients. What layers keep for backward is as large as in full fine-tuning, and the same levers
+reduce it:
 
     lora.quantize_base=nf4                 frozen weights in 4 bits, quantized while they are read (int8: in 8)
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
@@ -16,7 +17,8 @@ is as large as in full fine-tuning, and the same levers reduce it:
     memory.stream_layers=true              frozen layers in host memory, each here while it runs
     memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
 
-It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge_on_save=true also writes output_dir/model.
+It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge_on_save=true also writes
+output_dir/model.
 """
 
 from pathlib import Path
@@ -32,7 +34,14 @@ from recipe_lib.config import LoraFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
+from recipe_lib.parallel import (
+    DTYPES,
+    World,
+    all_reduce_gradients,
+    describe_units,
+    materialize,
+    parallelize,
+)
 
 Config = LoraFinetuneConfig
 
@@ -66,10 +75,14 @@ class LoraFinetune:
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(self.model, self.parallel, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
-        self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        self.trained = {
+            name: weight for name, weight in self.model.named_parameters() if weight.requires_grad
+        }
 
     def load_weights(self) -> None:
-        """Frozen weights: each rank reads, and quantizes, its own part. Adapters: new ones, or those of a folder."""
+        """Frozen weights: each rank reads, and quantizes, its own part. Adapters: new ones, or
+        those of a folder.
+        """
         model, cfg = self.model, self.cfg
         seed = training.derive_seed(cfg.seed, "model")
         if self.source.folder:
@@ -80,23 +93,35 @@ class LoraFinetune:
         if cfg.lora.adapter_path:
             load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
         if cfg.data.packing:
-            check_packing_isolation(model, self.spec, self.device, self.parallel.pipeline, self.parallel.token_ranks)
+            check_packing_isolation(
+                model, self.spec, self.device, self.parallel.pipeline, self.parallel.token_ranks
+            )
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
         trained = self.trained.items()
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, trained, self.device, self.world, self.cfg.seed)
+        self.optimizer = training.build_optimizer(
+            self.cfg.optimizer, trained, self.device, self.world, self.cfg.seed
+        )
         self.levers = training.apply_optimizer_levers(
             self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
         )
 
     def resume(self) -> None:
-        """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""
-        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.levers, self.data, self.world)
+        """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no
+        frozen weights.
+        """
+        self.step = training.resume_run(
+            self.cfg, self.model, self.optimizer, self.levers, self.data, self.world
+        )
 
     def describe(self) -> list[str]:
-        """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP units."""
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
+        """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP
+        units.
+        """
+        numbers = training.derived_numbers(
+            self.cfg, self.world, self.model, self.parallel, self.data
+        )
         shape = [
             describe_adapters(self.model, self.cfg.lora),
             describe_units(self.model, self.parallel),
@@ -105,18 +130,25 @@ class LoraFinetune:
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch."""
-        return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=self.head_loss)
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        return self.model(*inputs, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the label tokens of all validation sequences, each counted once."""
-        return training.validation_loss(self.model, self.parallel, self.summed_loss, self.data, self.world)
+        return training.validation_loss(
+            self.model, self.parallel, self.summed_loss, self.data, self.world
+        )
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step over the adapters."""
         loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
-            self.trained.values(), self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
+            self.trained.values(),
+            self.cfg.clip_grad_norm,
+            self.world,
+            self.parallel,
+            self.levers.norms,
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,11 +158,15 @@ class LoraFinetune:
         """The loop; it ends with the adapter on disk, or with a state if the run was stopped."""
         if self.cfg.lora.merge_on_save:
             check_room(self.model, self.output / "model", self.world)
-        with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
+        with training.TrainingLoop(
+            self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step
+        ) as loop:
             for batches in loop.steps():
                 loop.finish(self.train_step(batches), batches, self.validate)
             if self.cfg.checkpoint.save_model:
-                training.export_trained_adapter(self.cfg, self.model, self.source, self.data, self.world)
+                training.export_trained_adapter(
+                    self.cfg, self.model, self.source, self.data, self.world
+                )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,22 +1,24 @@
-"""Reward models from pairs of answers, and classifiers of texts or chats: a score head on a decoder, on one process or
-many.
+"""Reward models from pairs of answers, and classifiers of texts or chats: a score head on a
+decoder, on one process or many.
 
     tune run reward_distributed --config llama3/8B_reward                                  adapters and the head
     tune run --nproc_per_node 4 reward_distributed --config llama3/8B_reward reward.trainable=all   every parameter
     tune run reward_distributed --config llama3/8B_reward reward.loss=classification reward.num_labels=3 \\
         data.source=mine.jsonl data.format=classification                                  three classes
 
-The output projection gives way to a head of one row, or of a row for each class, whose scores are read at the last
-token of each sequence. reward.loss=pairwise: data.format=preference, where a pair may have a margin; it counts as one
-of batch_size and takes the memory of two sequences. reward.loss=classification: data.format=classification, samples of
-text, prompt or messages, and a label. There is no reference model, and no logits of a vocabulary. Levers as everywhere:
+The output projection gives way to a head of one row, or of a row for each class, whose scores are
+read at the last token of each sequence. reward.loss=pairwise: data.format=preference, where a pair
+may have a margin; it counts as one of batch_size and takes the memory of two sequences.
+reward.loss=classification: data.format=classification, samples of text, prompt or messages, and a
+label. There is no reference model, and no logits of a vocabulary. Levers as everywhere:
 
     data.packing=true                      several sequences in one of max_seq_len, each with scores of its own
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     lora.quantize_base=nf4                 frozen weights in 4 bits
 
-It ends with output_dir/model, which transformers' AutoModelForSequenceClassification opens, or with output_dir/adapter,
-which PEFT opens on top of it (SEQ_CLS, the head among modules_to_save); a checkpoint with a score head is gone on with.
+It ends with output_dir/model, which transformers' AutoModelForSequenceClassification opens, or with
+output_dir/adapter, which PEFT opens on top of it (SEQ_CLS, the head among modules_to_save); a
+checkpoint with a score head is gone on with.
 """
 
 from pathlib import Path
@@ -32,7 +34,14 @@ from recipe_lib.config import RewardFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
+from recipe_lib.parallel import (
+    DTYPES,
+    World,
+    all_reduce_gradients,
+    describe_units,
+    materialize,
+    parallelize,
+)
 from recipe_lib.training.scores import (
     describe_score_head,
     numbers_of,
@@ -49,7 +58,9 @@ Config = RewardFinetuneConfig
 
 
 class RewardFinetune:
-    """Trains a score head, with adapters on the layers below it or with every parameter of these."""
+    """Trains a score head, with adapters on the layers below it or with every parameter of
+    these.
+    """
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 
@@ -57,7 +68,10 @@ class RewardFinetune:
         self.cfg, self.world, self.device = cfg, world, world.device
         training.check_output(cfg)
         self.source = training.resolve_model(cfg.model, scored=True, num_labels=cfg.num_labels)
-        self.spec, self.start = self.source.spec, self.source  # what is exported has other names in its config.json
+        self.spec, self.start = (
+            self.source.spec,
+            self.source,
+        )  # what is exported has other names in its config.json
         training.validate_parallelism(cfg, self.spec)
         self.lora = cfg.trained_adapters
         if self.lora and self.lora.adapter_path:
@@ -81,7 +95,9 @@ class RewardFinetune:
         self.scores = scored_with(self.model)
 
     def load_weights(self) -> None:
-        """A checkpoint's, with its score head if it has one; else the head's follow from the seed."""
+        """A checkpoint's, with its score head if it has one; else the head's follow from the
+        seed.
+        """
         folder, seed = self.start.folder, training.derive_seed(self.cfg.seed, "model")
         if folder:
             load_weights(self.model, self.spec, folder, seed)
@@ -99,9 +115,13 @@ class RewardFinetune:
         """The optimizer over the head, and what else is trained."""
         named, cfg = dict(self.model.named_parameters()), self.cfg
         self.trained = [weight for weight in named.values() if weight.requires_grad]
-        self.optimizer = training.build_optimizer(cfg.optimizer, named.items(), self.device, self.world, cfg.seed)
+        self.optimizer = training.build_optimizer(
+            cfg.optimizer, named.items(), self.device, self.world, cfg.seed
+        )
         optimizer, model, parallel = self.optimizer, self.model, self.parallel
-        self.levers = training.apply_optimizer_levers(optimizer, model, parallel, cfg.memory, self.device)
+        self.levers = training.apply_optimizer_levers(
+            optimizer, model, parallel, cfg.memory, self.device
+        )
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one."""
@@ -109,10 +129,17 @@ class RewardFinetune:
         self.step = training.resume_run(self.cfg, *held)
 
     def describe(self) -> list[str]:
-        """What the config comes to here: items, global batch, steps, bytes per rank, the head, FSDP units."""
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
+        """What the config comes to here: items, global batch, steps, bytes per rank, the head, FSDP
+        units.
+        """
+        numbers = training.derived_numbers(
+            self.cfg, self.world, self.model, self.parallel, self.data
+        )
         adapters = [describe_adapters(self.model, self.lora)] if self.lora else []
-        head, units = describe_score_head(self.model, self.start), describe_units(self.model, self.parallel)
+        head, units = (
+            describe_score_head(self.model, self.start),
+            describe_units(self.model, self.parallel),
+        )
         return [*self.data.report(), *numbers, *adapters, head, units]
 
     def compare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,15 +147,21 @@ class RewardFinetune:
         return score_loss(self.scores(batch), values_of(batch), self.cfg.reward)
 
     def train_step(self, batches: StepBatches) -> training.Step:
-        """One optimizer step; gradients are sums over ranks, so losses are divided by the items of the global batch."""
-        sums = torch.zeros(len(numbers_of(self.cfg.reward)), device=self.device, dtype=torch.float64)
+        """One optimizer step; gradients are sums over ranks, so losses are divided by the items of
+        the global batch.
+        """
+        sums = torch.zeros(
+            len(numbers_of(self.cfg.reward)), device=self.device, dtype=torch.float64
+        )
 
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
             loss, found = self.compare(batch)
             sums.add_(found)
             return loss / batches.items
 
-        means = self.world.all_reduce_sum(training.backward_each(self.parallel, loss_of, batches, sums))
+        means = self.world.all_reduce_sum(
+            training.backward_each(self.parallel, loss_of, batches, sums)
+        )
         means = means / batches.items
         all_reduce_gradients(self.model, self.parallel, self.world)
         clip, norms = self.cfg.clip_grad_norm, self.levers.norms
@@ -139,14 +172,18 @@ class RewardFinetune:
 
     def validate(self) -> dict[str, float]:
         """The same numbers over all validation items."""
-        return validation_scores(self.model, self.parallel, self.compare, self.cfg.reward, self.data, self.world)
+        return validation_scores(
+            self.model, self.parallel, self.compare, self.cfg.reward, self.data, self.world
+        )
 
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""
         cfg, saves = self.cfg, self.cfg.checkpoint.save_model
         if saves and (not self.lora or self.lora.merge_on_save):
             check_room(self.model, Path(cfg.output_dir) / "model", self.world)
-        with training.TrainingLoop(cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
+        with training.TrainingLoop(
+            cfg, self.world, self.model, self.optimizer, self.data, done=self.step
+        ) as loop:
             for batches in loop.steps():
                 loop.finish(self.train_step(batches), batches, self.validate)
             if saves and self.lora:

@@ -1,9 +1,10 @@
-"""Seconds of CPU that each file of tests takes, its ranks and other child processes among them, and a budget for them.
+"""Seconds of CPU that each file of tests takes, its ranks and other child processes among them, and
+a budget for them.
 
     pytest -p tests.budget --file-budget 10      a file that takes more fails the session, which prints the slowest
 
-CPU and not time on a clock: a busy machine does not make a file longer. What a fixture takes counts for the test that
-asked first; what a process takes counts when it has been waited for.
+CPU and not time on a clock: a busy machine does not make a file longer. What a fixture takes counts
+for the test that asked first; what a process takes counts when it has been waited for.
 """
 
 import resource
@@ -17,7 +18,9 @@ SHOWN = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--file-budget", type=float, metavar="SECONDS", help="most seconds of CPU of a file's tests")
+    parser.addoption(
+        "--file-budget", type=float, metavar="SECONDS", help="most seconds of CPU of a file's tests"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +34,9 @@ def read_cpu_seconds() -> float:
 
 
 class FileBudget:
-    """Adds up what the reports of tests say; in a worker of xdist it notes them, in the first process it judges."""
+    """Adds up what the reports of tests say; in a worker of xdist it notes them, in the first
+    process it judges.
+    """
 
     def __init__(self, budget: float | None) -> None:
         self.budget = budget
@@ -50,25 +55,34 @@ class FileBudget:
         return report  # type: ignore[return-value]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += float(dict(report.user_properties)[PROPERTY])  # type: ignore[arg-type]
+        self.seconds[report.nodeid.partition("::")[0]] += float(
+            dict(report.user_properties)[PROPERTY]
+        )  # type: ignore[arg-type]
 
     def over_budget(self) -> list[str]:
         """Return a line for each file over the budget."""
         if self.budget is None:
             return []
         return [
-            f"{file}: found {seconds:.1f} s of CPU, expected at most {self.budget:g}: thin it or mark tests slow"
+            f"{file}: found {seconds:.1f} s of CPU, expected at most {self.budget:g}: thin it or"
+            " mark tests slow"
             for file, seconds in self.seconds.most_common()
             if seconds > self.budget
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.over_budget() and not hasattr(session.config, "workerinput") and session.exitstatus == 0:
+        if (
+            self.over_budget()
+            and not hasattr(session.config, "workerinput")
+            and session.exitstatus == 0
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.seconds.values())
-        terminalreporter.write_sep("=", f"{total:.0f} s of CPU; the slowest files of {len(self.seconds)}")
+        terminalreporter.write_sep(
+            "=", f"{total:.0f} s of CPU; the slowest files of {len(self.seconds)}"
+        )
         for file, seconds in self.seconds.most_common(SHOWN):
             terminalreporter.write_line(f"{seconds:6.1f} s {file}")
         for line in self.over_budget():

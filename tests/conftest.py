@@ -1,4 +1,6 @@
-"""What every test has: one thread, so that runs are repeatable and cores are shared fairly; the folder of real data."""
+"""What every test has: one thread, so that runs are repeatable and cores are shared fairly; the
+folder of real data.
+"""
 
 import gc
 import logging
@@ -22,9 +24,12 @@ from recipe_lib.data.tokenize_dataset import has_dead_groups  # noqa: E402
 from recipe_lib.logs import VERBOSITY_VARIABLE  # noqa: E402
 
 torch.set_num_threads(1)
-os.environ.pop("COLUMNS", None)  # pytest-xdist hands on the width of its terminal; what is tested has none
-# What this process leaves for its garbage collector (process groups with threads) must not be taken apart in a fork,
-# which may collect before it can freeze anything, and whose simulations collect all that they find.
+os.environ.pop(
+    "COLUMNS", None
+)  # pytest-xdist hands on the width of its terminal; what is tested has none
+# What this process leaves for its garbage collector (process groups with threads) must not be taken
+# apart in a fork, which may collect before it can freeze anything, and whose simulations collect
+# all that they find.
 os.register_at_fork(before=lambda: has_dead_groups() and gc.collect(), after_in_child=gc.freeze)
 
 
@@ -36,10 +41,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def realdata() -> Path:
-    """Folder of real tokenizers, layouts and small weights, named by REALDATA_DIR; skips without it."""
+    """Folder of real tokenizers, layouts and small weights, named by REALDATA_DIR; skips without
+    it.
+    """
     folder = os.environ.get("REALDATA_DIR")
     if not folder:
-        pytest.skip("REALDATA_DIR is not set: it names the folder of real tokenizers, layouts and weights")
+        pytest.skip(
+            "REALDATA_DIR is not set: it names the folder of real tokenizers, layouts and weights"
+        )
     path = Path(folder)
     if not path.is_dir():
         pytest.fail(f"REALDATA_DIR={folder}: no such folder")
@@ -54,9 +63,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_logger() -> Iterator[None]:
-    """The logger has the rank and the verbosity of the environment that it is made in, which tests change."""
+    """The logger has the rank and the verbosity of the environment that it is made in, which tests
+    change.
+    """
     yield
-    os.environ.pop(VERBOSITY_VARIABLE, None)  # a verb in this process sets it, for those that it starts
+    os.environ.pop(
+        VERBOSITY_VARIABLE, None
+    )  # a verb in this process sets it, for those that it starts
     logging.getLogger("tune").handlers.clear()
 
 

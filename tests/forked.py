@@ -1,4 +1,6 @@
-"""A call in a fork of the test process, where the disk is full or where folders that forbid it are not written to."""
+"""A call in a fork of the test process, where the disk is full or where folders that forbid it are
+not written to.
+"""
 
 import ctypes
 import json
@@ -14,11 +16,14 @@ _MAY_WRITE_ANYWHERE = 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 _SECONDS = 300  # after which the fork is ended
 
 
-def call_forked(function: Callable[[], Any], *, disk_bytes: int | None = None, as_plain_user: bool = False) -> Any:
+def call_forked(
+    function: Callable[[], Any], *, disk_bytes: int | None = None, as_plain_user: bool = False
+) -> Any:
     """Return what `function` returns, as JSON has it, from a fork.
 
-    disk_bytes: a file may have no more bytes, as on a disk that is full from there on. as_plain_user: permissions hold
-    for root too. Raises AssertionError with the traceback of what the function raises, or when it does not end.
+    disk_bytes: a file may have no more bytes, as on a disk that is full from there on.
+    as_plain_user: permissions hold for root too. Raises AssertionError with the traceback of what
+    the function raises, or when it does not end.
     """
     reading, writing = os.pipe()  # the limit holds for files, not for pipes
     child = os.fork()
@@ -47,10 +52,14 @@ def call_forked(function: Callable[[], Any], *, disk_bytes: int | None = None, a
 
 
 def drop_capabilities() -> None:
-    """Take from root the right to write where permissions forbid it. OSError where the system does not let us."""
+    """Take from root the right to write where permissions forbid it. OSError where the system does
+    not let us.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; of capabilities 0 to 31, and of further ones
+    sets = (
+        ctypes.c_uint32 * 6
+    )()  # effective, permitted, inheritable; of capabilities 0 to 31, and of further ones
     if libc.capget(header, sets) != 0:
         raise OSError(ctypes.get_errno(), "capget")
     for number in range(3):

@@ -1,4 +1,6 @@
-"""Seeded changes of JSON that somebody else has written: keys lost, doubled or put in, values of any other kind."""
+"""Seeded changes of JSON that somebody else has written: keys lost, doubled or put in, values of
+any other kind.
+"""
 
 import random
 from typing import Any

@@ -27,8 +27,8 @@ MUTATIONS = [
     Mutation(
         name="segment_of_ten_mib",
         path="recipe_lib/plan/allocation/caching_allocator.py",
-        old="return LARGE_SEGMENT if size < LARGE_REQUEST else",
-        new="return LARGE_SEGMENT if size <= LARGE_REQUEST else",
+        old="LARGE_SEGMENT if size < LARGE_REQUEST else",
+        new="LARGE_SEGMENT if size <= LARGE_REQUEST else",
         harm="a tensor of 10 MiB is planned to reserve 20",
         tests=("tests/plan/allocation/test_caching_allocator.py",),
     ),
@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         name="cache_ignores_the_template",
         path="recipe_lib/data/cache.py",
-        old="token_files, tokenizer.chat_template, tokenizer.chat_template_place],",
-        new="token_files],",
+        old="            tokenizer.chat_template,\n            tokenizer.chat_template_place,\n",
+        new="",
         harm="a changed chat template trains on what the former one wrote",
         tests=("tests/data/test_cache.py", "-k", "changes_the_key"),
     ),
@@ -268,8 +268,8 @@ MUTATIONS = [
     Mutation(
         name="documents_see_each_other",
         path="recipe_lib/ops/attention.py",
-        old="found = found - torch.searchsorted(documents, own, out_int32=True)",
-        new="found = found - torch.searchsorted(documents, own, out_int32=True) + 1",
+        old="found = found - torch.searchsorted(",
+        new="found = found + 1 - torch.searchsorted(",
         harm="a packed document sees the last token of the one before it",
         tests=("tests/ops/test_attention.py",),
     ),

@@ -38,9 +38,10 @@ max_seq_len: 64
 class Reader:
     """A file that a verb reads.
 
-    option: what names it, as `cat config`, or a key of a config; inside: of a folder that it names. name: of the file.
-    words: the command line; `{file}` and `{folder}` are the file and its folder, `{config}` a whole config. whole: a
-    content that is right, None where only other files of the same reader have one. accepts: kinds that are legal there.
+    option: what names it, as `cat config`, or a key of a config; inside: of a folder that it names.
+    name: of the file. words: the command line; `{file}` and `{folder}` are the file and its folder,
+    `{config}` a whole config. whole: a content that is right, None where only other files of the
+    same reader have one. accepts: kinds that are legal there.
     """
 
     option: str
@@ -56,7 +57,9 @@ class Reader:
     def command(self, file: Path, config: Path) -> list[str]:
         """The words of the command line."""
         return [
-            word.format(file=file, folder=file.parent, config=config, out=file.parent.parent / "out")
+            word.format(
+                file=file, folder=file.parent, config=config, out=file.parent.parent / "out"
+            )
             for word in self.words.split()
         ]
 
@@ -81,7 +84,9 @@ def make_whole_model() -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="readers-"))
     owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder))  # not at the end of a fork
+    atexit.register(
+        lambda: os.getpid() == owner and shutil.rmtree(folder)
+    )  # not at the end of a fork
     return write_model("llama", folder / "model")
 
 
@@ -108,7 +113,13 @@ def put_adapter(folder: Path) -> None:
 # Samples by the kind of their file.
 WHOLE = {".jsonl": SAMPLE, ".json": f"[{SAMPLE}]", ".txt": "a text", ".csv": "prompt,completion\na,b\n",
          ".tsv": "prompt\tcompletion\na\tb\n"}  # fmt: skip
-MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "model.safetensors",
+)
 ANY_TEXT = ("deep", "a huge number", "empty")
 LORA = "run lora_finetune_distributed --config {config} recipe=lora_finetune_distributed"
 DATA = "data check {config} data.source={file}"

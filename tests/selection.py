@@ -1,5 +1,6 @@
-"""What `make test` leaves to `make test-all`: values that are marked slow, and fixtures that make no more than the
-selected tests ask for."""
+"""What `make test` leaves to `make test-all`: values that are marked slow, and fixtures that make
+no more than the selected tests ask for.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -12,7 +13,9 @@ def slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     values = list(values)
     unknown = [value for value in kept if value not in values]
     assert kept and not unknown, f"kept: {kept}, no values: {unknown}"
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
 
 
 def slow_but(values: Iterable[Any], count: int) -> list[Any]:
@@ -31,13 +34,16 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Each value of a parameter in the tests of this file that are to run; for fixtures that make many things at once.
+    """Each value of a parameter in the tests of this file that are to run; for fixtures that make
+    many things at once.
 
     request: of a fixture, which may be of the module.
     """
     found: list[Any] = []
     for item in request.session.items:
-        if item.path == request.path and name in getattr(getattr(item, "callspec", None), "params", {}):
+        if item.path == request.path and name in getattr(
+            getattr(item, "callspec", None), "params", {}
+        ):
             value = item.callspec.params[name]
             if value not in found:
                 found.append(value)

@@ -31,8 +31,12 @@ def name_of(case: Path) -> str:
     return f"{case.parent.name}/{case.name}"
 
 
-@pytest.mark.parametrize("case", slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80), ids=name_of)
-def test_one_clean_line(case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "case", slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80), ids=name_of
+)
+def test_one_clean_line(
+    case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
     name = str(case.relative_to(ROOT))
 
@@ -44,7 +48,9 @@ def test_one_clean_line(case: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert arguments[0] == "tune"
     code = main(arguments[1:])
     written = capfd.readouterr()
-    expected = re.sub(r"\{tmp\}[\w./-]*\w", lambda place: show(fill(place[0])), (case / "expected").read_text())
+    expected = re.sub(
+        r"\{tmp\}[\w./-]*\w", lambda place: show(fill(place[0])), (case / "expected").read_text()
+    )
     assert written.err == fill(expected)
     assert written.out == ""
     assert code == 2

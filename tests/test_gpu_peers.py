@@ -1,4 +1,6 @@
-"""benchmarks/gpu_check.py peers: who did equal work, when goals are met, our side beside what peers recorded."""
+"""benchmarks/gpu_check.py peers: who did equal work, when goals are met, our side beside what peers
+recorded.
+"""
 
 import dataclasses
 import json
@@ -13,7 +15,9 @@ from benchmarks.peers.cases import SIDES, PeerCase, cases
 
 pytestmark = [
     pytest.mark.benchmark,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real comparison"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="on a GPU this would be the real comparison"
+    ),
 ]
 RECORDED = Path(__file__).parent.parent / "docs" / "measurements" / "peers-dry-run-cpu.json"
 CASE = PeerCase("full", 8, 1, "none", 1e-3, steps=4, warmup=1)
@@ -44,7 +48,9 @@ def test_goals(speed: float, reserved: float, told: str):
 def test_our_steps_are_those_that_peers_recorded(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The run itself, in a fork; losses and norms of each peer are those in the report of the dry run."""
+    """The run itself, in a fork; losses and norms of each peer are those in the report of the dry
+    run.
+    """
     if name == "qlora-64":
         pytest.importorskip("torchao")
     monkeypatch.syspath_prepend(gpu_peers.SCRIPTS)
@@ -62,11 +68,15 @@ def test_our_steps_are_those_that_peers_recorded(
         **gpu_peers.settings(case, ours, False, tmp_path),
     }
     (tmp_path / "task.json").write_text(json.dumps(task))
-    assert gpu_check.run_apart(lambda: {"code": run_ours(str(tmp_path / "task.json"))}, 120) == {"code": 0}
+    assert gpu_check.run_apart(lambda: {"code": run_ours(str(tmp_path / "task.json"))}, 120) == {
+        "code": 0
+    }
     record = json.loads(Path(task["output"]).read_text())
     peers = {side: result for side, result in entry["results"].items() if report.good_runs(result)}
     assert {"transformers", "trl", "torchtune"} <= set(peers)
     same = report.compare(peers | {"ours": {"runs": [record]}}, case, "fp32")
     assert all(found["equal"] for found in same.values()), same
-    plain = report.compare(peers | {"ours": {"runs": [record]}}, dataclasses.replace(case, method="full"), "fp32")
+    plain = report.compare(
+        peers | {"ours": {"runs": [record]}}, dataclasses.replace(case, method="full"), "fp32"
+    )
     assert plain["torchtune"]["equal"]  # its NF4 is torchao's, as ours is

@@ -1,4 +1,6 @@
-"""benchmarks/gpu_check.py times and benchmarks/cpu_and_cuda.py without a GPU: dry runs, cases, verdicts, pages."""
+"""benchmarks/gpu_check.py times and benchmarks/cpu_and_cuda.py without a GPU: dry runs, cases,
+verdicts, pages.
+"""
 
 import json
 import sys
@@ -21,7 +23,9 @@ pytestmark = [
 ]
 
 
-def test_a_dry_run_times_and_plans_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_times_and_plans_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_times, "cases", lambda gpu: [PlanCase("full", "demo", 1, 16, "none")])
     monkeypatch.setattr(gpu_times, "STEADY_STEPS", 1)
     assert gpu_check.main(["times", "--output", str(tmp_path)]) == 0
@@ -31,14 +35,19 @@ def test_a_dry_run_times_and_plans_a_tiny_model(tmp_path: Path, monkeypatch: pyt
     before = json.loads((tmp_path / names[1]).read_text())
     assert gpu_times.main(["--plan", str(tmp_path / names[1]), "--label", "again"]) == 0
     (row,) = json.loads((tmp_path / names[1]).read_text())["rows"]
-    assert row["seconds"] == before["rows"][0]["seconds"] and row["planned"]["again"] == row["planned"][NOW]
+    assert (
+        row["seconds"] == before["rows"][0]["seconds"]
+        and row["planned"]["again"] == row["planned"][NOW]
+    )
     assert "## Planned again" in (tmp_path / names[2]).read_text()
 
 
 # The same runs on the CPU and on CUDA
 
 
-def row(losses: tuple[float, ...], others: tuple[float, ...], codes: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+def row(
+    losses: tuple[float, ...], others: tuple[float, ...], codes: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
     sides = {
         name: {"code": code, "losses": list(found), "norms": [], "said": "error: no" * bool(code)}
         for name, code, found in zip(("cpu", "second"), codes, (losses, others), strict=True)
@@ -47,8 +56,14 @@ def row(losses: tuple[float, ...], others: tuple[float, ...], codes: tuple[int, 
 
 
 def test_verdicts() -> None:
-    assert verdict_of(row((2.0, 1.0), (2.0, 1.0009))) == EQUAL and verdict_of(row((2.0, 1.0), (2.0, 1.002))) == DIFFERS
-    assert verdict_of(row((), (), (2, 2))) == REFUSED and verdict_of(row((1.0,), (), (0, 2))) == ONE_SIDE
+    assert (
+        verdict_of(row((2.0, 1.0), (2.0, 1.0009))) == EQUAL
+        and verdict_of(row((2.0, 1.0), (2.0, 1.002))) == DIFFERS
+    )
+    assert (
+        verdict_of(row((), (), (2, 2))) == REFUSED
+        and verdict_of(row((1.0,), (), (0, 2))) == ONE_SIDE
+    )
     assert verdict_of({"name": "late", "skipped": "no time left"}) == NOT_RUN
 
 
@@ -64,9 +79,20 @@ class Part:
         return self.code
 
 
-def test_a_dry_run_compares_the_cpu_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_compares_the_cpu_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_and_cuda, "subprocess", SimpleNamespace(Popen=Part))
-    words = ["--second", "cpu", "--only", "full memory.mlp_tiles=3", "--processes", "1", "--output", str(tmp_path)]
+    words = [
+        "--second",
+        "cpu",
+        "--only",
+        "full memory.mlp_tiles=3",
+        "--processes",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     assert cpu_and_cuda.main(words) == 0
     (found,) = json.loads((tmp_path / "cpu-and-cuda-dry-run-cpu.json").read_text())["rows"]
     assert verdict_of(found) == EQUAL and found["cpu"]["losses"] == found["second"]["losses"]

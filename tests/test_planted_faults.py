@@ -1,4 +1,6 @@
-"""The benchmark of planted faults: its rules of judging, and our own column for faults that a moment tells."""
+"""The benchmark of planted faults: its rules of judging, and our own column for faults that a
+moment tells.
+"""
 
 import json
 import logging
@@ -38,8 +40,20 @@ def result(*lines: str, code: int | None = 0) -> Result:
         (result("the disk is full"), 3, "warned", 0),
         (result("hello"), 3, "silent", 9),
         (result("hello", code=1), 0, "ends, unnamed", 9),
-        (result("Traceback (most recent call last):", "  x.py", "OSError: no disk", code=1), 0, "traceback, named", 0),
-        (result("no disk", "Traceback (most recent call last):", "  disk", "KeyError: 'x'", code=1), 0, "traceback", 1),
+        (
+            result("Traceback (most recent call last):", "  x.py", "OSError: no disk", code=1),
+            0,
+            "traceback, named",
+            0,
+        ),
+        (
+            result(
+                "no disk", "Traceback (most recent call last):", "  disk", "KeyError: 'x'", code=1
+            ),
+            0,
+            "traceback",
+            1,
+        ),
         (Result(["tool"], None, [(0.0, "the disk")], 300.0, timed_out=True), 0, "hangs", 0),
     ],
 )
@@ -50,7 +64,9 @@ def test_rules(found, steps, outcome, seconds):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random decoder of two layers with the demo's tokenizer, complete as the benchmark makes it."""
+    """A random decoder of two layers with the demo's tokenizer, complete as the benchmark makes
+    it.
+    """
     from recipe_lib.models import build_meta, init_weights, spec_from_config
 
     folder = tmp_path_factory.mktemp("given")
@@ -61,7 +77,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for path in TOKENIZER.iterdir():
         shutil.copyfile(path, folder / path.name)
-    save_file({name: value.detach().clone() for name, value in model.named_parameters()}, folder / "model.safetensors")
+    save_file(
+        {name: value.detach().clone() for name, value in model.named_parameters()},
+        folder / "model.safetensors",
+    )
     made = folder.parent / f"{folder.name}_made"
     make_model(folder, made)
     return made
@@ -95,7 +114,9 @@ class Here(Ours):
             get_logger().removeHandler(logged)
         written = self._capture.readouterr()
         text = written.out + written.err
-        text += "".join(f"{line}\n" for line in logged.lines if line not in text)  # where an earlier test has the log
+        text += "".join(
+            f"{line}\n" for line in logged.lines if line not in text
+        )  # where an earlier test has the log
         text = text.replace(f"{setup.folder}/", "")
         return Result(list(command), code, [(0.0, line) for line in text.splitlines()])
 
@@ -117,12 +138,21 @@ def test_our_column(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         sound = play_one(SOUND, tool, tmp_path, checkpoint, Sound([], []))
     finally:
         del WORDS[SOUND.name]
-    assert (sound.outcome, sound.steps) == ("warned", 4), sound  # every word of it is news to these rules
-    lines = (tmp_path / "sound" / "output" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert (sound.outcome, sound.steps) == (
+        "warned",
+        4,
+    ), sound  # every word of it is news to these rules
+    lines = (
+        (tmp_path / "sound" / "output" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     assert len(lines) == 4
-    found = {name: play_one(faults[name], tool, tmp_path, checkpoint, Sound([], [])) for name in EXPECTED}
+    found = {
+        name: play_one(faults[name], tool, tmp_path, checkpoint, Sound([], [])) for name in EXPECTED
+    }
     assert {name: outcome.outcome for name, outcome in found.items()} == EXPECTED
     cells = {name: outcome.to_json() for name, outcome in found.items()}
     told = {"title": "ours", "told": "", "versions": {}, "date": "", "machine": "", "cells": cells}
     text = page({"ours": told}, ["ours"])
-    assert "| **told or handled, of those that apply** | **18 of 18** |" in text and "not run" in text
+    assert (
+        "| **told or handled, of those that apply** | **18 of 18** |" in text and "not run" in text
+    )

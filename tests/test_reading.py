@@ -1,4 +1,6 @@
-"""Files of strangers: only regular ones are read, none blocks, none is larger than asked for; what a terminal shows."""
+"""Files of strangers: only regular ones are read, none blocks, none is larger than asked for; what
+a terminal shows.
+"""
 
 import json
 import os
@@ -78,29 +80,42 @@ READERS: dict[str, Callable[[Path, str], object]] = {
     "chat template": chat_template,
     "YAML": lambda folder, kind: load_config(make(folder, kind, "x.yaml")),
 } | {
-    suffix: (lambda folder, kind, suffix=suffix: list(read_samples(str(make(folder, kind, f"x{suffix}")), "train")))
+    suffix: lambda folder, kind, suffix=suffix: list(
+        read_samples(str(make(folder, kind, f"x{suffix}")), "train")
+    )
     for suffix in (".jsonl", ".json", ".txt", ".parquet")
 }
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a device"])
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
-def test_every_reader_refuses_in_one_line(reader: Callable[[Path, str], object], kind: str, tmp_path: Path):
+def test_every_reader_refuses_in_one_line(
+    reader: Callable[[Path, str], object], kind: str, tmp_path: Path
+):
     with pytest.raises(UserError) as caught:
         reader(tmp_path, kind)
     assert "\n" not in str(caught.value)
-    assert f"is {kind}, expected a regular file" in str(caught.value) or "no such config" in str(caught.value)
+    assert f"is {kind}, expected a regular file" in str(caught.value) or "no such config" in str(
+        caught.value
+    )
 
 
 def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixture):
     with pytest.raises(OSError, match="the name holds a NUL character"):
         open_regular(tmp_path / "a\0b")
     (tmp_path / "loop").symlink_to("loop")
-    for name, said in (("a" * 5000, "File name too long"), ("loop", "Too many levels of symbolic links")):
+    for name, said in (
+        ("a" * 5000, "File name too long"),
+        ("loop", "Too many levels of symbolic links"),
+    ):
         code = exit_code_of(lambda name=name: (tmp_path / name).stat() and None)
         assert code == USER_ERROR
         line = capsys.readouterr().err
-        assert line.endswith(f": {said}; choose another name\n") and line.count("\n") == 1 and len(line) < 200
+        assert (
+            line.endswith(f": {said}; choose another name\n")
+            and line.count("\n") == 1
+            and len(line) < 200
+        )
 
 
 def test_a_file_has_at_most_as_many_bytes_as_asked_for(tmp_path: Path):

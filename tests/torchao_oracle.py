@@ -1,6 +1,8 @@
-"""What torchao itself computes, for comparison with ours: its converters, optimizers, levels and NF4 tensors.
+"""What torchao itself computes, for comparison with ours: its converters, optimizers, levels and
+NF4 tensors.
 
-For tests and benchmarks the one module that imports torchao, whose modules move from one release to the next.
+For tests and benchmarks the one module that imports torchao, whose modules move from one release to
+the next.
 """
 
 import logging
@@ -38,10 +40,12 @@ def convert(
     chosen: Callable[[nn.Module, str], bool] | None = is_plain_linear,
     **settings: Any,
 ) -> nn.Module:
-    """Lets torchao convert linears to products in `kind` (int8, fp8: one scale a row), in place; None: which it likes.
+    """Lets torchao convert linears to products in `kind` (int8, fp8: one scale a row), in place;
+    None: which it likes.
 
-    settings: of Float8LinearConfig, beside those of its recipe `rowwise`, whose scales are powers of two; ours, and by
-    default these, are not. INT8 swaps modules, and leaves parameters what they are.
+    settings: of Float8LinearConfig, beside those of its recipe `rowwise`, whose scales are powers
+    of two; ours, and by default these, are not. INT8 swaps modules, and leaves parameters what they
+    are.
     """
     with _silently():
         if kind == "int8":
@@ -53,13 +57,16 @@ def convert(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         rowwise = replace(
-            Float8LinearConfig.from_recipe_name("rowwise"), **{"round_scales_to_power_of_2": False} | settings
+            Float8LinearConfig.from_recipe_name("rowwise"),
+            **{"round_scales_to_power_of_2": False} | settings,
         )
         return convert_to_float8_training(model, config=rowwise, module_filter_fn=chosen)
 
 
 def rounded_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, rounded row by row, and what each row's codes are multiplied by, as torchao finds them."""
+    """Codes of a matrix, rounded row by row, and what each row's codes are multiplied by, as
+    torchao finds them.
+    """
     with _silently():
         from torchao.float8.config import ScalingGranularity
         from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
@@ -69,7 +76,10 @@ def rounded_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         return codes, scales
     rowwise = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
     factors = tensor_to_scale(matrix, torch.float8_e4m3fn, **rowwise)
-    return to_fp8_saturated(matrix.float() * factors, torch.float8_e4m3fn), factors.reciprocal().flatten()
+    return (
+        to_fp8_saturated(matrix.float() * factors, torch.float8_e4m3fn),
+        factors.reciprocal().flatten(),
+    )
 
 
 def low_bit_adamw() -> dict[int, Any]:
@@ -100,7 +110,9 @@ def nf4_tensor() -> Any:
 
 
 def mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 of a matrix `[o, i]`: bytes of two numbers each, `[o, i / 32, 16]`, and biased exponents `[o, i / 32]`."""
+    """MXFP4 of a matrix `[o, i]`: bytes of two numbers each, `[o, i / 32, 16]`, and biased
+    exponents `[o, i / 32]`.
+    """
     with _silently():
         from torchao.prototype.mx_formats.mx_tensor import to_mx
     rows, columns = matrix.shape
@@ -111,7 +123,11 @@ def mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def base_config(kind: str, group_size: int = 32) -> Any:
     """What an export in `kind` (int4, int8, fp8) is made by, as torchao's own pages write it."""
     with _silently():
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, IntxWeightOnlyConfig, PerRow
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            IntxWeightOnlyConfig,
+            PerRow,
+        )
         from torchao.quantization.granularity import PerAxis, PerGroup
     if kind == "fp8":
         return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())

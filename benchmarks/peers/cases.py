@@ -1,4 +1,6 @@
-"""Which runs are compared, which sides take part in them, and what each side's environment is made of."""
+"""Which runs are compared, which sides take part in them, and what each side's environment is made
+of.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +9,13 @@ from pathlib import Path
 from benchmarks.peers.planted.torchtune import Torchtune
 from benchmarks.peers.planted.trl import Trl
 
-# Small, and every matrix is whole groups of 256 blocks of 64 numbers, which torchao's NF4 is made for.
+# Small, and every matrix is whole groups of 256 blocks of 64 numbers, which torchao's NF4 is made
+# for.
 WIDE = "wide.json"
 RANK, ALPHA = 16, 32  # of the adapters, on all linears of the layers
 OURS = "ours"
-# Folder of a tool's environment, and what it is made of, in order: those of the planted faults, and what they lack.
+# Folder of a tool's environment, and what it is made of, in order: those of the planted faults, and
+# what they lack.
 ENVIRONMENTS = {"transformers": "trl", "trl": "trl", "torchtune": "torchtune", "unsloth": "unsloth"}
 PACKAGES: dict[str, Sequence[Sequence[str]]] = {
     "trl": (*Trl.packages, ("bitsandbytes", "liger-kernel")),
@@ -22,11 +26,12 @@ PACKAGES: dict[str, Sequence[Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class PeerCase:
-    """A run in no tool's words: every side trains the same rows in the same order, all tokens, from the same start.
+    """A run in no tool's words: every side trains the same rows in the same order, all tokens, from
+    the same start.
 
-    method: `full`, `lora` or `qlora`. checkpointing: `none`, or `full` (each layer's input is kept). lr: constant.
-    warmup: steps whose time is not counted. preset: file in this folder, the shape of a model of the
-    case's own with random weights.
+    method: `full`, `lora` or `qlora`. checkpointing: `none`, or `full` (each layer's input is
+    kept). lr: constant. warmup: steps whose time is not counted. preset: file in this folder, the
+    shape of a model of the case's own with random weights.
     """
 
     method: str
@@ -63,9 +68,11 @@ class Side:
     @property
     def script(self) -> str:
         """The file in `scripts` that runs it."""
-        return {"ours": "run_ours.py", "transformers": "run_transformers.py", "torchtune": "run_torchtune.py"}.get(
-            self.tool, "run_trl.py"
-        )
+        return {
+            "ours": "run_ours.py",
+            "transformers": "run_transformers.py",
+            "torchtune": "run_torchtune.py",
+        }.get(self.tool, "run_trl.py")
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -75,11 +82,19 @@ class Side:
         if self.tool == "torchtune":
             return ("torch", "torchao", "torchtune")
         kernels = ("liger-kernel",) if self.liger else ()
-        tool = () if self.tool == "transformers" else ("trl",) if self.tool == "trl" else ("trl", "unsloth")
+        tool = (
+            ()
+            if self.tool == "transformers"
+            else ("trl",)
+            if self.tool == "trl"
+            else ("trl", "unsloth")
+        )
         return ("torch", "transformers", "accelerate", "peft", "bitsandbytes", *kernels, *tool)
 
     def modules(self, case: PeerCase) -> tuple[str, ...]:
-        """What its environment has to import for a case; of Unsloth first, which patches the others."""
+        """What its environment has to import for a case; of Unsloth first, which patches the
+        others.
+        """
         if self.tool == OURS:
             return ("recipe_lib",)
         if self.tool == "torchtune":
@@ -117,7 +132,8 @@ def cases(gpu: bool) -> list[PeerCase]:
             PeerCase("lora", 128, 2, "full", 3e-3, steps=6, warmup=2),
             PeerCase("qlora", 64, 2, "none", 3e-3, steps=6, warmup=2, preset=WIDE),
         ]
-    # Full fine-tuning keeps layer inputs alone, as its states leave no room for more; beside frozen weights there is.
+    # Full fine-tuning keeps layer inputs alone, as its states leave no room for more; beside frozen
+    # weights there is.
     return [
         PeerCase("full", 2048, 8, "full", 1e-5),
         PeerCase("lora", 4096, 2, "none", 2e-4),
@@ -129,10 +145,12 @@ def cases(gpu: bool) -> list[PeerCase]:
 
 
 def tolerances(case: PeerCase, dtype: str) -> tuple[float, float]:
-    """Largest relative differences of loss and gradient norm, at any step, that equal work may show.
+    """Largest relative differences of loss and gradient norm, at any step, that equal work may
+    show.
 
-    fp32: what another order of the same sums gives; beside NF4 more, since torchao and bitsandbytes round its levels
-    and the scales of its blocks differently, which are other frozen weights. bf16: all has 8 bits.
+    fp32: what another order of the same sums gives; beside NF4 more, since torchao and bitsandbytes
+    round its levels and the scales of its blocks differently, which are other frozen weights. bf16:
+    all has 8 bits.
     """
     if dtype == "bf16":
         return (1e-2, 5e-2)

@@ -4,13 +4,15 @@
     python benchmarks/gpu_check.py peers --environments FOLDER --install trl,torchtune
     python benchmarks/gpu_check.py peers --environments FOLDER --tools ours,torchtune --cases full-2048,lora-4096
 
-Every side trains the same Hugging Face folder on the same rows of token ids, in the same order, from the same start,
-each by its own documented way, in a virtual environment of its own: FOLDER/trl (transformers too), FOLDER/torchtune,
-FOLDER/unsloth. That the work is equal is shown, not said: the loss and the norm of the gradient of every step stand
-beside ours. Sides take turns, each in a process of its own, so that what slows the machine slows all of them.
+Every side trains the same Hugging Face folder on the same rows of token ids, in the same order,
+from the same start, each by its own documented way, in a virtual environment of its own: FOLDER/trl
+(transformers too), FOLDER/torchtune, FOLDER/unsloth. That the work is equal is shown, not said: the
+loss and the norm of the gradient of every step stand beside ours. Sides take turns, each in a
+process of its own, so that what slows the machine slows all of them.
 
-With a GPU: Llama 3 8B's shape with random weights, made once in --work, or the --model that is given. Without one:
-a tiny model for a few steps in fp32, which checks that the sides do equal work, and no time is kept.
+With a GPU: Llama 3 8B's shape with random weights, made once in --work, or the --model that is
+given. Without one: a tiny model for a few steps in fp32, which checks that the sides do equal work,
+and no time is kept.
 """
 
 import argparse
@@ -45,7 +47,14 @@ from benchmarks.peers.cases import (
 from benchmarks.peers.ground import make_adapter, make_model, make_rows, make_tokenizer
 from benchmarks.peers.planted.running import Result, run
 from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
-from benchmarks.peers.report import case_entry, earlier_cases, good_runs, judge, name_of, write_peers_report
+from benchmarks.peers.report import (
+    case_entry,
+    earlier_cases,
+    good_runs,
+    judge,
+    name_of,
+    write_peers_report,
+)
 from recipe_lib.errors import ConfigError, SetupError, exit_code_of
 from recipe_lib.models import preset_config, spec_from_config
 
@@ -54,7 +63,9 @@ RUN_SECONDS = 900.0
 
 
 def main(argv: list[str]) -> int:
-    """Runs all sides in turns and writes the report after each; 1 if one failed or did other work, 2: a mistake."""
+    """Runs all sides in turns and writes the report after each; 1 if one failed or did other work,
+    2: a mistake.
+    """
     return exit_code_of(lambda: _run(_arguments(argv), argv))
 
 
@@ -68,7 +79,10 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
     wanted = [case for case in cases(gpu) if not options.cases or case.name in options.cases]
     if not wanted:
         known = ", ".join(case.name for case in cases(gpu))
-        raise ConfigError(f"--cases {','.join(options.cases)}: there are none of these here, expected some of {known}")
+        raise ConfigError(
+            f"--cases {','.join(options.cases)}: there are none of these here, expected some of"
+            f" {known}"
+        )
     sides = [side for side in SIDES if side.tool in options.tools]
     report: dict[str, Any] = {
         "kind": "Head to head" if gpu else "Head to head, dry run on a CPU: no time was measured",
@@ -99,29 +113,55 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="gpu_check.py peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gpu_check.py peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--environments", type=Path, default=Path("environments"), help="folder of virtual environments"
+        "--environments",
+        type=Path,
+        default=Path("environments"),
+        help="folder of virtual environments",
     )
-    parser.add_argument("--install", type=_names, default=[], help=f"environments to make first: {', '.join(PACKAGES)}")
-    parser.add_argument("--tools", type=_names, default=list(TOOLS), help="names, with commas; default: all")
+    parser.add_argument(
+        "--install",
+        type=_names,
+        default=[],
+        help=f"environments to make first: {', '.join(PACKAGES)}",
+    )
+    parser.add_argument(
+        "--tools", type=_names, default=list(TOOLS), help="names, with commas; default: all"
+    )
     parser.add_argument("--cases", type=_names, default=[], help="names, with commas; default: all")
-    parser.add_argument("--model", help="a Llama as a Hugging Face folder, or a shipped preset for random weights")
-    parser.add_argument("--repeats", type=int, help="runs of each side; default: 3, without a GPU 1")
+    parser.add_argument(
+        "--model", help="a Llama as a Hugging Face folder, or a shipped preset for random weights"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="runs of each side; default: 3, without a GPU 1"
+    )
     parser.add_argument("--minutes", type=minutes, default=600.0, help="time for all of it")
-    parser.add_argument("--work", type=Path, help="folder for model and runs, kept; default: removed")
-    parser.add_argument("--keep", action="store_true", help="keep the earlier report's other cases beside those of now")
+    parser.add_argument(
+        "--work", type=Path, help="folder for model and runs, kept; default: removed"
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep the earlier report's other cases beside those of now",
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(argv)
     unknown = sorted(set(options.tools) - set(TOOLS)) + sorted(set(options.install) - set(PACKAGES))
     if unknown:
-        parser.error(f"found {', '.join(unknown)}, expected tools {', '.join(TOOLS)}; installed: {', '.join(PACKAGES)}")
+        parser.error(
+            f"found {', '.join(unknown)}, expected tools {', '.join(TOOLS)}; installed:"
+            f" {', '.join(PACKAGES)}"
+        )
     if options.repeats is not None and options.repeats < 1:
         parser.error(f"--repeats: found {options.repeats}, expected 1 or more")
     if set(options.tools) - {"ours"} and not (options.install or options.environments.is_dir()):
         parser.error(
-            f"--environments {options.environments}: found no such folder; --install makes what is to be in it"
+            f"--environments {options.environments}: found no such folder; --install makes what is"
+            " to be in it"
         )
     return options
 
@@ -136,7 +176,9 @@ def install(folder: Path, name: str) -> None:
         make_environment(folder, PACKAGES[name])
         return
     for packages in PACKAGES[name][1:]:
-        subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True)
+        subprocess.run(
+            [folder / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True
+        )
 
 
 def command_of(argv: list[str]) -> str:
@@ -151,23 +193,38 @@ def command_of(argv: list[str]) -> str:
 
 @functools.cache
 def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
-    """Model, adapter and tokenizer: `told`, `size` of the vocabulary, and folders by name. Raises UserError."""
+    """Model, adapter and tokenizer: `told`, `size` of the vocabulary, and folders by name. Raises
+    UserError.
+    """
     folder = Path(model).resolve()
     config, told = preset_config(model), folder.name
     if config["model_type"] != "llama":
-        raise ConfigError(f"--model {model}: found {config['model_type']}, expected a Llama, which all tools have")
+        raise ConfigError(
+            f"--model {model}: found {config['model_type']}, expected a Llama, which all tools have"
+        )
     if not folder.is_dir():
-        told = f"the shape of {Path(model).name if model.endswith('.json') else model}, random weights"
+        told = (
+            f"the shape of {Path(model).name if model.endswith('.json') else model}, random weights"
+        )
         folder = work / f"{Path(model).name}-{dtype}"
-        make = functools.partial(make_model, model, folder, torch.bfloat16 if dtype == "bf16" else torch.float32)
+        make = functools.partial(
+            make_model, model, folder, torch.bfloat16 if dtype == "bf16" else torch.float32
+        )
         failed = run_apart(lambda: {"made": make()}, RUN_SECONDS).get("failed")
         if failed:
-            raise SetupError(f"--model {model}: its random weights could not be made: {failed}; look at {folder}")
+            raise SetupError(
+                f"--model {model}: its random weights could not be made: {failed}; look at {folder}"
+            )
     size = spec_from_config(config, model).vocab_size
     parts = {name: work / f"{name}-{folder.name}" for name in ("adapter", "tokenizer")}
     make_adapter(folder, parts["adapter"])
     make_tokenizer(size, parts["tokenizer"])
-    return {"told": told, "size": size, "model": str(folder), **{name: str(path) for name, path in parts.items()}}
+    return {
+        "told": told,
+        "size": size,
+        "model": str(folder),
+        **{name: str(path) for name, path in parts.items()},
+    }
 
 
 # The sides
@@ -181,13 +238,22 @@ def python_of(side: Side, environments: Path) -> str:
 
 
 def variables(gpu: bool) -> dict[str, str]:
-    """No network, no plan beside our run; without a GPU one thread, so that sums have one order. One GPU, since some
-    tools take all that they see."""
-    own = {"PYTHONPATH": str(REPOSITORY), "TUNE_PLAN": "off", "ACCELERATE_USE_CPU": str(not gpu).lower()}
+    """No network, no plan beside our run; without a GPU one thread, so that sums have one order.
+    One GPU, since some tools take all that they see.
+    """
+    own = {
+        "PYTHONPATH": str(REPOSITORY),
+        "TUNE_PLAN": "off",
+        "ACCELERATE_USE_CPU": str(not gpu).lower(),
+    }
     if not gpu:
         return ENVIRONMENT | own
     kept = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
-    return kept | own | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    return (
+        kept
+        | own
+        | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    )
 
 
 def versions(side: Side, environments: Path) -> dict[str, str]:
@@ -196,9 +262,9 @@ def versions(side: Side, environments: Path) -> dict[str, str]:
     if not Path(python).exists():
         return {}
     code = (
-        "import importlib.metadata as m, json, sys\n"
-        f"found = [d for d in m.distributions() if d.name in {side.shown!r}]\n"
-        "print(json.dumps({d.name: d.version for d in found} | {'python': sys.version.split()[0]}))"
+        "import importlib.metadata as m, json, sys\nfound = [d for d in m.distributions() if"
+        f" d.name in {side.shown!r}]\nprint(json.dumps({{d.name: d.version for d in found}} |"
+        " {'python': sys.version.split()[0]}))"
     )
     result = run([python, "-c", code], Path.cwd(), {})
     return dict(json.loads(result.lines[-1][1])) if result.code == 0 else {}
@@ -227,7 +293,11 @@ def reason(result: Result) -> str:
     if "OutOfMemoryError" in result.text or "out of memory" in result.text.lower():
         return "out of memory"
     lines = [line.strip() for _, line in result.lines if line.strip()]
-    named = [line for line in lines if "Error" in line.split(" ")[0]] or lines or [f"ended with {result.code}"]
+    named = (
+        [line for line in lines if "Error" in line.split(" ")[0]]
+        or lines
+        or [f"ended with {result.code}"]
+    )
     return named[-1][:200].replace("|", "/")
 
 
@@ -249,10 +319,16 @@ def in_turns(
                 left = options.minutes * 60 - (time.monotonic() - started)
                 folder = work / case.name / side.name
                 task = {**ground, **rows, **settings(case, side, gpu, folder)}
-                found = {"failed": "no time left"} if left < 5 else run_side(side, task, options.environments, left)
+                found = (
+                    {"failed": "no time left"}
+                    if left < 5
+                    else run_side(side, task, options.environments, left)
+                )
                 result["runs"].append(found)
             said = result.get("absent") or result["runs"][-1].get("failed") or "done"
-            print(f"{time.monotonic() - started:5.0f} s  {case.name}, {side.name}: {said}", flush=True)
+            print(
+                f"{time.monotonic() - started:5.0f} s  {case.name}, {side.name}: {said}", flush=True
+            )
             yield side, result
 
 
@@ -282,8 +358,16 @@ def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) 
     if result.code != 0 or not output.exists():
         return {"failed": reason(result)}
     found = dict(json.loads(output.read_text(encoding="utf-8")))
-    done = sum(1 for pair in zip(found["losses"], found["grad_norms"], strict=True) if all(map(math.isfinite, pair)))
-    return found if done == task["steps"] else {"failed": f"{done} of {task['steps']} steps with finite numbers"}
+    done = sum(
+        1
+        for pair in zip(found["losses"], found["grad_norms"], strict=True)
+        if all(map(math.isfinite, pair))
+    )
+    return (
+        found
+        if done == task["steps"]
+        else {"failed": f"{done} of {task['steps']} steps with finite numbers"}
+    )
 
 
 def verdict(report: dict[str, Any]) -> int:

@@ -1,4 +1,6 @@
-"""What every side is given: a model folder, an adapter that begins at zero, rows of ids, a tokenizer of numbers."""
+"""What every side is given: a model folder, an adapter that begins at zero, rows of ids, a
+tokenizer of numbers.
+"""
 
 import json
 import math
@@ -22,7 +24,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
-    """A Hugging Face folder of a Llama preset with random weights, once; the last file says that it is whole."""
+    """A Hugging Face folder of a Llama preset with random weights, once; the last file says that it
+    is whole.
+    """
     if (folder / INDEX).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,9 @@ def _shards(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def make_adapter(model: Path, folder: Path) -> None:
-    """A PEFT adapter on all linears of the layers: A uniform within 1 / sqrt(in), as PEFT begins, and B zero."""
+    """A PEFT adapter on all linears of the layers: A uniform within 1 / sqrt(in), as PEFT begins,
+    and B zero.
+    """
     spec = spec_from_config(read_config(model), str(model))
     shapes = parameter_shapes(spec)
     generator = torch.Generator().manual_seed(1)
@@ -99,13 +105,16 @@ def make_tokenizer(size: int, folder: Path) -> None:
 
 
 def make_rows(case: PeerCase, size: int, folder: Path) -> dict[str, str]:
-    """Rows of random ids, as an array and as texts of numbers: one for each row of each step, none twice.
+    """Rows of random ids, as an array and as texts of numbers: one for each row of each step, none
+    twice.
 
     Ids below 3 are left out: they are a vocabulary's special ones in many models.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = (case.steps * case.batch_size, case.sequence)
-    stream = np.random.Philox(key=2).random_raw(math.prod(shape))  # the same for any version of numpy
+    stream = np.random.Philox(key=2).random_raw(
+        math.prod(shape)
+    )  # the same for any version of numpy
     drawn = (3 + stream % np.uint64(size - 3)).astype(np.int32).reshape(shape)
     np.save(folder / "rows.npy", drawn)
     lines = [json.dumps({"text": " ".join(map(str, row.tolist()))}) + "\n" for row in drawn]

@@ -3,9 +3,10 @@
     python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER --install trl
     python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER --tools ours,trl
 
---model is a small Llama as a Hugging Face folder, in fp32 (`stories260K` was used). Results are kept in --results, a
-tool at a time, and the page is written from all that is there. Runs of peers are their documented commands; nothing is
-fetched but by --install. The small disk needs the right to mount one.
+--model is a small Llama as a Hugging Face folder, in fp32 (`stories260K` was used). Results are
+kept in --results, a tool at a time, and the page is written from all that is there. Runs of peers
+are their documented commands; nothing is fetched but by --install. The small disk needs the right
+to mount one.
 """
 
 import argparse
@@ -39,7 +40,9 @@ RESULTS = Path("docs/measurements/planted_faults.json")
 
 
 def main(argv: list[str]) -> None:
-    """Plants every fault under every tool that was asked for, and writes results and page after each."""
+    """Plants every fault under every tool that was asked for, and writes results and page after
+    each.
+    """
     arguments = _arguments(argv)
     tools = [kind(arguments.environments) for kind in TOOLS if kind.name in arguments.tools]
     for tool in tools:
@@ -52,8 +55,12 @@ def main(argv: list[str]) -> None:
         if not model.exists():
             make_model(arguments.model, model)
         for tool in tools:
-            for found in examine(tool, work / tool.name, model, arguments.only, results.get(tool.name)):
-                results = _kept(arguments.results) | {tool.name: found}  # another process may have written its tools
+            for found in examine(
+                tool, work / tool.name, model, arguments.only, results.get(tool.name)
+            ):
+                results = _kept(arguments.results) | {
+                    tool.name: found
+                }  # another process may have written its tools
                 ordered = {name: results[name] for name in sorted(results)}
                 text = json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
                 arguments.results.write_text(text, encoding="utf-8")
@@ -61,14 +68,28 @@ def main(argv: list[str]) -> None:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a small Llama in fp32, as a Hugging Face folder")
-    parser.add_argument("--environments", type=Path, required=True, help="folder of the peers' virtual environments")
-    parser.add_argument("--tools", type=_names, default=[kind.name for kind in TOOLS], help="names, with commas")
-    parser.add_argument("--install", type=_names, default=[], help="tools whose environments to make first")
-    parser.add_argument("--only", default="", help="faults that match this regular expression; others are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--work", type=Path, help="folder for the runs, kept, sound runs for the next time; default: removed"
+        "--model", type=Path, required=True, help="a small Llama in fp32, as a Hugging Face folder"
+    )
+    parser.add_argument(
+        "--environments", type=Path, required=True, help="folder of the peers' virtual environments"
+    )
+    parser.add_argument(
+        "--tools", type=_names, default=[kind.name for kind in TOOLS], help="names, with commas"
+    )
+    parser.add_argument(
+        "--install", type=_names, default=[], help="tools whose environments to make first"
+    )
+    parser.add_argument(
+        "--only", default="", help="faults that match this regular expression; others are kept"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder for the runs, kept, sound runs for the next time; default: removed",
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=RESULTS.with_suffix(".md"))
@@ -83,8 +104,12 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def examine(tool: Tool, work: Path, model: Path, only: str, before: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """All faults under one tool, its results so far after each. before: an earlier one, of which the rest is kept."""
+def examine(
+    tool: Tool, work: Path, model: Path, only: str, before: dict[str, Any] | None
+) -> Iterator[dict[str, Any]]:
+    """All faults under one tool, its results so far after each. before: an earlier one, of which
+    the rest is kept.
+    """
     started, load = time.monotonic(), os.getloadavg()[0]
     cells: dict[str, Any] = dict(before["cells"]) if before else {}
     found: dict[str, Any] = {
@@ -106,7 +131,10 @@ def examine(tool: Tool, work: Path, model: Path, only: str, before: dict[str, An
         outcome = play_one(fault, tool, work, model, sound)
         cells[fault.name] = outcome.to_json()
         told = f"{outcome.line[:160]} {outcome.note[:160]}"
-        print(f"{tool.name:12} {fault.name:18} {outcome.outcome:17} {outcome.seconds:5.1f} s  {told}", flush=True)
+        print(
+            f"{tool.name:12} {fault.name:18} {outcome.outcome:17} {outcome.seconds:5.1f} s  {told}",
+            flush=True,
+        )
         found["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
         found["seconds"] = round(time.monotonic() - started)
         yield found

@@ -1,7 +1,9 @@
-"""The report of gpu_check.py peers: who did equal work, how fast and in how much memory, and whether goals are met.
+"""The report of gpu_check.py peers: who did equal work, how fast and in how much memory, and
+whether goals are met.
 
-A case's entry has `results` by side: `runs`, a list of records (`losses`, `grad_norms`, `marks`, bytes) or of
-{"failed": why}, or `absent`, why a side did not take part; and what `judge` makes of them.
+A case's entry has `results` by side: `runs`, a list of records (`losses`, `grad_norms`, `marks`,
+bytes) or of {"failed": why}, or `absent`, why a side did not take part; and what `judge` makes of
+them.
 """
 
 import dataclasses
@@ -44,8 +46,10 @@ def good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str, dict[str, Any]]:
-    """Of each side that ran: `loss` and `grad_norm`, its largest relative differences to our first run, over all of
-    its runs, None where there is no number; `equal`: both are within the tolerances, None without a run of ours."""
+    """Of each side that ran: `loss` and `grad_norm`, its largest relative differences to our first
+    run, over all of its runs, None where there is no number; `equal`: both are within the
+    tolerances, None without a run of ours.
+    """
     base = next(iter(good_runs(results.get(OURS, {}))), None)
     loss_limit, norm_limit = tolerances(case, dtype)
     found: dict[str, dict[str, Any]] = {}
@@ -68,7 +72,9 @@ def _finite(value: float) -> float | None:
 
 
 def seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
-    """Median over the runs of the median time from mark to mark behind the warm-up; None: no run has two marks."""
+    """Median over the runs of the median time from mark to mark behind the warm-up; None: no run
+    has two marks.
+    """
     medians = []
     for run in good_runs(result):
         marks = run.get("marks", [])[case.warmup :]
@@ -77,9 +83,13 @@ def seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
     return median(medians) if medians else None
 
 
-def figures(case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None) -> dict[str, float]:
-    """Of a side on a GPU: `seconds` and `tokens_per_second` of a step, `flop_per_second` and `share` of the measured
-    matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own, as gpu_check.py counts them."""
+def figures(
+    case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None
+) -> dict[str, float]:
+    """Of a side on a GPU: `seconds` and `tokens_per_second` of a step, `flop_per_second` and
+    `share` of the measured matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own,
+    as gpu_check.py counts them.
+    """
     seconds = seconds_per_step(result, case)
     if seconds is None:
         return {}
@@ -91,7 +101,10 @@ def figures(case: PeerCase, result: Mapping[str, Any], model: str, matmul: float
         add_adapters(shape, LoraConfig(rank=RANK, alpha=ALPHA), torch.bfloat16)
     settings = Case("speed", "", case.sequence, batch_size=case.batch_size)
     speed = speed_of(settings, spec, shape, [seconds])
-    found = {"seconds": seconds, **{name: speed[name] for name in ("tokens_per_second", "flop_per_second")}}
+    found = {
+        "seconds": seconds,
+        **{name: speed[name] for name in ("tokens_per_second", "flop_per_second")},
+    }
     if matmul:
         found["share"] = speed["flop_per_second"] / matmul
     for kind in ("allocated", "reserved"):
@@ -99,8 +112,12 @@ def figures(case: PeerCase, result: Mapping[str, Any], model: str, matmul: float
     return found
 
 
-def goals(measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]], equal: Sequence[Any]) -> list[str]:
-    """A line for each goal and case. measured: figures by side; equal: `compare` of each case, in the same order."""
+def goals(
+    measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]], equal: Sequence[Any]
+) -> list[str]:
+    """A line for each goal and case. measured: figures by side; equal: `compare` of each case, in
+    the same order.
+    """
     lines = []
     for (case, sides), same in zip(measured, equal, strict=True):
         ours = {name: found for name, found in sides.items() if name.startswith(OURS) and found}
@@ -117,18 +134,21 @@ def goals(measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]]
         if case.method == "full":
             share = ours[best].get("share", 0.0)
             lines.append(
-                f"{case.name}: at least {SHARE_OF_MATMUL:.0%} of the matmul rate: {share:.1%} ({best}), "
-                f"{_met(share >= SHARE_OF_MATMUL)}"
+                f"{case.name}: at least {SHARE_OF_MATMUL:.0%} of the matmul rate: {share:.1%}"
+                f" ({best}), {_met(share >= SHARE_OF_MATMUL)}"
             )
         if case.name == "lora-4096":
             lines.append(
-                f"{case.name}: at least {LORA_TOKENS} tokens/s: {speed:.0f} ({best}), {_met(speed >= LORA_TOKENS)}"
+                f"{case.name}: at least {LORA_TOKENS} tokens/s: {speed:.0f} ({best}),"
+                f" {_met(speed >= LORA_TOKENS)}"
             )
         lines.append(f"{case.name}: {_over_peers(ours, peers)}")
     return lines
 
 
-def _over_peers(ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]) -> str:
+def _over_peers(
+    ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]
+) -> str:
     """The goal that holds for every case. One side of ours has to be both, faster and no larger."""
     goal = f"at least {OVER_PEERS} times the fastest peer of equal work, in no more memory"
     if not peers:
@@ -136,12 +156,19 @@ def _over_peers(ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Map
     fastest = max(peers, key=lambda name: peers[name]["tokens_per_second"])
     peer = peers[fastest]
     rows = [
-        (found["tokens_per_second"] / peer["tokens_per_second"], found["reserved"] <= peer["reserved"], name)
+        (
+            found["tokens_per_second"] / peer["tokens_per_second"],
+            found["reserved"] <= peer["reserved"],
+            name,
+        )
         for name, found in ours.items()
     ]
     ratio, small, name = max(rows, key=lambda row: (row[0] >= OVER_PEERS and row[1], row[0]))
     memory = "no more" if small else "more"
-    return f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}), {_met(ratio >= OVER_PEERS and small)}"
+    return (
+        f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}),"
+        f" {_met(ratio >= OVER_PEERS and small)}"
+    )
 
 
 def _met(is_met: bool) -> str:
@@ -151,7 +178,9 @@ def _met(is_met: bool) -> str:
 def name_of(device: Mapping[str, Any], suffix: str) -> str:
     """The report's file."""
     gpu = device.get("type") == "cuda"
-    return f"peers-{'-'.join(str(device['name']).lower().split()) if gpu else 'dry-run-cpu'}{suffix}"
+    return (
+        f"peers-{'-'.join(str(device['name']).lower().split()) if gpu else 'dry-run-cpu'}{suffix}"
+    )
 
 
 def earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -161,7 +190,9 @@ def earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes both files, named after the device; returns their paths. Without a GPU no step's time is kept."""
+    """Writes both files, named after the device; returns their paths. Without a GPU no step's time
+    is kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = report["device"].get("type") == "cuda"
     kept = report if gpu else _without(report, {"marks"})
@@ -190,7 +221,13 @@ def to_markdown(report: dict[str, Any]) -> str:
         case = PeerCase(**entry["case"])
         measured.append((case, entry["figures"]))
         equal.append(entry["comparison"])
-        lines += ["", f"## {case.name}", "", f"{entry['model']}: {_told(case, report['dtype'])}", ""]
+        lines += [
+            "",
+            f"## {case.name}",
+            "",
+            f"{entry['model']}: {_told(case, report['dtype'])}",
+            "",
+        ]
         lines += _table(entry, gpu)
         lines += _curves(entry["results"])
     lines += ["", "## Goals", "", *(f"- {line}" for line in goals(measured, equal))]
@@ -204,21 +241,29 @@ def _head(report: dict[str, Any], gpu: bool) -> list[str]:
         f"# {report['kind']}: {device['name']}",
         "",
         f"- {report['date']}{commit}, `{report['command']}`, {report.get('seconds', 0)} s",
-        f"- {report['dtype']}; runs of each side: {report['repeats']}, in turns, each in a process of its own",
+        (
+            f"- {report['dtype']}; runs of each side: {report['repeats']}, in turns, each in a"
+            " process of its own"
+        ),
         f"- {_summary(report)}",
     ]
     if not gpu:
         return [
             *lines,
-            "- dry run, CPU: it shows that all sides do the same work; its times say nothing about any GPU and are not "
-            "kept, and most of what a process holds are its libraries",
+            (
+                "- dry run, CPU: it shows that all sides do the same work; its times say nothing"
+                " about any GPU and are not kept, and most of what a process holds are its"
+                " libraries"
+            ),
         ]
     rate = report.get("matmul")
     told = f"{rate / 1e12:.3g} TFLOP/s" if rate else "not measured"
     return [
         *lines,
-        f"- {device['memory_gib']} GiB, driver {device['driver']}, CUDA {device['cuda']}, power limit "
-        f"{device['power_limit']}; bf16 matmul rate, measured: {told}",
+        (
+            f"- {device['memory_gib']} GiB, driver {device['driver']}, CUDA {device['cuda']}, power"
+            f" limit {device['power_limit']}; bf16 matmul rate, measured: {told}"
+        ),
     ]
 
 
@@ -236,7 +281,9 @@ def _summary(report: Mapping[str, Any]) -> str:
 
 
 def fastest(report: Mapping[str, Any]) -> str:
-    """Return each case's tokens a second and reserved bytes, ours and of the fastest peer of equal work."""
+    """Return each case's tokens a second and reserved bytes, ours and of the fastest peer of equal
+    work.
+    """
     told = []
     for entry in report["cases"]:
         case = PeerCase(**entry["case"])
@@ -246,7 +293,10 @@ def fastest(report: Mapping[str, Any]) -> str:
         shown = [f"{name} {sides[name]['tokens_per_second']:,.0f} tokens/s in {sides[name]['reserved'] / GIB:.2f} GiB"
                  for name in (OURS, *peers[:1]) if name in sides]  # fmt: skip
         lost = sorted(set(entry["figures"]) - set(sides))
-        told.append(f"{case.name}: {'; '.join(shown)}" + (f"; did not come to run: {', '.join(lost)}" if lost else ""))
+        told.append(
+            f"{case.name}: {'; '.join(shown)}"
+            + (f"; did not come to run: {', '.join(lost)}" if lost else "")
+        )
     return " ".join(told)
 
 
@@ -261,19 +311,34 @@ def _sides(report: dict[str, Any]) -> list[str]:
 
 def _told(case: PeerCase, dtype: str) -> str:
     loss, norm = tolerances(case, dtype)
-    adapters = "" if case.method == "full" else f"adapters of rank {RANK} on all linears of the layers, "
+    adapters = (
+        "" if case.method == "full" else f"adapters of rank {RANK} on all linears of the layers, "
+    )
     base = ", base in NF4" if case.method == "qlora" else ""
     return (
-        f"{case.batch_size} rows of {case.sequence} tokens a step, {case.steps} steps, {adapters}AdamW, constant "
-        f"learning rate {case.lr:g}, clipping at 1.0, activation checkpointing `{case.checkpointing}`{base}. Equal "
-        f"means: at every step the loss within {loss:g} of ours, the norm of the gradient within {norm:g}."
+        f"{case.batch_size} rows of {case.sequence} tokens a step, {case.steps} steps,"
+        f" {adapters}AdamW, constant learning rate {case.lr:g}, clipping at 1.0, activation"
+        f" checkpointing `{case.checkpointing}`{base}. Equal means: at every step the loss within"
+        f" {loss:g} of ours, the norm of the gradient within {norm:g}."
     )
 
 
 def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
     results, same, found = entry["results"], entry["comparison"], entry["figures"]
-    more = ["s/step", "tokens/s", "MFU", "allocated, GiB", "reserved, GiB"] if gpu else ["resident, MiB"]
-    columns = ["side", "first loss", "last loss", "loss differs by", "norm differs by", "equal work", *more]
+    more = (
+        ["s/step", "tokens/s", "MFU", "allocated, GiB", "reserved, GiB"]
+        if gpu
+        else ["resident, MiB"]
+    )
+    columns = [
+        "side",
+        "first loss",
+        "last loss",
+        "loss differs by",
+        "norm differs by",
+        "equal work",
+        *more,
+    ]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for name, result in results.items():
         runs = good_runs(result)
@@ -281,8 +346,17 @@ def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
             why = result.get("absent") or result["runs"][-1]["failed"]
             lines.append(f"| {name} | {why} |{' |' * (len(columns) - 2)}")
             continue
-        told = name if len(runs) == len(result["runs"]) else f"{name}, {len(runs)} of {len(result['runs'])} runs"
-        cells = [told, f"{runs[0]['losses'][0]:.5f}", f"{runs[0]['losses'][-1]:.5f}", *_differences(name, same[name])]
+        told = (
+            name
+            if len(runs) == len(result["runs"])
+            else f"{name}, {len(runs)} of {len(result['runs'])} runs"
+        )
+        cells = [
+            told,
+            f"{runs[0]['losses'][0]:.5f}",
+            f"{runs[0]['losses'][-1]:.5f}",
+            *_differences(name, same[name]),
+        ]
         if gpu:
             figure = found.get(name) or {}
             cells += [
@@ -301,7 +375,10 @@ def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
 def _differences(name: str, same: Mapping[str, Any]) -> list[str]:
     if same["equal"] is None:
         return ["", "", "not compared"]
-    return [*(_cell(same[part], 1, ".1e") for part in ("loss", "grad_norm")), "yes" if same["equal"] else "NO"]
+    return [
+        *(_cell(same[part], 1, ".1e") for part in ("loss", "grad_norm")),
+        "yes" if same["equal"] else "NO",
+    ]
 
 
 def _cell(value: float | None, unit: float, form: str) -> str:
@@ -320,12 +397,22 @@ def _curves(results: Mapping[str, Any]) -> list[str]:
 
 def case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
     """A case in the report, before it has results."""
-    return {"case": dataclasses.asdict(case), "model": ground["told"], "results": {}, "comparison": {}, "figures": {}}
+    return {
+        "case": dataclasses.asdict(case),
+        "model": ground["told"],
+        "results": {},
+        "comparison": {},
+        "figures": {},
+    }
 
 
 def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
-    """Puts `comparison` and, with a GPU, `figures` into an entry. model: the folder that was trained."""
+    """Puts `comparison` and, with a GPU, `figures` into an entry. model: the folder that was
+    trained.
+    """
     case, results = PeerCase(**entry["case"]), entry["results"]
     entry["comparison"] = compare(results, case, report["dtype"])
     if report["device"].get("type") == "cuda":
-        entry["figures"] = {name: figures(case, result, model, report["matmul"]) for name, result in results.items()}
+        entry["figures"] = {
+            name: figures(case, result, model, report["matmul"]) for name, result in results.items()
+        }

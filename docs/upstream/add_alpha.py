@@ -1,4 +1,6 @@
-"""What torch.compile makes of a sum with a multiple of a matrix product: python add_alpha.py (needs a C++ compiler)."""
+"""What torch.compile makes of a sum with a multiple of a matrix product: python add_alpha.py (needs
+a C++ compiler).
+"""
 
 import torch
 
@@ -17,4 +19,7 @@ print("torch", torch.__version__)
 values = (torch.ones(2, 2), torch.ones(2, 3), torch.ones(3, 2))
 for name, run in sums(*values).items():
     torch._dynamo.reset()
-    print(f"{name:27} eager {run().unique().tolist()}, compiled {torch.compile(run)().unique().tolist()}")
+    print(
+        f"{name:27} eager {run().unique().tolist()}, compiled"
+        f" {torch.compile(run)().unique().tolist()}"
+    )

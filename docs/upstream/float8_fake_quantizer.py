@@ -12,5 +12,11 @@ weight = torch.randn(64, 64, requires_grad=True)
 for size in (1.0, 1e-2, 1e-4):
     gradient = torch.randn(64, 64) * size
     (found,) = torch.autograd.grad(quantizer(weight), weight, gradient)
-    zeros, off = float((found == 0).float().mean()), float((found - gradient).norm() / gradient.norm())
-    print(f"gradients of about {size:g}: {zeros:.1%} of them zero, off by {off:.0%} from passing straight through")
+    zeros, off = (
+        float((found == 0).float().mean()),
+        float((found - gradient).norm() / gradient.norm()),
+    )
+    print(
+        f"gradients of about {size:g}: {zeros:.1%} of them zero, off by {off:.0%} from passing"
+        " straight through"
+    )

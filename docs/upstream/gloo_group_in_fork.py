@@ -1,4 +1,6 @@
-"""What becomes of a fork that drops a gloo process group it has inherited: python gloo_group_in_fork.py (Linux)."""
+"""What becomes of a fork that drops a gloo process group it has inherited: python
+gloo_group_in_fork.py (Linux).
+"""
 
 import os
 import signal
@@ -61,4 +63,7 @@ for name, action in {
 }.items():
     for works in (0, 4):
         ends = Counter(fork(action, works) for _ in range(TRIES))
-        print(f"{name:28} {works} all-reduces before: {', '.join(f'{n} {what}' for what, n in sorted(ends.items()))}")
+        print(
+            f"{name:28} {works} all-reduces before:"
+            f" {', '.join(f'{n} {what}' for what, n in sorted(ends.items()))}"
+        )

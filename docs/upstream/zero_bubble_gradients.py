@@ -1,4 +1,6 @@
-"""Gradients of torch's pipeline schedules against one process: python zero_bubble_gradients.py (two gloo processes)."""
+"""Gradients of torch's pipeline schedules against one process: python zero_bubble_gradients.py (two
+gloo processes).
+"""
 
 import tempfile
 
@@ -18,12 +20,20 @@ NAMES = [
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
 ]
-SITUATIONS = ["plain", "first half frozen", "fully_shard, reshard_after_forward=False", "fully_shard, defaults"]
+SITUATIONS = [
+    "plain",
+    "first half frozen",
+    "fully_shard, reshard_after_forward=False",
+    "fully_shard, defaults",
+]
 
 
 def make_layers():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(STAGES)]
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        for _ in range(STAGES)
+    ]
     return [layer.double() for layer in layers]
 
 
@@ -55,7 +65,8 @@ def run(rank, name, situation, mesh, data):
                 fully_shard(module, mesh=mesh["dp"], **options)
     count = RANKS if name == "Schedule1F1B" else STAGES
     stages = [
-        PipelineStage(part, at, count, torch.device("cpu"), group=mesh.get_group("pp")) for at, part in parts.items()
+        PipelineStage(part, at, count, torch.device("cpu"), group=mesh.get_group("pp"))
+        for at, part in parts.items()
     ]
     schedule = getattr(schedules, name)(
         stages[0] if name == "Schedule1F1B" else stages,
@@ -64,7 +75,9 @@ def run(rank, name, situation, mesh, data):
         scale_grads=False,
     )
     inputs, target = data
-    schedule.step(*([inputs] if 0 in parts else []), **({"target": target} if count - 1 in parts else {}))
+    schedule.step(
+        *([inputs] if 0 in parts else []), **({"target": target} if count - 1 in parts else {})
+    )
     return {i: [p.grad for p in layers[i].parameters()] for of in numbers.values() for i in of}
 
 
@@ -81,7 +94,9 @@ def compare(found, expected):
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             error = float((whole - right).norm() / right.norm())
             off, most = off + (error > 1e-9), max(most, error)
-    return torch.tensor([missing, off, most, sum(g is not None for n in found for g in expected[n])])
+    return torch.tensor(
+        [missing, off, most, sum(g is not None for n in found for g in expected[n])]
+    )
 
 
 def main(rank, store):
@@ -100,7 +115,10 @@ def main(rank, store):
             dist.all_gather(every, numbers)
             missing, off, _, count = (int(sum(one[i] for one in every)) for i in range(4))
             most = max(float(one[2]) for one in every)
-            said = f"of {count} trained parameters {missing} without gradient, {off} wrong (by {most:.0%} at most)"
+            said = (
+                f"of {count} trained parameters {missing} without gradient, {off} wrong (by"
+                f" {most:.0%} at most)"
+            )
             if rank == 0:
                 print(f"{situation:41} {name:30} {said if missing or off else 'right'}", flush=True)
     dist.destroy_process_group()

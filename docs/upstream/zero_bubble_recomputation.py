@@ -1,4 +1,6 @@
-"""How often torch's pipeline schedules run a checkpointed block: python zero_bubble_recomputation.py (2 processes)."""
+"""How often torch's pipeline schedules run a checkpointed block: python
+zero_bubble_recomputation.py (2 processes).
+"""
 
 import tempfile
 
@@ -30,7 +32,11 @@ class Block(nn.Module):
             setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
 
     def forward(self, x):
-        return checkpoint(self.compute, x, use_reentrant=False) if self.checkpointed else self.compute(x)
+        return (
+            checkpoint(self.compute, x, use_reentrant=False)
+            if self.checkpointed
+            else self.compute(x)
+        )
 
     def compute(self, x):
         self.runs += 1
@@ -52,7 +58,10 @@ def run(rank, name, checkpointed):
     mine = [rank] if each == 1 else [rank, count - 1 - rank if v_shaped else rank + RANKS]
     torch.manual_seed(0)
     blocks = [Block(checkpointed) for _ in mine]
-    stages = [PipelineStage(block, at, count, torch.device("cpu")) for block, at in zip(blocks, mine, strict=True)]
+    stages = [
+        PipelineStage(block, at, count, torch.device("cpu"))
+        for block, at in zip(blocks, mine, strict=True)
+    ]
     schedule = getattr(schedules, name)(
         stages[0] if each == 1 else stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_of
     )
@@ -60,7 +69,9 @@ def run(rank, name, checkpointed):
     for _ in range(2):  # the first step also runs each stage to learn its shapes
         for block in blocks:
             block.runs = 0
-        schedule.step(*([inputs] if 0 in mine else []), **({"target": target} if count - 1 in mine else {}))
+        schedule.step(
+            *([inputs] if 0 in mine else []), **({"target": target} if count - 1 in mine else {})
+        )
     return [f"{block.runs / MICRO_BATCHES:g}" for block in blocks]
 
 
@@ -72,7 +83,10 @@ def main(rank, store):
             dist.all_gather_object(every, run(rank, name, checkpointed))
             if rank == 0:
                 told = "checkpoint" if checkpointed else "plain"
-                print(f"{told:10} {name:30} forwards a micro-batch, by rank and block: {every}", flush=True)
+                print(
+                    f"{told:10} {name:30} forwards a micro-batch, by rank and block: {every}",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 

@@ -1,11 +1,12 @@
-"""Writes the demo's rows: numbers, dates and units in words, as `train.jsonl` and `heldout.jsonl` beside this file.
+"""Writes the demo's rows: numbers, dates and units in words, as `train.jsonl` and `heldout.jsonl`
+beside this file.
 
     python examples/demo/make_data.py
 
-Rows are in the Alpaca format (instruction, input, output). All are drawn from a fixed seed, so the files come out the
-same every time. The training file has every number below 100 and a part of those above; the held-out file has larger
-numbers only, and no instruction of it occurs in the training file. Who answers it has learned how numbers, dates and
-units are written, not the rows.
+Rows are in the Alpaca format (instruction, input, output). All are drawn from a fixed seed, so the
+files come out the same every time. The training file has every number below 100 and a part of those
+above; the held-out file has larger numbers only, and no instruction of it occurs in the training
+file. Who answers it has learned how numbers, dates and units are written, not the rows.
 """
 
 import json
@@ -20,15 +21,18 @@ TRAIN_ROWS = 6000
 HELDOUT_ROWS = 300
 
 ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen seventeen eighteen nineteen"
 ).split()
 TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 DAYS = (
-    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
-    "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth twenty-first twenty-second twenty-third "
-    "twenty-fourth twenty-fifth twenty-sixth twenty-seventh twenty-eighth"
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth"
+    " fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth twentieth twenty-first"
+    " twenty-second twenty-third twenty-fourth twenty-fifth twenty-sixth twenty-seventh"
+    " twenty-eighth"
 ).split()
 # (large unit, small unit, zeros that the number gains)
 UNITS = (
@@ -76,7 +80,10 @@ def words_to_number(draw: random.Random) -> tuple[str, str]:
 def date_in_words(draw: random.Random) -> tuple[str, str]:
     """A date of 1900 to 2099, spelled out."""
     year, month, day = draw.randint(1900, 2099), draw.randint(1, 12), draw.randint(1, 28)
-    return f"Which day is {year}-{month:02d}-{day:02d}?", f"the {DAYS[day - 1]} of {MONTHS[month - 1]} {year}"
+    return (
+        f"Which day is {year}-{month:02d}-{day:02d}?",
+        f"the {DAYS[day - 1]} of {MONTHS[month - 1]} {year}",
+    )
 
 
 def unit(draw: random.Random) -> tuple[str, str]:
@@ -111,7 +118,10 @@ def draw_rows(seed: int) -> Iterator[tuple[str, str]]:
 
 def write_rows(name: str, rows: list[tuple[str, str]]) -> None:
     """One JSON object a line."""
-    lines = [json.dumps({"instruction": question, "input": "", "output": answer}) for question, answer in rows]
+    lines = [
+        json.dumps({"instruction": question, "input": "", "output": answer})
+        for question, answer in rows
+    ]
     (FOLDER / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{FOLDER / name}: {len(rows)} rows")
 

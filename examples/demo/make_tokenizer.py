@@ -2,8 +2,8 @@
 
     python examples/demo/make_tokenizer.py
 
-A byte-level BPE with a few hundred tokens: any text can be written with it, each digit is a token of its own, and
-frequent words (` hundred`, ` and`) are one token.
+A byte-level BPE with a few hundred tokens: any text can be written with it, each digit is a token
+of its own, and frequent words (` hundred`, ` and`) are one token.
 """
 
 import json
@@ -28,7 +28,10 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE of VOCAB_SIZE tokens; the special ones come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -43,7 +46,10 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 def main() -> None:
     """Writes tokenizer.json and tokenizer_config.json."""
-    rows = [json.loads(line) for line in (FOLDER / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (FOLDER / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     tokenizer = train_tokenizer([row[key] for row in rows for key in ("instruction", "output")])
     folder = FOLDER / "tokenizer"
     folder.mkdir(exist_ok=True)
@@ -57,7 +63,9 @@ def main() -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     print(f"{folder}: {tokenizer.get_vocab_size()} tokens")
 
 

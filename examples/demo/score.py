@@ -1,4 +1,5 @@
-"""Counts the held-out questions that a model answers exactly, letter for letter, by its likeliest tokens.
+"""Counts the held-out questions that a model answers exactly, letter for letter, by its likeliest
+tokens.
 
 python examples/demo/score.py                        # the untrained model that the demo starts from
 python examples/demo/score.py outputs/demo/model     # after training
@@ -49,11 +50,16 @@ class Answer:
 
 def read_heldout() -> list[dict[str, str]]:
     """The rows of heldout.jsonl."""
-    return [json.loads(line) for line in (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def load_model(folder: str | None) -> tuple[Decoder, DecoderSpec, Tokenizer]:
-    """The model of a checkpoint folder, or (None) the demo's model as training finds it: random, from the seed."""
+    """The model of a checkpoint folder, or (None) the demo's model as training finds it: random,
+    from the seed.
+    """
     demo = load_config("demo/full")
     if folder is None:
         spec = spec_from_config(preset_config(demo.model.preset), where=demo.model.preset)
@@ -79,11 +85,21 @@ def answer(model: Decoder, spec: DecoderSpec, tokenizer: Tokenizer, row: dict[st
 
 
 def main() -> int:
-    """Prints the share, and with --show some questions with their answers; returns 1 below --at-least."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?", help="model folder; without it: the untrained model")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="also print the first N answers")
-    parser.add_argument("--at-least", type=float, default=0, metavar="PERCENT", help="exit code 1 below this share")
+    """Prints the share, and with --show some questions with their answers; returns 1 below
+    --at-least.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkpoint", nargs="?", help="model folder; without it: the untrained model"
+    )
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="also print the first N answers"
+    )
+    parser.add_argument(
+        "--at-least", type=float, default=0, metavar="PERCENT", help="exit code 1 below this share"
+    )
     arguments = parser.parse_args()
     model, spec, tokenizer = load_model(arguments.checkpoint)
     answers = [answer(model, spec, tokenizer, row) for row in read_heldout()]

@@ -1,4 +1,6 @@
-"""Adapters: LoRA and DoRA on frozen, perhaps quantized weights; merging; the names that PEFT gives them."""
+"""Adapters: LoRA and DoRA on frozen, perhaps quantized weights; merging; the names that PEFT gives
+them.
+"""
 
 from recipe_lib.adapters.lora import (
     adapter_parameters,

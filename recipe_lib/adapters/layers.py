@@ -1,10 +1,12 @@
-"""Modules with a frozen weight and a trained adapter next to it: linears, the embedding, the output head.
+"""Modules with a frozen weight and a trained adapter next to it: linears, the embedding, the output
+head.
 
-The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA, arXiv 2106.09685).
-DoRA (arXiv 2402.09353) also trains the length m `[out]` of every row: the matrix is `m * (W + scaling * B A) / norms`,
-where the norms are those of the rows of `W + scaling * B A`, and no gradient flows through them. Parameters have the
-names that PEFT gives them, after the name of the module: `lora_A.weight`, `lora_B.weight`, `lora_magnitude_vector`,
-`lora_embedding_A`, `lora_embedding_B`; the frozen ones keep theirs.
+The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA,
+arXiv 2106.09685). DoRA (arXiv 2402.09353) also trains the length m `[out]` of every row: the matrix
+is `m * (W + scaling * B A) / norms`, where the norms are those of the rows of `W + scaling * B A`,
+and no gradient flows through them. Parameters have the names that PEFT gives them, after the name
+of the module: `lora_A.weight`, `lora_B.weight`, `lora_magnitude_vector`, `lora_embedding_A`,
+`lora_embedding_B`; the frozen ones keep theirs.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +45,11 @@ class AdapterSettings:
 
 
 class AdaptedModule(nn.Module):
-    """A module in the place of another, whose weight it has as it is, frozen, with an adapter next to it.
+    """A module in the place of another, whose weight it has as it is, frozen, with an adapter next
+    to it.
 
-    A class derived from it and from that of the other computes the frozen part by the forward of the latter. Adapters
-    are made on the meta device.
+    A class derived from it and from that of the other computes the frozen part by the forward of
+    the latter. Adapters are made on the meta device.
     """
 
     adapter_tensors = (
@@ -60,17 +63,23 @@ class AdaptedModule(nn.Module):
     is_off: bool = False
     transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
-    weight_norms: Callable[[], Tensor]  # lengths of the adapted matrix, in the order and type of that; no gradient
+    weight_norms: Callable[
+        [], Tensor
+    ]  # lengths of the adapted matrix, in the order and type of that; no gradient
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
         """base: is not to be used any more."""
         nn.Module.__init__(self)
-        members = {name: dict(base.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
+        members = {
+            name: dict(base.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")
+        }
         self.__dict__.update(base.__dict__ | members)
         self.settings = settings
 
     def relative_lengths(self) -> Tensor | None:
-        """What DoRA multiplies each output channel by: its trained length over the adapted matrix's own; None: LoRA."""
+        """What DoRA multiplies each output channel by: its trained length over the adapted matrix's
+        own; None: LoRA.
+        """
         if self.lora_magnitude_vector is None:
             return None
         return self.lora_magnitude_vector / self.weight_norms()
@@ -86,12 +95,18 @@ class AdaptedMatrix(AdaptedModule):
 
     bias: Tensor | None
 
-    def __init__(self, base: Any, settings: AdapterSettings, shape: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, base: Any, settings: AdapterSettings, shape: tuple[int, int] | None = None
+    ) -> None:
         """shape: of the matrix, where base does not say it."""
         super().__init__(base, settings)
         outputs, inputs = shape or (base.out_features, base.in_features)
-        self.lora_A = nn.Linear(inputs, settings.rank, bias=False, device="meta", dtype=settings.dtype)
-        self.lora_B = nn.Linear(settings.rank, outputs, bias=False, device="meta", dtype=settings.dtype)
+        self.lora_A = nn.Linear(
+            inputs, settings.rank, bias=False, device="meta", dtype=settings.dtype
+        )
+        self.lora_B = nn.Linear(
+            settings.rank, outputs, bias=False, device="meta", dtype=settings.dtype
+        )
         self._add_lengths(outputs)
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
@@ -108,14 +123,20 @@ class AdaptedMatrix(AdaptedModule):
         """Lengths `[out]` of the rows of `W + scaling * B A`, which never exists as a whole."""
         return self.lengths_with(self.frozen_rows, self.lora_A.weight, self.lora_B.weight)
 
-    def lengths_with(self, frozen_rows: Callable[[int, int], Tensor], first: Tensor, second: Tensor) -> Tensor:
-        """As `weight_norms`, of a part of the matrix: rows, or columns, of W, and what A and B have for them."""
+    def lengths_with(
+        self, frozen_rows: Callable[[int, int], Tensor], first: Tensor, second: Tensor
+    ) -> Tensor:
+        """As `weight_norms`, of a part of the matrix: rows, or columns, of W, and what A and B have
+        for them.
+        """
         wide = torch.promote_types(second.dtype, torch.float32)
         rows = max(1, _NORM_ELEMENTS // first.shape[1])
         lengths = []
         for start in range(0, second.shape[0], rows):
             scaled = second[start : start + rows]
-            frozen = frozen_rows(start, start + scaled.shape[0]).to(second.device, wide)  # it may lie on the host
+            frozen = frozen_rows(start, start + scaled.shape[0]).to(
+                second.device, wide
+            )  # it may lie on the host
             adapted = add_scaled(frozen, scaled @ first, self.settings.scaling)
             lengths.append(torch.linalg.vector_norm(adapted, dim=1))
         return torch.cat(lengths).to(second.dtype)
@@ -134,9 +155,11 @@ class AdaptedMatrix(AdaptedModule):
         lengths: Tensor | None,
         frozen: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]`. first, second: A and B. lengths: those of `relative_lengths`.
+        """Hidden `[..., in]` to `[..., out]`. first, second: A and B. lengths: those of
+        `relative_lengths`.
 
-        frozen: in place of `frozen_forward`, where the weight it finds is another by the time it is called.
+        frozen: in place of `frozen_forward`, where the weight it finds is another by the time it is
+        called.
         """
         scaling, rate = self.settings.scaling, self.settings.dropout
         frozen = frozen or self.frozen_forward
@@ -147,7 +170,8 @@ class AdaptedMatrix(AdaptedModule):
             is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
             with nullcontext() if is_counted else torch._C.DisableTorchFunction():
                 dropped = F.dropout(hidden, rate)
-        # Scaled while it is `[..., r]`: neither a product with `[..., out]` numbers, nor one in backward.
+        # Scaled while it is `[..., r]`: neither a product with `[..., out]` numbers, nor one in
+        # backward.
         update = F.linear(cast_linear(dropped, first) * scaling, second)
         if lengths is None:
             return (plain + update).to(plain.dtype)
@@ -155,7 +179,8 @@ class AdaptedMatrix(AdaptedModule):
             product = plain if self.bias is None else plain - self.bias
             turned = lengths * (product + update)
             return (turned if self.bias is None else turned + self.bias).to(plain.dtype)
-        # With dropout the frozen part sees all of the input at its old lengths, their change what is left of it.
+        # With dropout the frozen part sees all of the input at its old lengths, their change what
+        # is left of it.
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (lengths - 1) * product + lengths * update).to(plain.dtype)
@@ -164,8 +189,9 @@ class AdaptedMatrix(AdaptedModule):
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
     """`tensor + scaling * update`, without the product in memory.
 
-    Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two matrices, inductor of
-    torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out (docs/upstream/add_alpha.md).
+    Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two
+    matrices, inductor of torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out
+    (docs/upstream/add_alpha.md).
     """
     return torch.sub(tensor, update, alpha=-scaling)
 
@@ -174,7 +200,9 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came."""
     if hidden.dtype == weight.dtype:
         return F.linear(hidden, weight)
-    if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):  # to a mode it is one call
+    if not torch.compiler.is_dynamo_compiling() and has_torch_function(
+        (hidden, weight)
+    ):  # to a mode it is one call
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
     return linear(hidden, weight)
 
@@ -200,14 +228,18 @@ class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
 
 
 class AdaptedHead(AdaptedMatrix, OutputHead):
-    """The output head with a frozen weight and an adapter; the loss still comes without logits of all tokens."""
+    """The output head with a frozen weight and an adapter; the loss still comes without logits of
+    all tokens.
+    """
 
     def __init__(self, base: OutputHead, settings: AdapterSettings) -> None:
         super().__init__(base, settings, (base.weight.shape[0], base.weight.shape[1]))
         self.bias = None
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, d]`; outside of a forward a weight shared with a sharded embedding is gathered."""
+        """Rows of W `[stop - start, d]`; outside of a forward a weight shared with a sharded
+        embedding is gathered.
+        """
         rows = self.weight[start:stop]
         return rows.full_tensor() if isinstance(rows, DTensor) else rows
 
@@ -225,11 +257,14 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
             return self.finish(self.adapted(hidden, *trained))
         # Where backward projects again, a tied and sharded weight is no longer this module's.
         adapter = OutputAdapter(self.adapted, trained, partial(F.linear, weight=self.weight))
-        return run_head_loss(head_loss, hidden, self.weight, labels, softcap=self.softcap, adapter=adapter)
+        return run_head_loss(
+            head_loss, hidden, self.weight, labels, softcap=self.softcap, adapter=adapter
+        )
 
 
 class AdaptedEmbedding(AdaptedModule, nn.Embedding):
-    """An embedding with a frozen weight `[v, d]` and an adapter; DoRA's lengths are those of its d columns.
+    """An embedding with a frozen weight `[v, d]` and an adapter; DoRA's lengths are those of its d
+    columns.
 
     Dropout does not apply: the input is tokens.
     """
@@ -238,20 +273,30 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         super().__init__(base, settings)
         self.scale = base.scale if isinstance(base, ScaledEmbedding) else None
         vocabulary, width, rank = base.num_embeddings, base.embedding_dim, settings.rank
-        self.lora_embedding_A = nn.Parameter(torch.empty(rank, vocabulary, dtype=settings.dtype, device="meta"))
-        self.lora_embedding_B = nn.Parameter(torch.empty(width, rank, dtype=settings.dtype, device="meta"))
+        self.lora_embedding_A = nn.Parameter(
+            torch.empty(rank, vocabulary, dtype=settings.dtype, device="meta")
+        )
+        self.lora_embedding_B = nn.Parameter(
+            torch.empty(width, rank, dtype=settings.dtype, device="meta")
+        )
         self._add_lengths(width)
 
     @torch.no_grad()
     def weight_norms(self) -> Tensor:
-        """Lengths `[d]` of the columns of `W + scaling * (B A).T`, which never exists as a whole."""
+        """Lengths `[d]` of the columns of `W + scaling * (B A).T`, which never exists as a
+        whole.
+        """
         first, second = self.lora_embedding_A, self.lora_embedding_B
         wide = torch.promote_types(second.dtype, torch.float32)
         rows = max(1, _NORM_ELEMENTS // self.embedding_dim)
         squares = torch.zeros(self.embedding_dim, dtype=wide, device=second.device)
         for part, scaled in zip(self.weight.split(rows), first.split(rows, dim=1), strict=True):
             update = scaled.t() @ second.t()
-            squares += add_scaled(part.to(second.device, wide), update, self.settings.scaling).square_().sum(dim=0)
+            squares += (
+                add_scaled(part.to(second.device, wide), update, self.settings.scaling)
+                .square_()
+                .sum(dim=0)
+            )
         return squares.sqrt_().to(second.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -261,9 +306,12 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         plain = plain if factor is None else plain * factor
         if self.is_off:
             return plain
-        # Backward reads a copy of B, which is small, so that sharding need not gather the whole embedding for it.
+        # Backward reads a copy of B, which is small, so that sharding need not gather the whole
+        # embedding for it.
         second = self.lora_embedding_B.clone()
-        update = F.linear(F.embedding(tokens, self.lora_embedding_A.t()), second) * self.settings.scaling
+        update = (
+            F.linear(F.embedding(tokens, self.lora_embedding_A.t()), second) * self.settings.scaling
+        )
         update = update if factor is None else update * factor
         lengths = self.relative_lengths()
         if lengths is None:
@@ -280,31 +328,40 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
 
 
 class QuantizedExperts(QuantizedLinear):
-    """Experts whose frozen weights are kept in 4 or 8 bits, and made whole in passing; backward makes them again.
+    """Experts whose frozen weights are kept in 4 or 8 bits, and made whole in passing; backward
+    makes them again.
 
-    `out_features` counts the rows of all experts. cut: which part of how many of each run of rows, see
-    `take_rows_of_runs`; None: all.
+    `out_features` counts the rows of all experts. cut: which part of how many of each run of rows,
+    see `take_rows_of_runs`; None: all.
     """
 
     cut: tuple[int, int] | None = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
-        """base: what it replaces, still on the meta device; its bias is taken over. kind: see `QuantizedLinear`."""
+        """base: what it replaces, still on the meta device; its bias is taken over. kind: see
+        `QuantizedLinear`.
+        """
         rows, dtype = base.num_experts * base.out_features, base.weight.dtype
-        QuantizedLinear.__init__(self, nn.Linear(base.in_features, rows, False, "meta", dtype), kind)
+        QuantizedLinear.__init__(
+            self, nn.Linear(base.in_features, rows, False, "meta", dtype), kind
+        )
         self.num_experts, self.expert_rows = base.num_experts, base.out_features
         self.bias = base.bias
 
     def take_rows_of_runs(self, runs: int, rank: int, size: int) -> None:
-        """From now on computes with part number `rank` of `size` of each of so many runs of rows alone.
+        """From now on computes with part number `rank` of `size` of each of so many runs of rows
+        alone.
 
-        For a tensor-parallel group, on the meta device, of NF4: blocks of a run follow one another, and codes and
-        scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be cut by their second dimension.
+        For a tensor-parallel group, on the meta device, of NF4: blocks of a run follow one another,
+        and codes and scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be cut by their
+        second dimension.
         """
         assert self.weight_scales is not None
         self.cut = (rank, size)
         device, blocks = self.weight_codes.device, self.out_features * self.in_features // nf4.BLOCK
-        self.weight_codes = frozen((runs, blocks // runs, nf4.BLOCK // 2), self.weight_codes.dtype, device)
+        self.weight_codes = frozen(
+            (runs, blocks // runs, nf4.BLOCK // 2), self.weight_codes.dtype, device
+        )
         self.weight_scales = frozen((runs, blocks // runs), self.weight_scales.dtype, device)
 
     def _place(self) -> list[int]:
@@ -315,7 +372,9 @@ class QuantizedExperts(QuantizedLinear):
         blocks = self.out_features * self.in_features // nf4.BLOCK
         return [rank * (stride // size), stride // size, stride, blocks]
 
-    def _read_blocks(self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int) -> Tensor:
+    def _read_blocks(
+        self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
+    ) -> Tensor:
         if self.cut is None:
             return super()._read_blocks(read_rows, start, stop)
         rank, size = self.cut
@@ -323,14 +382,19 @@ class QuantizedExperts(QuantizedLinear):
         first, last = rank * height // size, (rank + 1) * height // size
         whole = slice(0, self.in_features)
         return torch.cat(
-            [read_rows(run * height + first, run * height + last, whole).flatten() for run in range(start, stop)]
+            [
+                read_rows(run * height + first, run * height + last, whole).flatten()
+                for run in range(start, stop)
+            ]
         )
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:  # type: ignore[override]
         return self.grouped_product(rows, groups, of_tokens)
 
     def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
-        """Rows `[m, i]`, or tokens `[n, i]`, to `[m, o]` by what of the weights this process computes with."""
+        """Rows `[m, i]`, or tokens `[n, i]`, to `[m, o]` by what of the weights this process
+        computes with.
+        """
         first, last = self.columns
         numbers = (self.num_experts, last - first, groups.choices if of_tokens else 0)
         order = (groups.tokens, groups.places, groups.ends)
@@ -339,8 +403,12 @@ class QuantizedExperts(QuantizedLinear):
         return multiply_groups(rows, codes, scales, factors, *order, *settings)
 
 
-def _weights(codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple[int, int], settings: Any) -> Tensor:
-    """The dequantized weights `[E, o, i]`. shape: E and i. settings: type and place, see `QuantizedLinear`."""
+def _weights(
+    codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple[int, int], settings: Any
+) -> Tensor:
+    """The dequantized weights `[E, o, i]`. shape: E and i. settings: type and place, see
+    `QuantizedLinear`.
+    """
     experts, columns = shape
     return dequantize(codes, scales, factors, columns, *settings).view(experts, -1, columns)
 
@@ -376,7 +444,9 @@ def _multiply_groups_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(gradient.dtype)
+    weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(
+        gradient.dtype
+    )
     found = grouped_matmul(gradient.contiguous(), weights, ends)
     del weights
     return sum_of_rows(found, places, choices) if choices else found
@@ -390,8 +460,8 @@ multiply_groups = make_opaque_node(
         (tokens.shape[0], rows_of(codes, scales, columns) // experts)
     ),
     _multiply_groups_gradient,
-    lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: gradient.new_empty(
-        (gradient.shape[0] // max(1, choices), columns)
+    lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: (
+        gradient.new_empty((gradient.shape[0] // max(1, choices), columns))
     ),
     kept=(1, 2, 3, 5, 6, 7, 8, 9, 10, 11),
 )
@@ -403,21 +473,35 @@ class AdaptedExpertModule(AdaptedModule):
     lora_magnitude_vector = None
 
     def __init__(self, base: Any, settings: AdapterSettings) -> None:
-        """Raises ValueError for DoRA and dropout, which adapters of parameters do not have in PEFT either."""
+        """Raises ValueError for DoRA and dropout, which adapters of parameters do not have in PEFT
+        either.
+        """
         if settings.dora or settings.dropout:
             raise ValueError("adapters of experts have neither DoRA's lengths nor dropout")
         super().__init__(base, settings)
         outputs = base.expert_rows if isinstance(base, QuantizedExperts) else base.out_features
         with torch.device("meta"):
-            self.lora_A = ExpertLinear(base.num_experts, base.in_features, settings.rank, False).to(settings.dtype)
-            self.lora_B = ExpertLinear(base.num_experts, settings.rank, outputs, False).to(settings.dtype)
+            self.lora_A = ExpertLinear(base.num_experts, base.in_features, settings.rank, False).to(
+                settings.dtype
+            )
+            self.lora_B = ExpertLinear(base.num_experts, settings.rank, outputs, False).to(
+                settings.dtype
+            )
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         plain = super().forward(rows, groups, of_tokens=of_tokens)
-        return self.with_factors(plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight)
+        return self.with_factors(
+            plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight
+        )
 
     def with_factors(
-        self, plain: Tensor, rows: Tensor, groups: Groups, of_tokens: bool, first: Tensor, second: Tensor
+        self,
+        plain: Tensor,
+        rows: Tensor,
+        groups: Groups,
+        of_tokens: bool,
+        first: Tensor,
+        second: Tensor,
     ) -> Tensor:
         """What the frozen part gave `[m, o]`, with what the adapter of these A and B adds to it."""
         if self.is_off:
@@ -449,10 +533,15 @@ _ADAPTED: dict[type[nn.Module], Callable[[Any, AdapterSettings], AdaptedModule]]
 def adapt(base: Any, settings: AdapterSettings | None, quantize: str = "none") -> nn.Module:
     """Return what takes the place of a linear, experts, a router, the head or the embedding.
 
-    settings: None for one without an adapter. quantize: of linears and experts, as lora.quantize_base.
+    settings: None for one without an adapter. quantize: of linears and experts, as
+    lora.quantize_base.
     """
     if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
-        base = (QuantizedExperts if isinstance(base, ExpertLinear) else QuantizedLinear)(base, quantize)
+        base = (QuantizedExperts if isinstance(base, ExpertLinear) else QuantizedLinear)(
+            base, quantize
+        )
     if settings is None:
         return cast(nn.Module, base)
-    return next(adapted for kind, adapted in _ADAPTED.items() if isinstance(base, kind))(base, settings)
+    return next(adapted for kind, adapted in _ADAPTED.items() if isinstance(base, kind))(
+        base, settings
+    )

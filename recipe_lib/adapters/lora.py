@@ -27,7 +27,13 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.language_model import LanguageModel, is_external, layer_names, modules_elsewhere, own_parts
+from recipe_lib.models.language_model import (
+    LanguageModel,
+    is_external,
+    layer_names,
+    modules_elsewhere,
+    own_parts,
+)
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import ExternalSpec
@@ -56,17 +62,21 @@ WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} |
 
 
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
-    """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
+    """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta
+    model.
 
     An external model's are on the linears of its layers that `cfg.target_modules` says.
 
-    dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
-    embedding and the head share; with `cfg.quantize_base` all linears of the layers, adapted or not, get quantized
-    storage. Raises ConfigError for a target that no layer has, where `cfg.quantize_base` would leave most of the
-    layers' weights as they are, and for a model that `parallelize` has sharded already.
+    dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also
+    those that the embedding and the head share; with `cfg.quantize_base` all linears of the layers,
+    adapted or not, get quantized storage. Raises ConfigError for a target that no layer has, where
+    `cfg.quantize_base` would leave most of the layers' weights as they are, and for a model that
+    `parallelize` has sharded already.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ConfigError("add_adapters: the model's parameters are sharded already; call it before parallelize")
+        raise ConfigError(
+            "add_adapters: the model's parameters are sharded already; call it before parallelize"
+        )
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
     if isinstance(model.spec, ExternalSpec):
@@ -81,11 +91,13 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
             if isinstance(dict(layer.named_modules()).get(f"{owner}.{child}"), nn.Linear):
                 owners.append(layer.get_submodule(owner))
         if target in cfg.target_modules and names and not owners:
-            experts = any(isinstance(module, Mixture) for layer in places for module in layer.modules())
+            experts = any(
+                isinstance(module, Mixture) for layer in places for module in layer.modules()
+            )
             other = "; experts are named by experts" if experts and owner == "mlp" else ""
             raise ConfigError(
-                f"lora.target_modules: {target}: no layer of the model has a linear {owner}.{child}; remove it from "
-                f"the list{other}"
+                f"lora.target_modules: {target}: no layer of the model has a linear"
+                f" {owner}.{child}; remove it from the list{other}"
             )
         for module in owners:
             own = settings if target in cfg.targets else None
@@ -99,7 +111,8 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
-    """Freezes a meta model and keeps its layers' linears in `kind`, as `lora.quantize_base` says it, without adapters.
+    """Freezes a meta model and keeps its layers' linears in `kind`, as `lora.quantize_base` says
+    it, without adapters.
 
     Raises ConfigError where that would leave most of their weights as they are.
     """
@@ -107,12 +120,17 @@ def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
 
 
 def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Routers and experts of the layers. Raises ConfigError where one is a target and no layer has it."""
-    mixtures = [module for layer in layers for module in layer.modules() if isinstance(module, Mixture)]
+    """Routers and experts of the layers. Raises ConfigError where one is a target and no layer has
+    it.
+    """
+    mixtures = [
+        module for layer in layers for module in layer.modules() if isinstance(module, Mixture)
+    ]
     wanted = [target for target in MIXTURE_TARGETS if target in cfg.target_modules]
     if wanted and layers and not mixtures:
         raise ConfigError(
-            f"lora.target_modules: {wanted[0]}: no layer of the model has experts; remove it from the list"
+            f"lora.target_modules: {wanted[0]}: no layer of the model has experts; remove it from"
+            " the list"
         )
     of_experts = settings if "experts" in wanted else None
     for mixture in mixtures:
@@ -136,10 +154,12 @@ def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Fills the adapters of a model whose frozen weights are loaded; it then computes what it did without them.
+    """Fills the adapters of a model whose frozen weights are loaded; it then computes what it did
+    without them.
 
-    As in PEFT: A uniform within 1 / sqrt(in), B zero; of an embedding A zero, B normal. A parameter's values follow
-    from (seed, its name, its full shape) alone. DoRA's lengths are those of the loaded weights (a collective).
+    As in PEFT: A uniform within 1 / sqrt(in), B zero; of an embedding A zero, B normal. A
+    parameter's values follow from (seed, its name, its full shape) alone. DoRA's lengths are those
+    of the loaded weights (a collective).
     """
     for name, parameter in adapter_parameters(model).items():
         for local, offset in own_parts(model, name, parameter):
@@ -149,7 +169,11 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             elif name.endswith("lora_embedding_B"):
                 key = f"{seed}/{name}"
                 fill_random(
-                    local, offset, parameter.shape, key, lambda values, generator: values.normal_(generator=generator)
+                    local,
+                    offset,
+                    parameter.shape,
+                    key,
+                    lambda values, generator: values.normal_(generator=generator),
                 )
             else:
                 local.zero_()
@@ -162,7 +186,8 @@ def _uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
 
 @torch.no_grad()
 def init_lengths(model: nn.Module) -> None:
-    """Sets DoRA's lengths to those that the adapted weights have now; nothing without DoRA. A collective.
+    """Sets DoRA's lengths to those that the adapted weights have now; nothing without DoRA. A
+    collective.
 
     The weights of one FSDP unit are gathered at a time.
     """
@@ -178,8 +203,12 @@ def init_lengths(model: nn.Module) -> None:
 
 
 def _units_with_lengths(model: nn.Module) -> list[tuple[FSDPModule | None, list[AdaptedModule]]]:
-    """The adapted modules with DoRA's lengths, by the FSDP unit that holds their parameters; None: not sharded."""
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    """The adapted modules with DoRA's lengths, by the FSDP unit that holds their parameters; None:
+    not sharded.
+    """
+    units = {
+        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    }
     found: dict[str | None, list[AdaptedModule]] = {}
     for name, module in model.named_modules():
         if isinstance(module, AdaptedModule) and module.lora_magnitude_vector is not None:
@@ -194,15 +223,19 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name, in the model's order: all that is trained, but for what a recipe adds."""
+    """The adapters' parameters by name, in the model's order: all that is trained, but for what a
+    recipe adds.
+    """
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model computes what its frozen weights give, without gradients; all ranks alike.
+    """Inside the block the model computes what its frozen weights give, without gradients; all
+    ranks alike.
 
-    No gradients, because with checkpointing a layer would run forward again after the block, adapters on.
+    No gradients, because with checkpointing a layer would run forward again after the block,
+    adapters on.
     """
     modules = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     for module in modules:
@@ -229,10 +262,11 @@ def _swap_base_weights(model: nn.Module) -> None:
 
 
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
-    """One line for the log: what is trained and what is frozen, counted on the modules; the model may be sharded.
+    """One line for the log: what is trained and what is frozen, counted on the modules; the model
+    may be sharded.
 
-    Of a pipeline it is what this rank has. Where all linears are adapted, also what of the layers has no adapter, as
-    experts.
+    Of a pipeline it is what this rank has. Where all linears are adapted, also what of the layers
+    has no adapter, as experts.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -240,9 +274,9 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     targets = describe_targets(found, {} if is_external(model) else WORDS)
     here = " in this rank's layers" if modules_elsewhere(model) else ""
     parts = [
-        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}: "
-        f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
-        f"{_size(frozen)} frozen"
+        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}:"
+        f" {sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)}"
+        f" on top of {_size(frozen)} frozen"
     ]
     if "all-linear" in cfg.target_modules and _matters(found.bare, found.numbers):
         parts.append(f"none on {_share(found.bare, found.numbers)}")
@@ -266,10 +300,11 @@ _SMALL = 0.005  # share of the layers' weights below which what is left out is n
 
 @dataclass(frozen=True)
 class Coverage:
-    """The frozen matrices of a model's layers. adapted: kind of module -> in how many layers it is, and how many the
-    lists have in which these are. outside: adapted modules outside of the layers. quantized: modules that are kept in
-    fewer bits. numbers: of all matrices of the layers. bare, wide: kind -> numbers without an adapter, and in their own
-    type; kinds are names without the numbers of layers.
+    """The frozen matrices of a model's layers. adapted: kind of module -> in how many layers it is,
+    and how many the lists have in which these are. outside: adapted modules outside of the layers.
+    quantized: modules that are kept in fewer bits. numbers: of all matrices of the layers. bare,
+    wide: kind -> numbers without an adapter, and in their own type; kinds are names without the
+    numbers of layers.
     """
 
     adapted: Mapping[str, tuple[int, int]]
@@ -282,7 +317,9 @@ class Coverage:
 
 def cover(model: nn.Module) -> Coverage:
     """Counts modules and numbers of a model, sharded or not."""
-    others = tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
+    others = (
+        tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
+    )
     names = [name for name in layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
     bare: Counter[str] = Counter()
@@ -291,7 +328,9 @@ def cover(model: nn.Module) -> Coverage:
     lists = Counter(map(_name_list, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
-            name = name or _name_list(layer).rpartition(".")[2]  # an element that is a linear itself
+            name = (
+                name or _name_list(layer).rpartition(".")[2]
+            )  # an element that is a linear itself
             matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
                 quantized.append(module.in_features * module.out_features)
@@ -322,29 +361,38 @@ def cover(model: nn.Module) -> Coverage:
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:
-    """Raises ConfigError where most of the layers' weights would stay as they are in a run that asked for `kind`."""
+    """Raises ConfigError where most of the layers' weights would stay as they are in a run that
+    asked for `kind`.
+    """
     found = cover(model)
     if kind != "none" and sum(found.wide.values()) > found.numbers / 2:
         raise ConfigError(
-            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: torch's own "
-            "linears are quantized, with nf4 those of blocks of 64, and no parameters of 3 dimensions, as experts of "
-            "other classes are; set lora.quantize_base=none, and shard the base over more ranks (FSDP) or "
-            "memory.cpu_offload=true"
+            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in"
+            f" {_type(model)}: torch's own linears are quantized, with nf4 those of blocks of 64,"
+            " and no parameters of 3 dimensions, as experts of other classes are; set"
+            " lora.quantize_base=none, and shard the base over more ranks (FSDP) or"
+            " memory.cpu_offload=true"
         )
 
 
 def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
-    """The modules with an adapter, `q_proj, v_proj, up_proj (in 1 of 4 layers)`. words: kind -> shorter name."""
+    """The modules with an adapter, `q_proj, v_proj, up_proj (in 1 of 4 layers)`. words: kind ->
+    shorter name.
+    """
     leaves = [kind.rpartition(".")[2] for kind in found.adapted]
     named = []
     for (kind, (layers, whole)), leaf in zip(found.adapted.items(), leaves, strict=True):
         part = "" if layers == whole else f" (in {layers} of {whole} layers)"
-        named.append(words.get(kind, leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind) + part)
+        named.append(
+            words.get(kind, leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind) + part
+        )
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
 
 
 def kind_of(name: str) -> str:
-    """The last two parts of a name within a layer, without the numbers that others have too, as of experts."""
+    """The last two parts of a name within a layer, without the numbers that others have too, as of
+    experts.
+    """
     *before, last = name.split(".")
     return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
 
@@ -363,7 +411,9 @@ def _share(numbers: Mapping[str, int], total: int) -> str:
     more = len(numbers) - _NAMED
     others = f" and {more} more" if more > 0 else ""
     largest = sorted(numbers, key=lambda kind: (-numbers[kind], kind))[:_NAMED]
-    return f"{', '.join(largest)}{others} ({sum(numbers.values()) / total:.1%} of the layers' weights)"
+    return (
+        f"{', '.join(largest)}{others} ({sum(numbers.values()) / total:.1%} of the layers' weights)"
+    )
 
 
 def _type(model: nn.Module) -> str:

@@ -1,10 +1,11 @@
-"""NF4: 64 numbers as 4-bit codes and one scale, the scales in 8 bits themselves (QLoRA, arXiv 2305.14314).
+"""NF4: 64 numbers as 4-bit codes and one scale, the scales in 8 bits themselves (QLoRA, arXiv
+2305.14314).
 
-Quantizing is torchao's, number for number; this is the only module that knows where torchao keeps it. Dequantizing is
-ours, because it runs in every step: for 112 MiB of bf16 (4096 x 14336) torchao's has 786 MiB alive, 8-byte indices of
-the whole matrix among them, this, which works in pieces, 146 MiB, and both give the same bits (docs/measurements/
-torchao.md). Fused it is one kernel for the numbers, and a small one
-before it for the scales of blocks.
+Quantizing is torchao's, number for number; this is the only module that knows where torchao keeps
+it. Dequantizing is ours, because it runs in every step: for 112 MiB of bf16 (4096 x 14336)
+torchao's has 786 MiB alive, 8-byte indices of the whole matrix among them, this, which works in
+pieces, 146 MiB, and both give the same bits (docs/measurements/ torchao.md). Fused it is one kernel
+for the numbers, and a small one before it for the scales of blocks.
 """
 
 import importlib
@@ -29,7 +30,11 @@ LEVELS = (
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
 _PIECE_BLOCKS = 2**17  # blocks dequantized at a time: indices of 16 MiB
-_PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}  # as wide as two
+_PAIRS = {
+    torch.bfloat16: torch.int32,
+    torch.float16: torch.int32,
+    torch.float32: torch.int64,
+}  # as wide as two
 DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
 _TORCHAO_HOME = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
 _OLDER_HOME = "torchao.dtypes.nf4tensor"
@@ -43,7 +48,8 @@ _has_values: ContextVar[bool] = ContextVar("has_values", default=True)
 def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
     """Inside, tables are made where they are first needed, as in a new process.
 
-    has_values: False in a simulation: quantizing then looks at no numbers, and torchao is not imported.
+    has_values: False in a simulation: quantizing then looks at no numbers, and torchao is not
+    imported.
     """
     tables = (_pairs, _levels)
     for table in tables:
@@ -58,29 +64,40 @@ def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
 
 
 def factors_of(blocks: int) -> int:
-    """Length of `factors` for so many blocks: one for each group of scales, and the mean of all scales."""
+    """Length of `factors` for so many blocks: one for each group of scales, and the mean of all
+    scales.
+    """
     return blocks // _group(blocks) + 1
 
 
 def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 `[n, 32]`, the first of two numbers in the high bits; and each block's largest magnitude `[n]`.
+    """Codes, uint8 `[n, 32]`, the first of two numbers in the high bits; and each block's largest
+    magnitude `[n]`.
 
-    values: `[n, 64]`, of the type that arithmetic is done in (bf16 or fp32). A block's codes depend on that block
-    alone. A block of zeros stays zeros, where torchao takes 0 / 0 for the lowest level.
+    values: `[n, 64]`, of the type that arithmetic is done in (bf16 or fp32). A block's codes depend
+    on that block alone. A block of zeros stays zeros, where torchao takes 0 / 0 for the lowest
+    level.
     """
     largest = values.abs().amax(dim=1)
     # Numbers of a zero block are 0 / 0 = NaN, which no comparison places.
     shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
-    borders = _borders(values.dtype) if _has_values.get() else torch.empty(len(LEVELS) - 1, dtype=values.dtype)
-    codes = torch.bucketize(shares, borders.to(values.device), right=True, out_int32=True).to(torch.uint8)
+    borders = (
+        _borders(values.dtype)
+        if _has_values.get()
+        else torch.empty(len(LEVELS) - 1, dtype=values.dtype)
+    )
+    codes = torch.bucketize(shares, borders.to(values.device), right=True, out_int32=True).to(
+        torch.uint8
+    )
     return codes[:, ::2] << 4 | codes[:, 1::2], largest
 
 
 def quantize_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales, int8 `[n]`, and fp32 factors `[n / group + 1]`, the last of which is the mean of all scales.
+    """Scales, int8 `[n]`, and fp32 factors `[n / group + 1]`, the last of which is the mean of all
+    scales.
 
-    largest: of every block of the matrix `[n]`. Scales that are all the same need nothing beyond the mean: they are
-    zero, as is what torchao makes of them.
+    largest: of every block of the matrix `[n]`. Scales that are all the same need nothing beyond
+    the mean: they are zero, as is what torchao makes of them.
     """
     if not _has_values.get():
         factors = largest.new_empty(factors_of(len(largest)), dtype=torch.float32)
@@ -99,16 +116,21 @@ def dequantize(
     last: int,
     place: Sequence[int] = (),
 ) -> Tensor:
-    """The numbers of blocks `first` to `last` (exclusive), `[last - first, 64]` of `dtype`, which they were made in.
+    """The numbers of blocks `first` to `last` (exclusive), `[last - first, 64]` of `dtype`, which
+    they were made in.
 
-    codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32, of the whole matrix. place: which of its blocks the n
-    are, if not all: see `block_numbers`.
+    codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32, of the whole matrix. place: which of
+    its blocks the n are, if not all: see `block_numbers`.
     """
     if fuses(codes.device):
         count = last - first
-        of, group = (place[:3], _group(place[3])) if place else ((0, count, count), _group(len(scales)))
+        of, group = (
+            (place[:3], _group(place[3])) if place else ((0, count, count), _group(len(scales)))
+        )
         levels = _levels(dtype, codes.device)
-        return _dequantize(codes[first:last], scales[first:last], factors, levels, [first, *of], group)
+        return _dequantize(
+            codes[first:last], scales[first:last], factors, levels, [first, *of], group
+        )
     if place:
         group = _group(place[3])
         numbers_of = block_numbers(first, last, place, codes.device)
@@ -117,8 +139,12 @@ def dequantize(
     else:
         group = _group(len(scales))
         start, stop = first // group, -(-last // group)  # groups of scales that the blocks lie in
-        wide = scales[start * group : stop * group].view(-1, group) / factors[start:stop].to(dtype).unsqueeze(1)
-        wide = (wide.flatten() + factors[-1].to(dtype))[first - start * group : last - start * group].unsqueeze(1)
+        wide = scales[start * group : stop * group].view(-1, group) / factors[start:stop].to(
+            dtype
+        ).unsqueeze(1)
+        wide = (wide.flatten() + factors[-1].to(dtype))[
+            first - start * group : last - start * group
+        ].unsqueeze(1)
     pairs = _pairs(dtype, codes.device)
     numbers = torch.empty((last - first, BLOCK), dtype=dtype, device=codes.device)
     for at in range(0, last - first, _PIECE_BLOCKS):
@@ -130,8 +156,8 @@ def dequantize(
 
 
 @fused(
-    "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place, SymInt group)"
-    " -> Tensor",
+    "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place,"
+    " SymInt group) -> Tensor",
     lambda codes, scales, factors, levels, *_: levels.new_empty(codes.shape[0], BLOCK),
 )
 def _dequantize(
@@ -139,22 +165,27 @@ def _dequantize(
 ) -> Tensor:
     """The numbers of all given blocks `[n, 64]`, in the type of `levels` `[16]`, as one expression.
 
-    place: the first one's number here, then `block_numbers`' place. group: scales that share a factor.
+    place: the first one's number here, then `block_numbers`' place. group: scales that share a
+    factor.
     """
     first, begin, run, stride = place
     numbers_of = block_numbers(first, first + codes.shape[0], (begin, run, stride), codes.device)
     narrow = factors.to(levels.dtype)
     wide = scales / narrow[numbers_of // group] + narrow[-1]
-    shifts = 4 - 4 * torch.arange(2, device=codes.device)  # the first of two numbers is in the high bits
+    shifts = 4 - 4 * torch.arange(
+        2, device=codes.device
+    )  # the first of two numbers is in the high bits
     index = (codes.unsqueeze(-1).int() >> shifts) & 15
     return (levels[index] * wide[:, None, None]).flatten(1)
 
 
 def block_numbers(first: int, last: int, place: Sequence[int], device: torch.device) -> Tensor:
-    """Which blocks of the whole matrix blocks `first` to `last` of a part of it are, `[last - first]`.
+    """Which blocks of the whole matrix blocks `first` to `last` of a part of it are, `[last -
+    first]`.
 
-    place: (number of the first, how many follow each other, from the first of these to the next first, how many the
-    whole matrix has): (0, 2, 8, 16) are the first two blocks of two rows of eight.
+    place: (number of the first, how many follow each other, from the first of these to the next
+    first, how many the whole matrix has): (0, 2, 8, 16) are the first two blocks of two rows of
+    eight.
     """
     begin, run, stride = place[:3]
     at = torch.arange(first, last, device=device)
@@ -169,7 +200,8 @@ def _group(blocks: int) -> int:
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """For each byte the two numbers that it codes for, as one number twice as wide `[256]`.
 
-    Made once: the copy to the device is one that the host waits for, and each dequantizing needs the table.
+    Made once: the copy to the device is one that the host waits for, and each dequantizing needs
+    the table.
     """
     levels = torch.tensor(LEVELS, dtype=dtype)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
@@ -184,9 +216,11 @@ def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _borders(dtype: torch.dtype) -> Tensor:
-    """The least number of `dtype` that torchao gives to each level but the first `[15]`, found by bisection.
+    """The least number of `dtype` that torchao gives to each level but the first `[15]`, found by
+    bisection.
 
-    torchao compares every number with all 16 levels; against borders it takes a tenth of the time, and of the memory.
+    torchao compares every number with all 16 levels; against borders it takes a tenth of the time,
+    and of the memory.
     """
     nearest = _torchao().quantize_tensor_nearest
     levels = torch.tensor(LEVELS, dtype=dtype)
@@ -197,7 +231,10 @@ def _borders(dtype: torch.dtype) -> Tensor:
         if not between.any():
             return above
         reached = nearest(middle, levels) >= level
-        above, below = torch.where(between & reached, middle, above), torch.where(between & ~reached, middle, below)
+        above, below = (
+            torch.where(between & reached, middle, above),
+            torch.where(between & ~reached, middle, below),
+        )
 
 
 @cache

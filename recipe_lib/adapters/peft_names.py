@@ -1,7 +1,8 @@
 """The names of adapters in PEFT's files, and how they lie next to ours.
 
-A file names an adapter after the module of the Hugging Face model that it belongs to. That is a module of ours, but for
-models whose file fuses several linears into one (Phi 3): there one adapter of the file stands next to several of ours.
+A file names an adapter after the module of the Hugging Face model that it belongs to. That is a
+module of ours, but for models whose file fuses several linears into one (Phi 3): there one adapter
+of the file stands next to several of ours.
 """
 
 from collections.abc import Collection, Iterable
@@ -19,7 +20,12 @@ PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 TARGETS = (*LINEARS, *MIXTURE_TARGETS, "embedding", "head")
 LINEAR = "all-linear"  # the target of every linear of an external model
-FIRST, SECOND, LENGTHS, FROZEN = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "base_layer.weight"
+FIRST, SECOND, LENGTHS, FROZEN = (
+    "lora_A.weight",
+    "lora_B.weight",
+    "lora_magnitude_vector",
+    "base_layer.weight",
+)
 EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
 SUFFIXES = (FIRST, SECOND, LENGTHS, FROZEN, EMBEDDING_FIRST, EMBEDDING_SECOND)
 # What the decoder is called in multimodal models, older and newer releases of transformers.
@@ -28,18 +34,23 @@ _MULTIMODAL = {
     "language_model.model.": "model.",
     "language_model.lm_head": "lm_head",
 }
-# Ends of modules' names in transformers 4 -> in transformers 5, where the matrix is the same: PEFT takes either.
+# Ends of modules' names in transformers 4 -> in transformers 5, where the matrix is the same: PEFT
+# takes either.
 _RENAMED = {".block_sparse_moe.gate": ".mlp.gate"}
-# Linears of a mixture's dense layers. PEFT (0.21, with transformers 5) takes these ends of `target_modules`, of whole
-# names and patterns too, for the experts' parameters; `target_parameters` it takes as they are.
+# Linears of a mixture's dense layers. PEFT (0.21, with transformers 5) takes these ends of
+# `target_modules`, of whole names and patterns too, for the experts' parameters;
+# `target_parameters` it takes as they are.
 _TAKEN_FOR_EXPERTS = ("gate", "up", "down")
-# PEFT wraps a module once for each of its parameters that have an adapter, the first of them innermost.
+# PEFT wraps a module once for each of its parameters that have an adapter, the first of them
+# innermost.
 _EXPERTS = {"gate_up_proj": "base_layer", "down_proj": ""}
 
 
 @dataclass(frozen=True)
 class MergedRows:
-    """A module of ours and its rows of the file's matrix, `[start, start + rows)`; target: its short name."""
+    """A module of ours and its rows of the file's matrix, `[start, start + rows)`; target: its
+    short name.
+    """
 
     module: str
     target: str
@@ -49,10 +60,12 @@ class MergedRows:
 
 @dataclass(frozen=True)
 class FileModule:
-    """A module as files name it: its matrix is `[rows, columns]`, of one part or of several fused ones.
+    """A module as files name it: its matrix is `[rows, columns]`, of one part or of several fused
+    ones.
 
-    experts: how many such matrices one below the other it has, each with an adapter; 0: it is no experts'. parameter:
-    the end of the name by which PEFT finds it, where it is a parameter's and not a linear's.
+    experts: how many such matrices one below the other it has, each with an adapter; 0: it is no
+    experts'. parameter: the end of the name by which PEFT finds it, where it is a parameter's and
+    not a linear's.
     """
 
     name: str
@@ -64,7 +77,9 @@ class FileModule:
 
     @property
     def full_name(self) -> str:
-        """The whole name of what has the adapter: of the parameter, where that is not a linear's weight."""
+        """The whole name of what has the adapter: of the parameter, where that is not a linear's
+        weight.
+        """
         inside = self.parameter.rpartition(".")[0]
         owner = self.name.removesuffix(".base_layer")
         return f"{owner.removesuffix(inside)}{self.parameter}" if self.parameter else self.name
@@ -85,7 +100,9 @@ class FileModule:
 
 
 def expert_factors(first: Tensor, second: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """A `[E, r, i]` and B `[E, o, r]` of PEFT's `[E r, i]` and `[o, r E]`, in the second of which experts are inner."""
+    """A `[E, r, i]` and B `[E, o, r]` of PEFT's `[E r, i]` and `[o, r E]`, in the second of which
+    experts are inner.
+    """
     return first.unflatten(0, (experts, -1)), second.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
@@ -95,7 +112,9 @@ def stacked_factors(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def target_of(module: str) -> str | None:
-    """The word that lora.target_modules has for a module of ours; None: it cannot have an adapter."""
+    """The word that lora.target_modules has for a module of ours; None: it cannot have an
+    adapter.
+    """
     return WORDS.get(".".join(module.split(".")[-2:]))
 
 
@@ -115,8 +134,12 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
         module = name.removesuffix(".weight")
         target = target_of(module)
         if target and module != name:
-            file_name, start = (name, 0) if target in MIXTURE_TARGETS else places.get(name, (name, 0))
-            parts.setdefault(file_name.removesuffix(".weight"), []).append(MergedRows(module, target, start, shape[0]))
+            file_name, start = (
+                (name, 0) if target in MIXTURE_TARGETS else places.get(name, (name, 0))
+            )
+            parts.setdefault(file_name.removesuffix(".weight"), []).append(
+                MergedRows(module, target, start, shape[0])
+            )
     found: dict[str, FileModule] = {}
     for name, held in parts.items():
         shape = shapes[f"{held[0].module}.weight"]
@@ -135,7 +158,9 @@ def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> 
     """A router, or the experts' matrices of a layer, by the names of transformers' modules."""
     if part.target == "router":
         name = part.module.removesuffix("router") + router_name(spec)
-        return FileModule(name, shape[0], shape[1], (part,), parameter=f"mlp.{router_name(spec)}.weight")
+        return FileModule(
+            name, shape[0], shape[1], (part,), parameter=f"mlp.{router_name(spec)}.weight"
+        )
     owner, leaf = part.module.rsplit(".", 1)
     name = ".".join(filter(None, (owner, _EXPERTS[leaf])))
     experts, rows, columns = shape
@@ -145,25 +170,30 @@ def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """Return those with at least one part that is a target.
 
-    Raises ConfigError for a name in lora.target_modules that none has, and for DoRA where PEFT has none.
+    Raises ConfigError for a name in lora.target_modules that none has, and for DoRA where PEFT has
+    none.
     """
     modules = file_modules(spec)
     if isinstance(spec, ExternalSpec):
         return [modules[name] for name in spec.adapted_linears(cfg)]
-    adapted = [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
+    adapted = [
+        module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)
+    ]
     without_dora = [module for module in adapted if module.parameter]
     if cfg.dora and without_dora:
         rest = [target for target in cfg.targets if target not in targets_of(without_dora)]
         raise ConfigError(
-            f"lora.dora: {without_dora[0].name} is in a model with experts, where PEFT adapts it as a parameter, which "
-            f"has no DoRA; set lora.dora=false (LoRA)"
+            f"lora.dora: {without_dora[0].name} is in a model with experts, where PEFT adapts it as"
+            " a parameter, which has no DoRA; set lora.dora=false (LoRA)"
             + (f", or lora.target_modules=[{','.join(rest)}]" if rest else "")
         )
     return adapted
 
 
 def is_target(part: MergedRows, cfg: LoraConfig) -> bool:
-    """Whether the config wants an adapter on a part; of an external model's modules, `adapted_modules` has chosen."""
+    """Whether the config wants an adapter on a part; of an external model's modules,
+    `adapted_modules` has chosen.
+    """
     return part.target == LINEAR or part.target in cfg.targets
 
 
@@ -176,9 +206,10 @@ def targets_of(modules: Iterable[FileModule]) -> list[str]:
 def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
     """A tensor's name in a file as the module's and what follows; None: not an adapter's name.
 
-    of_text: the module's name in a text-only model, which may be a part of the one that the file is for. The name is
-    that of transformers 5.
-    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` is (`model.layers.0.mlp.up_proj`, `lora_A.weight`).
+    of_text: the module's name in a text-only model, which may be a part of the one that the file is
+    for. The name is that of transformers 5.
+    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` is (`model.layers.0.mlp.up_proj`,
+    `lora_A.weight`).
     """
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(f".{suffix}")), None)
     if suffix is None or not name.startswith(PREFIX):
@@ -193,27 +224,49 @@ def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
 
 
 def in_full(module: str, parameters: Collection[str]) -> str:
-    """The name that `FileModule` has for a module of a file: there experts have the outer name for any one matrix.
+    """The name that `FileModule` has for a module of a file: there experts have the outer name for
+    any one matrix.
 
     parameters: ends of the names of those that have an adapter.
     """
     ends = {name.rpartition(".")[2] for name in parameters}
-    is_first = module.endswith(".mlp.experts") and "gate_up_proj" in ends and "down_proj" not in ends
+    is_first = (
+        module.endswith(".mlp.experts") and "gate_up_proj" in ends and "down_proj" not in ends
+    )
     return f"{module}.{_EXPERTS['gate_up_proj']}" if is_first else module
 
 
 def extra_name(name: str) -> str:
-    """The name, in our model, of a tensor that a file has as it is: an extra parameter, which is no adapter's."""
+    """The name, in our model, of a tensor that a file has as it is: an extra parameter, which is no
+    adapter's.
+    """
     name = name.removeprefix(PREFIX)
-    return next((own + name.removeprefix(other) for other, own in _MULTIMODAL.items() if name.startswith(other)), name)
+    return next(
+        (
+            own + name.removeprefix(other)
+            for other, own in _MULTIMODAL.items()
+            if name.startswith(other)
+        ),
+        name,
+    )
 
 
 def spellings(module: str) -> list[str]:
-    """The names that a module of a text-only model has there and in multimodal ones, as an adapter's config may say."""
-    others = [other + module.removeprefix(own) for other, own in _MULTIMODAL.items() if module.startswith(own)]
+    """The names that a module of a text-only model has there and in multimodal ones, as an
+    adapter's config may say.
+    """
+    others = [
+        other + module.removeprefix(own)
+        for other, own in _MULTIMODAL.items()
+        if module.startswith(own)
+    ]
     return [module, *others]
 
 
 def file_name(name: str, multimodal: bool) -> str:
     """The name that a module or parameter of ours has in the model that an adapter is loaded in."""
-    return f"model.language_model.{name.removeprefix('model.')}" if multimodal and name[:6] == "model." else name
+    return (
+        f"model.language_model.{name.removeprefix('model.')}"
+        if multimodal and name[:6] == "model."
+        else name
+    )

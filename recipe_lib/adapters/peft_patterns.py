@@ -1,7 +1,7 @@
 """Regular expressions of an adapter's config, matched as PEFT matches them.
 
-They are somebody else's, and some never come to an end, so all but plain names are matched in the process that renders
-chat templates, which has bounded time and memory.
+They are somebody else's, and some never come to an end, so all but plain names are matched in the
+process that renders chat templates, which has bounded time and memory.
 """
 
 import re
@@ -12,7 +12,9 @@ from recipe_lib.tokenizers.tokenizer import Stopped, match_apart
 
 MAX_CHARACTERS = 10_000  # of a pattern: those that tools write have some hundreds
 SECONDS = 10  # that all patterns of a config may take with all names of a file
-_PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")  # a name, or the end of one: what it takes grows with its length
+_PLAIN = re.compile(
+    r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?"
+)  # a name, or the end of one: what it takes grows with its length
 
 
 class PatternError(ValueError):
@@ -20,11 +22,14 @@ class PatternError(ValueError):
 
 
 @lru_cache(maxsize=256)  # a command reads an adapter's config several times
-def first_matches(patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False) -> tuple[int | None, ...]:
+def first_matches(
+    patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False
+) -> tuple[int | None, ...]:
     """Return for each name the number of the first pattern that matches it, None without one.
 
-    A pattern of `rank_pattern` matches the end of a name, after a dot; whole: one of `target_modules`, all of the name.
-    Raises PatternError for a pattern that is no regular expression, is too long or does not end.
+    A pattern of `rank_pattern` matches the end of a name, after a dot; whole: one of
+    `target_modules`, all of the name. Raises PatternError for a pattern that is no regular
+    expression, is too long or does not end.
     """
     for pattern in patterns:
         if len(pattern) > MAX_CHARACTERS:

@@ -1,4 +1,6 @@
-"""`adapter_config.json` as PEFT writes it: what of it changes what an adapter computes, and what we refuse by name."""
+"""`adapter_config.json` as PEFT writes it: what of it changes what an adapter computes, and what we
+refuse by name.
+"""
 
 import json
 import math
@@ -27,11 +29,13 @@ SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers
 PATTERN_REMEDY = "write the modules' names in its place"
 _TYPE_REMEDY = "correct the key, or take the file from where the adapter was trained"
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
-# Keys that change nothing of what a trained adapter computes: who made it, how it began, how PEFT is to run it.
+# Keys that change nothing of what a trained adapter computes: who made it, how it began, how PEFT
+# is to run it.
 IRRELEVANT = {
     "auto_mapping",
     "bias",  # which biases were trained: those are in the file
-    "corda_config",  # these four are read for a start that is refused, or that changed nothing but A
+    # These four are read for a start that is refused, or that changed nothing but A
+    "corda_config",
     "eva_config",
     "loftq_config",
     "lora_ga_config",
@@ -72,16 +76,21 @@ REFUSED = {
     "alora_invocation_tokens": _AGAIN,
     "arrow_config": _AGAIN,
     "kasa_config": _WITH_PEFT,
-    "layer_replication": _AGAIN,  # PEFT merges it into layers that share their weights, which it cannot save
+    "layer_replication": (
+        _AGAIN
+    ),  # PEFT merges it into layers that share their weights, which it cannot save
     "megatron_config": _AGAIN,
     "monteclora_config": _WITH_PEFT,
     "use_bdlora": _WITH_PEFT,
     "use_qalora": _AGAIN,
     "velora_config": _WITH_PEFT,
 }
-_UNKNOWN = "remove the key if it changes nothing, or merge the adapter with the release of PEFT that made it"
-# Other starts change the frozen weights, so that the adapter belongs to weights that are in no checkpoint. Two of them
-# PEFT repeats, to the bit, when it loads such an adapter.
+_UNKNOWN = (
+    "remove the key if it changes nothing, or merge the adapter with the release of PEFT that"
+    " made it"
+)
+# Other starts change the frozen weights, so that the adapter belongs to weights that are in no
+# checkpoint. Two of them PEFT repeats, to the bit, when it loads such an adapter.
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 _REPEATED = ("pissa", "olora")
 
@@ -98,15 +107,22 @@ class AdapterConfig:
     # Pattern of a module's or parameter's name -> its own rank or alpha.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    parameters: tuple[str, ...] = ()  # ends of the names of those with an adapter by themselves, as experts'
+    parameters: tuple[
+        str, ...
+    ] = ()  # ends of the names of those with an adapter by themselves, as experts'
     saved: tuple[str, ...] = ()  # ends of the names of modules that are in the file as a whole
-    # End of a module's name -> the rows of its weight that are in the file; of the embedding under an empty name.
+    # End of a module's name -> the rows of its weight that are in the file; of the embedding under
+    # an empty name.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     biases: bool = False  # B has a bias
-    selection: Mapping[str, Any] = field(default_factory=dict)  # the keys that say which modules have an adapter
+    selection: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the keys that say which modules have an adapter
     path: Path = Path(CONFIG_FILE)
     # Key of the file, name of a module -> the number of the pattern that matches it.
-    _matches: dict[tuple[str, str], int | None] = field(default_factory=dict, compare=False, repr=False)
+    _matches: dict[tuple[str, str], int | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def rank_of(self, module: FileModule) -> int:
         """Return the rank of a module's adapter."""
@@ -114,10 +130,16 @@ class AdapterConfig:
 
     def scaling_of(self, module: FileModule) -> float:
         """Return what the product of a module's two matrices is multiplied by."""
-        return scaling(self._find_number("alpha_pattern", module, self.alpha), self.rank_of(module), self.rslora)
+        return scaling(
+            self._find_number("alpha_pattern", module, self.alpha),
+            self.rank_of(module),
+            self.rslora,
+        )
 
     def match_patterns(self, modules: Iterable[FileModule]) -> None:
-        """Match all modules at once, so that `rank_of` need not start a process for each. Raises CheckpointError."""
+        """Match all modules at once, so that `rank_of` need not start a process for each. Raises
+        CheckpointError.
+        """
         names = [name for module in modules for name in self._spellings(module)]
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
@@ -125,10 +147,14 @@ class AdapterConfig:
                 pattern_numbers = first_matches(tuple(getattr(self, key)), tuple(unmatched))
             except PatternError as fault:
                 raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
-            self._matches.update(zip([(key, name) for name in unmatched], pattern_numbers, strict=True))
+            self._matches.update(
+                zip([(key, name) for name in unmatched], pattern_numbers, strict=True)
+            )
 
     def _spellings(self, module: FileModule) -> list[str]:
-        """Return the names that PEFT compares patterns with: of the parameter, where that has the adapter."""
+        """Return the names that PEFT compares patterns with: of the parameter, where that has the
+        adapter.
+        """
         parameter = module.full_name if module.parameter else f"{module.name}.weight"
         is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
         return spellings(parameter if is_named or module.experts else module.name)
@@ -150,20 +176,29 @@ def scaling(alpha: float, rank: int, rslora: bool) -> float:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read and check the file. Raises CheckpointError, all faults at once, also for what PEFT has and we have not."""
+    """Read and check the file. Raises CheckpointError, all faults at once, also for what PEFT has
+    and we have not.
+    """
     path = folder / CONFIG_FILE
     fields = _read_json(path, folder)
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(
-            f'{path}: peft_type: found {_show(kind)}, expected "LORA" (LoRA or DoRA); merge it into its base with the '
-            "tool that made it, and take the merged model"
+            f'{path}: peft_type: found {_show(kind)}, expected "LORA" (LoRA or DoRA); merge it into'
+            " its base with the tool that made it, and take the merged model"
         )
-    faults = [_find_key_fault(path, key, fields[key]) for key in sorted(fields.keys() - IRRELEVANT - READ)]
-    faults += [_find_start_fault(path, fields.get("init_lora_weights", True)), _find_layers_fault(path, fields)]
+    faults = [
+        _find_key_fault(path, key, fields[key]) for key in sorted(fields.keys() - IRRELEVANT - READ)
+    ]
+    faults += [
+        _find_start_fault(path, fields.get("init_lora_weights", True)),
+        _find_layers_fault(path, fields),
+    ]
     for key, test, expected in _TYPES:
         if key in fields and not test(fields[key]):
-            faults.append(f"{path}: {key}: found {_show(fields[key])}, expected {expected}; {_TYPE_REMEDY}")
+            faults.append(
+                f"{path}: {key}: found {_show(fields[key])}, expected {expected}; {_TYPE_REMEDY}"
+            )
         elif key in ("r", "lora_alpha") and key not in fields:
             faults.append(f"{path}: {key}: found no such key, expected {expected}; {_TYPE_REMEDY}")
     raise_faults(CheckpointError, faults)
@@ -191,12 +226,15 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 def _find_start_fault(path: Path, start: Any) -> str | None:
     if start in _STARTS and type(start) is not int:  # 1 == True
         return None
-    remedy = "save it again with path_initial_model_for_weight_conversion where it was trained, or train with true"
+    remedy = (
+        "save it again with path_initial_model_for_weight_conversion where it was trained, or train"
+        " with true"
+    )
     if start in _REPEATED:
         remedy = "merge it with PEFT first (merge_and_unload), which repeats that start"
     return (
-        f"{path}: init_lora_weights: {_show(start)} changes the frozen weights as well, so the adapter does not fit "
-        f"the base; {remedy}"
+        f"{path}: init_lora_weights: {_show(start)} changes the frozen weights as well, so the"
+        f" adapter does not fit the base; {remedy}"
     )
 
 
@@ -204,11 +242,19 @@ def _find_layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
     """Return what PEFT refuses to load about the layers; None: nothing."""
     keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
     if keys and isinstance(fields.get("target_modules"), str):
-        return f"{path}: {keys[0]}: found it beside a pattern of target_modules, which says them; remove {keys[0]}"
+        return (
+            f"{path}: {keys[0]}: found it beside a pattern of target_modules, which says them;"
+            f" remove {keys[0]}"
+        )
     pattern = fields.get("layers_pattern")
-    is_well_typed = isinstance(pattern, str) or _is_list_of(pattern, _is_name)  # else another line says so
+    is_well_typed = isinstance(pattern, str) or _is_list_of(
+        pattern, _is_name
+    )  # else another line says so
     if pattern and is_well_typed and "layers_to_transform" not in keys:
-        return f"{path}: layers_pattern: found no layers_to_transform, whose numbers it is for; remove layers_pattern"
+        return (
+            f"{path}: layers_pattern: found no layers_to_transform, whose numbers it is for; remove"
+            " layers_pattern"
+        )
     return None
 
 
@@ -217,7 +263,8 @@ def _show(value: Any) -> str:
 
 
 def saved_names(header: Header) -> set[str]:
-    """Return the tensors of an adapter's file that are no adapter's: extra parameters, and the weight of a score head.
+    """Return the tensors of an adapter's file that are no adapter's: extra parameters, and the
+    weight of a score head.
 
     PEFT writes the latter without a mark.
     """
@@ -230,10 +277,13 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
         fields: Any = read_json(path, _MAX_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: not a readable JSON file ({describe_fault(error)}); fetch or export the adapter again"
+            f"{path}: not a readable JSON file ({describe_fault(error)}); fetch or export the"
+            " adapter again"
         ) from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: found a JSON {type(fields).__name__}, expected an object with peft_type")
+        raise CheckpointError(
+            f"{path}: found a JSON {type(fields).__name__}, expected an object with peft_type"
+        )
     return fields
 
 
@@ -244,11 +294,16 @@ def _find_key_fault(path: Path, key: str, value: Any) -> str | None:
     if key in REFUSED:
         fault = "expected none: this feature of PEFT is not supported"
         return f"{path}: {key}: found {_show(value)}, {fault}; {REFUSED[key]}"
-    return f"{path}: {key}: found {_show(value)}, expected no such key: what it changes is not known; {_UNKNOWN}"
+    return (
+        f"{path}: {key}: found {_show(value)}, expected no such key: what it changes is not known;"
+        f" {_UNKNOWN}"
+    )
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # JSON has integers too large for a float
+    return (
+        type(value) in (int, float) and 0 < value <= sys.float_info.max
+    )  # JSON has integers too large for a float
 
 
 def _is_rank(value: Any) -> bool:
@@ -328,11 +383,16 @@ def write_fields(
 ) -> dict[str, Any]:
     """Return the file's contents.
 
-    modules: name -> rank of its adapter, where fused ones have their parts' ranks together. parameters: ends of names
-    of those that have an adapter by themselves. saved: modules that are in the file as they are.
+    modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
+    parameters: ends of names of those that have an adapter by themselves. saved: modules that are
+    in the file as they are.
     """
-    rank = max(modules.values())  # servers make room for the file's `r`; scaling is the same everywhere
-    rank_pattern = {name.rsplit(".", 1)[-1]: lower for name, lower in modules.items() if lower != rank}
+    rank = max(
+        modules.values()
+    )  # servers make room for the file's `r`; scaling is the same everywhere
+    rank_pattern = {
+        name.rsplit(".", 1)[-1]: lower for name, lower in modules.items() if lower != rank
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -341,7 +401,9 @@ def write_fields(
         "lora_alpha": _scale_alpha(cfg, rank),
         "use_rslora": cfg.rslora,
         "use_dora": cfg.dora,
-        "lora_dropout": 0.0 if parameters else cfg.dropout,  # PEFT refuses to open any other with target_parameters
+        "lora_dropout": (
+            0.0 if parameters else cfg.dropout
+        ),  # PEFT refuses to open any other with target_parameters
         "target_modules": target_modules,
         "target_parameters": sorted(set(parameters)) or None,
         "rank_pattern": rank_pattern,

@@ -1,4 +1,6 @@
-"""A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and a config."""
+"""A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and
+a config.
+"""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -51,12 +53,15 @@ from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
 from recipe_lib.reading import parse_json
 from recipe_lib.units import name_first
 
-# Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
+# Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was
+# stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
 SCORE_KEYS = "tune_score_head"  # what `score_config` adds to a config.json
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
 _EXPERT_APART = re.compile(r"\.experts\.\d+\.")
-BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not the library's own decoder
+BASE_IMPLEMENTATION = (  # of a model that was not the library's own decoder
+    "tune_base_implementation"
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,12 @@ class AdapterFile:
     # Module as files name it -> what follows its name -> (name in the file, header).
     tensors: Mapping[str, Mapping[str, FileTensorName]]
     metadata: Mapping[str, str]
-    extras: Mapping[str, FileTensorName] = field(default_factory=dict)  # by our name, what a recipe added to the model
-    saved: Mapping[str, SavedTensor] = field(default_factory=dict)  # of the base, by the name that PEFT has for each
+    extras: Mapping[str, FileTensorName] = field(
+        default_factory=dict
+    )  # by our name, what a recipe added to the model
+    saved: Mapping[str, SavedTensor] = field(
+        default_factory=dict
+    )  # of the base, by the name that PEFT has for each
 
     @property
     def path(self) -> Path:
@@ -77,7 +86,9 @@ class AdapterFile:
         return self.folder / TENSOR_FILE
 
     def modules(self, spec: ModelSpec) -> list[FileModule]:
-        """Return the modules that have an adapter; all of them are the model's, once `check_fits` has said so."""
+        """Return the modules that have an adapter; all of them are the model's, once `check_fits`
+        has said so.
+        """
         modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
         self.config.match_patterns(modules)
         return modules
@@ -100,8 +111,8 @@ def read_adapter(folder: Path) -> AdapterFile:
     if not path.is_file():
         pickled = folder / "adapter_model.bin"
         raise CheckpointError(
-            f"{folder}: has adapter_model.bin but no {TENSOR_FILE}; pickled weights can run code and are not read: "
-            "save the adapter with safe_serialization=True"
+            f"{folder}: has adapter_model.bin but no {TENSOR_FILE}; pickled weights can run code"
+            " and are not read: save the adapter with safe_serialization=True"
             if pickled.is_file()
             else f"{folder}: has no {TENSOR_FILE}; export or download the adapter again"
         )
@@ -120,38 +131,57 @@ def read_adapter(folder: Path) -> AdapterFile:
             tensors.setdefault(in_full(module, config.parameters), {})[suffix] = (name, entry)
             if suffix == FROZEN:
                 add_saved(saved, name, entry)
-        elif not add_saved(saved, name, entry):  # rows of tokens too, which end as a copy beside an adapter does
+        elif not add_saved(
+            saved, name, entry
+        ):  # rows of tokens too, which end as a copy beside an adapter does
             unknown.append(name)
     _refuse_contents(path, header, unknown=unknown, extras=extras)
     return AdapterFile(
-        folder=folder, config=config, tensors=tensors, metadata=header.metadata, extras=extras, saved=saved
+        folder=folder,
+        config=config,
+        tensors=tensors,
+        metadata=header.metadata,
+        extras=extras,
+        saved=saved,
     )
 
 
 def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of config.json that an adapter with a score head keeps: classes' names, padding."""
+    """Return the keys of config.json that an adapter with a score head keeps: classes' names,
+    padding.
+    """
     try:
         keys = parse_json(metadata.get(SCORE_KEYS, "{}"))
     except ValueError:
         return {}
-    return {name: keys[name] for name in OF_SCORES if name in keys} if isinstance(keys, dict) else {}
+    return (
+        {name: keys[name] for name in OF_SCORES if name in keys} if isinstance(keys, dict) else {}
+    )
 
 
-def _refuse_contents(path: Path, header: Header, unknown: list[str], extras: Collection[str]) -> None:
+def _refuse_contents(
+    path: Path, header: Header, unknown: list[str], extras: Collection[str]
+) -> None:
     faults = []
     if unknown:
         faults.append(
-            f"{path}: {name_first(unknown, 'is', 'are')} no tensor of a LoRA or DoRA adapter; expected names such as "
-            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+            f"{path}: {name_first(unknown, 'is', 'are')} no tensor of a LoRA or DoRA adapter;"
+            " expected names such as"
+            " base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         )
     if not header.tensors:
         faults.append(f"{path}: holds no tensors; export the adapter again")
-    types = {name: entry.dtype for name, entry in header.tensors.items() if extra_name(name) not in extras}
+    types = {
+        name: entry.dtype
+        for name, entry in header.tensors.items()
+        if extra_name(name) not in extras
+    }
     unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
     if unreadable:
         first = min(unreadable)
         faults.append(
-            f"{path}: {first} is of type {types[first]}, expected F32, BF16, F16 or F64; export the adapter again"
+            f"{path}: {first} is of type {types[first]}, expected F32, BF16, F16 or F64; export the"
+            " adapter again"
         )
     raise_faults(CheckpointError, faults)
 
@@ -159,14 +189,15 @@ def _refuse_contents(path: Path, header: Header, unknown: list[str], extras: Col
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     """Return what the adapter has of the base's weights. spec: of the base as it is.
 
-    Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model, and for
-    numbers that are none.
+    Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for
+    this model, and for numbers that are none.
     """
     if SCORE in adapter.extras and not has_score_head(spec):
         raise CheckpointError(
-            f"{adapter.folder}: is an adapter with a score head, which predicts no tokens; expected one of a causal "
-            "language model; PEFT opens it on transformers' AutoModelForSequenceClassification, and a run with "
-            "lora.merge_on_save=true writes both as one model"
+            f"{adapter.folder}: is an adapter with a score head, which predicts no tokens; expected"
+            " one of a causal language model; PEFT opens it on transformers'"
+            " AutoModelForSequenceClassification, and a run with lora.merge_on_save=true writes"
+            " both as one model"
         )
     with safe_open(str(adapter.path), framework="pt") as file:
         check_finite(((name, file.get_tensor(name)) for name in file.keys()), adapter.path)
@@ -176,33 +207,47 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     faults: list[str | None] = []
     apart = sorted(name for name in strange if _EXPERT_APART.search(name))
     modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
-    has_experts = getattr(spec, "mixture", None) is not None or any(name.endswith(".experts") for name in modules)
+    has_experts = getattr(spec, "mixture", None) is not None or any(
+        name.endswith(".experts") for name in modules
+    )
     if apart and has_experts:
         faults.append(
-            f"{adapter.path}: adapts the linears of each expert ({apart[0]}), as transformers 4 has them; expected "
-            "mlp.experts.gate_up_proj and mlp.experts.down_proj, in each of which all experts of a layer are one "
-            "parameter; merge it with transformers 4 and PEFT, or train it again"
+            f"{adapter.path}: adapts the linears of each expert ({apart[0]}), as transformers 4 has"
+            " them; expected mlp.experts.gate_up_proj and mlp.experts.down_proj, in each of which"
+            " all experts of a layer are one parameter; merge it with transformers 4 and PEFT, or"
+            " train it again"
         )
     elif strange & modules:
         faults.append(
-            f"{adapter.path}: {name_first(strange & modules, 'is', 'are')} no linear of this model, and linears alone "
-            "may have an adapter with model.implementation=transformers; merge it with PEFT (merge_and_unload)"
+            f"{adapter.path}: {name_first(strange & modules, 'is', 'are')} no linear of this model,"
+            " and linears alone may have an adapter with model.implementation=transformers; merge"
+            " it with PEFT (merge_and_unload)"
         )
     elif strange:
         faults.append(
-            f"{adapter.path}: {name_first(strange, 'is', 'are')} no module of this model; the adapter was made for "
-            "another base" + (f" ({adapter.config.base})" if adapter.config.base else "")
+            f"{adapter.path}: {name_first(strange, 'is', 'are')} no module of this model; the"
+            " adapter was made for another base"
+            + (f" ({adapter.config.base})" if adapter.config.base else "")
         )
     adapted = adapter.modules(saved.spec)
-    faults.append(_find_unselected_fault(adapter, [module for module in adapted if not module.experts]))
-    module_faults = (_find_module_fault(adapter, known[name]) for name in sorted(adapter.tensors.keys() - strange))
-    faults.append(next(filter(None, module_faults), None))  # one is enough: the others have the same cause
+    faults.append(
+        _find_unselected_fault(adapter, [module for module in adapted if not module.experts])
+    )
+    module_faults = (
+        _find_module_fault(adapter, known[name])
+        for name in sorted(adapter.tensors.keys() - strange)
+    )
+    faults.append(
+        next(filter(None, module_faults), None)
+    )  # one is enough: the others have the same cause
     raise_faults(CheckpointError, faults)
     return saved
 
 
 def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | None:
-    """Return the first module with an adapter that PEFT leaves out, and the key; None: it takes all."""
+    """Return the first module with an adapter that PEFT leaves out, and the key; None: it takes
+    all.
+    """
     names = []
     for module in modules:
         suffix, (name, _) = next(iter(adapter.tensors[module.name].items()))
@@ -212,8 +257,9 @@ def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> s
         return None
     name, key = unselected
     return (
-        f"{adapter.config.path}: {key}: leaves out {name}, which {adapter.path.name} has an adapter for, and PEFT "
-        f"would drop; make {key} fit the file, or remove the module's tensors from it"
+        f"{adapter.config.path}: {key}: leaves out {name}, which {adapter.path.name} has an adapter"
+        f" for, and PEFT would drop; make {key} fit the file, or remove the module's tensors"
+        " from it"
     )
 
 
@@ -224,44 +270,53 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     missing = expected.keys() - tensors.keys()
     if module.is_embedding and FIRST in tensors:
         return (
-            f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens among "
-            "target_modules; merge it with PEFT first (merge_and_unload), or train it again"
+            f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens"
+            " among target_modules; merge it with PEFT first (merge_and_unload), or train it again"
         )
     if missing:
-        return f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the adapter again"
+        return (
+            f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the"
+            " adapter again"
+        )
     if LENGTHS in tensors and not config.dora:
         return (
-            f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora false; export or "
-            "download the adapter again"
+            f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora"
+            " false; export or download the adapter again"
         )
     if FROZEN in tensors:
         expected[FROZEN] = (module.rows, module.columns)
     strange = tensors.keys() - expected.keys()
     if strange:
         name = f"{module.name}.{min(strange)}"
-        return f"{adapter.path}: {name} is no tensor of this kind of module; export the adapter again"
+        return (
+            f"{adapter.path}: {name} is no tensor of this kind of module; export the adapter again"
+        )
     for suffix, expected_shape in expected.items():
         shape = tensors[suffix][1].shape
         if shape != expected_shape:
             return (
-                f"{adapter.path}: {module.name}.{suffix} has shape {list(shape)}, base and adapter_config.json make it "
-                f"{list(expected_shape)}; the adapter was made for another base or rank"
+                f"{adapter.path}: {module.name}.{suffix} has shape {list(shape)}, base and"
+                f" adapter_config.json make it {list(expected_shape)}; the adapter was made for"
+                " another base or rank"
             )
     return None
 
 
 def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | None = None) -> None:
-    """Raise CheckpointError for what is wrong with going on to train an adapter, before memory is taken.
+    """Raise CheckpointError for what is wrong with going on to train an adapter, before memory is
+    taken.
 
-    spec, cfg: the model's and the run's. base: the checkpoint that it will be trained on, compared with the one the
-    adapter was trained on where its file says which that was. Reads headers, and little more.
+    spec, cfg: the model's and the run's. base: the checkpoint that it will be trained on, compared
+    with the one the adapter was trained on where its file says which that was. Reads headers, and
+    little more.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
     if saved.parts:
         raise CheckpointError(
-            f"{adapter.path}: brings {min(saved.parts)} along, and only the matrices of adapters are trained further; "
-            f"merge it into its base first (tune export {folder} --merge), and train the merged model"
+            f"{adapter.path}: brings {min(saved.parts)} along, and only the matrices of adapters"
+            f" are trained further; merge it into its base first (tune export {folder} --merge),"
+            " and train the merged model"
         )
     raise_faults(CheckpointError, [_kind_fault(adapter, cfg), _target_fault(adapter, spec, cfg)])
     raise_faults(CheckpointError, [_rank_fault(adapter, spec, cfg)])
@@ -270,15 +325,21 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
 
 
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
-    """Raise CheckpointError unless the adapter was trained on these weights, as far as its file can tell."""
+    """Raise CheckpointError unless the adapter was trained on these weights, as far as its file can
+    tell.
+    """
     made_for = adapter.metadata.get(BASE_FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint(spec, base):
         raise CheckpointError(
-            f"{adapter.folder}: was trained on other weights than those of {base}; use its own base model"
-            + (f", {adapter.config.base}" if adapter.config.base else "")
+            f"{adapter.folder}: was trained on other weights than those of {base}; use its own base"
+            " model" + (f", {adapter.config.base}" if adapter.config.base else "")
         )
-    frozen = {name: tensor.frozen for name, tensor in adapter.saved.items() if tensor.frozen is not None}
-    resized = {name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size}
+    frozen = {
+        name: tensor.frozen for name, tensor in adapter.saved.items() if tensor.frozen is not None
+    }
+    resized = {
+        name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size
+    }
     copies = {name: file_name for name, (file_name, _) in frozen.items() if name not in resized}
     check_copies(adapter.path, copies, spec, base)
 
@@ -293,13 +354,20 @@ def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
     if not changes:
         return None
     kind = ("DoRA" if found.dora else "LoRA") + (" scaled by rsLoRA" if found.rslora else "")
-    return f"{adapter.folder}: holds {kind}, the config asks for another kind; set {' '.join(changes)}"
+    return (
+        f"{adapter.folder}: holds {kind}, the config asks for another kind; set {' '.join(changes)}"
+    )
 
 
 def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
     wanted = {module.name: module for module in adapted_modules(spec, cfg)}
     found = {module.name: used_parts(adapter, module) for module in adapter.modules(spec)}
-    extra = {part.target for module in found.values() for part in module.parts if not is_target(part, cfg)}
+    extra = {
+        part.target
+        for module in found.values()
+        for part in module.parts
+        if not is_target(part, cfg)
+    }
     if isinstance(spec, ExternalSpec):
         return _modules_fault(adapter, wanted, found)
     targets = targets_of(found.values())
@@ -309,8 +377,9 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
         first = wanted[partial[0]]
         others = "layers or matrices" if first.experts else "layers"
         return (
-            f"{adapter.path}: has no adapter for {first.full_name}, though other {others} have one; adapters of some "
-            f"{others} only cannot be trained on: merge it into the base first (tune export --merge)"
+            f"{adapter.path}: has no adapter for {first.full_name}, though other {others} have one;"
+            f" adapters of some {others} only cannot be trained on: merge it into the base first"
+            " (tune export --merge)"
         )
     if missing or extra:
         return (
@@ -321,27 +390,38 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
     return None
 
 
-def _modules_fault(adapter: AdapterFile, wanted: Collection[str], found: Collection[str]) -> str | None:
+def _modules_fault(
+    adapter: AdapterFile, wanted: Collection[str], found: Collection[str]
+) -> str | None:
     """Of an external model, whose modules have no words."""
     if set(wanted) == set(found):
         return None
     first = min(set(wanted) ^ set(found))
     fault = "has no adapter for" if first in wanted else "adapts"
     ends = sorted({name.rpartition(".")[2] for name in found})
-    return f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set lora.target_modules=[{','.join(ends)}]"
+    return (
+        f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set"
+        f" lora.target_modules=[{','.join(ends)}]"
+    )
 
 
 def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
-    """The module with only those of its fused parts whose rows the adapter changes (all, if it changes none yet)."""
+    """The module with only those of its fused parts whose rows the adapter changes (all, if it
+    changes none yet).
+    """
     if len(module.parts) == 1:
         return module
     second = adapter.read(module.name, SECOND)
-    parts = tuple(part for part in module.parts if second[part.start : part.start + part.rows].any())
+    parts = tuple(
+        part for part in module.parts if second[part.start : part.start + part.rows].any()
+    )
     return replace(module, parts=parts or module.parts)
 
 
 def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
-    """Whether a fused module's adapter is that of `parts` adapters of `rank`, one after the other, separate in B."""
+    """Whether a fused module's adapter is that of `parts` adapters of `rank`, one after the other,
+    separate in B.
+    """
     if parts < 2 or adapter.config.rank_of(module) != parts * rank:
         return False
     second = adapter.read(module.name, SECOND)
@@ -355,14 +435,18 @@ def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int
 
 
 def usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
-    """The scaling that the config gives to all modules without a pattern; if there are none, what most of them have."""
+    """The scaling that the config gives to all modules without a pattern; if there are none, what
+    most of them have.
+    """
     scalings = [adapter.config.scaling_of(module) for module in adapter.modules(spec)]
     usual = scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
     return usual if usual in scalings else max(set(scalings), key=scalings.count)
 
 
 def _rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    """Every module has to have lora.rank or less, and the scaling that is usual among them must be the config's."""
+    """Every module has to have lora.rank or less, and the scaling that is usual among them must be
+    the config's.
+    """
     ranks = []
     for module in adapter.modules(spec):
         rank = adapter.config.rank_of(module)
@@ -387,9 +471,11 @@ _NO_LINEARS = ("embed_tokens", "lm_head")
 
 
 def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first module that PEFT would leave out, and the key by which it does; None: it leaves out none.
+    """Return the first module that PEFT would leave out, and the key by which it does; None: it
+    leaves out none.
 
-    names: of modules, as the file has them. Raises CheckpointError for a pattern that cannot be matched.
+    names: of modules, as the file has them. Raises CheckpointError for a pattern that cannot be
+    matched.
     """
     excluded = _match(config, "exclude_modules", names)
     targeted = _match(config, "target_modules", names)
@@ -403,7 +489,9 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             return name, "exclude_modules"
         if any(f".{saved}." in f".{name}." for saved in config.saved):
             return name, "modules_to_save"
-        if chosen is not None and not targeted[number]:  # None: PEFT's own table, or target_parameters
+        if (
+            chosen is not None and not targeted[number]
+        ):  # None: PEFT's own table, or target_parameters
             return name, "target_modules"
         if isinstance(chosen, list) and name in chosen:
             continue  # by its whole name, whatever the layers
@@ -419,14 +507,18 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
         return [not name.endswith(_NO_LINEARS) for name in names]
     if isinstance(chosen, str) and chosen:
         try:
-            return [number is not None for number in first_matches((chosen,), tuple(names), whole=True)]
+            return [
+                number is not None for number in first_matches((chosen,), tuple(names), whole=True)
+            ]
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
     return [any(f".{name}".endswith(f".{end}") for end in chosen or ()) for name in names]
 
 
 def _find_layer(config: AdapterConfig, name: str) -> int | None:
-    """Return the number of the layer that a module is in; of several numbers in its name the first."""
+    """Return the number of the layer that a module is in; of several numbers in its name the
+    first.
+    """
     patterns: Any = config.selection.get("layers_pattern")
     if not patterns:
         layer_match = re.match(r".*?\.[^.]*\.(\d+)\.", name)

@@ -18,7 +18,13 @@ from recipe_lib.adapters.peft_names import (
     expert_factors,
     targets_of,
 )
-from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
+from recipe_lib.checkpoint.adapter_files import (
+    AdapterFile,
+    check_fits,
+    read_adapter,
+    stacked_rank,
+    used_parts,
+)
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
@@ -29,20 +35,24 @@ from recipe_lib.models.spec import ModelSpec
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
-    """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how many modules.
+    """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how
+    many modules.
 
-    model: with adapters, materialized, plain or sharded. An adapter of a lower rank than the model's is filled up with
-    zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
-    number has the ratio put into B. some: a module that has no adapter in the folder (those of some layers) is left as
-    `init_adapters` made it, which changes nothing; without it that is a fault. Extra parameters, which a recipe added,
-    are read too, and the model must have those that the folder has. Weights of the base that the folder brings along
-    take their places (see `SavedWeights`). Raises CheckpointError.
+    model: with adapters, materialized, plain or sharded. An adapter of a lower rank than the
+    model's is filled up with zeros, and stays at its rank: where A and B are both zero, so are
+    their gradients. One that is scaled by another number has the ratio put into B. some: a module
+    that has no adapter in the folder (those of some layers) is left as `init_adapters` made it,
+    which changes nothing; without it that is a fault. Extra parameters, which a recipe added, are
+    read too, and the model must have those that the folder has. Weights of the base that the folder
+    brings along take their places (see `SavedWeights`). Raises CheckpointError.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
     if isinstance(model, LanguageModel):
         saved.put_into(model)
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)}
+    adapted = {
+        name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)
+    }
     filled = set()
     for module in adapter.modules(spec):
         used = [part for part in module.parts if part.module in adapted]
@@ -59,7 +69,10 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
 
 
 def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
-    found = {name: FileTensor(adapter.path, entry, extra=True) for name, (_, entry) in adapter.extras.items()}
+    found = {
+        name: FileTensor(adapter.path, entry, extra=True)
+        for name, (_, entry) in adapter.extras.items()
+    }
     tensors = saved_whole(model)
     names = extras_to_read(model, adapter.folder, found)
     with safe_open(str(adapter.path), framework="pt") as file:
@@ -79,14 +92,17 @@ def _fill(
     target: AdaptedModule,
     model: nn.Module,
 ) -> None:
-    """One module of ours. number, parts: which of the fused module's adapted parts it is, and how many there are."""
+    """One module of ours. number, parts: which of the fused module's adapted parts it is, and how
+    many there are.
+    """
     rank, settings = adapter.config.rank_of(module), target.settings
     stacked = stacked_rank(adapter, module, parts, settings.rank)
     first = number * settings.rank if stacked else 0
     count = settings.rank if stacked else rank
     if count > settings.rank:
         raise CheckpointError(
-            f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set lora.rank={count}"
+            f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set"
+            f" lora.rank={count}"
         )
     ratio = adapter.config.scaling_of(module) / settings.scaling
     if module.experts:
@@ -115,7 +131,9 @@ def _fill(
 
         if target.lora_magnitude_vector is not None:
             for local, (row,) in held(LENGTHS):
-                local.copy_(file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)])
+                local.copy_(
+                    file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)]
+                )
 
 
 def _fill_experts(
@@ -127,8 +145,12 @@ def _fill_experts(
     target: AdaptedModule,
     model: nn.Module,
 ) -> None:
-    """The factors of a layer's experts, which a file has one below, or next to, the other: see `expert_factors`."""
-    factors = expert_factors(adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts)
+    """The factors of a layer's experts, which a file has one below, or next to, the other: see
+    `expert_factors`.
+    """
+    factors = expert_factors(
+        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts
+    )
     if abs(ratio - 1) >= 1e-6:
         factors = (factors[0], factors[1].double() * ratio)
     for suffix, whole, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):

@@ -36,7 +36,13 @@ from recipe_lib.checkpoint.adapter_files import (
     OF_SCORES,
     SCORE_KEYS,
 )
-from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, find_holders, together, write_gathered
+from recipe_lib.checkpoint.rank_agreement import (
+    Holders,
+    RankGroup,
+    find_holders,
+    together,
+    write_gathered,
+)
 from recipe_lib.checkpoint.tensor_files import PlannedTensor
 from recipe_lib.checkpoint.weights_in import base_fingerprint
 from recipe_lib.checkpoint.weights_out import (
@@ -72,23 +78,30 @@ def export_adapter(
     save_extra: bool = False,
     card: str | None = None,
 ) -> None:
-    """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names them. Collective.
+    """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names
+    them. Collective.
 
-    One parameter at a time is gathered, by the ranks that have it, and streamed to the disk by rank 0. base: the name
-    or folder that loads the frozen weights. base_folder: where they are here; a mark of them goes into the file, and
-    another base is refused when the adapter is read again. source_config: the base's config.json. tokenizer_folder,
-    chat_template, stop_ids: as for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the
-    same sum, of a larger rank. save_extra, card: as for `export_model`; PEFT calls such modules modules_to_save.
-    An `out` that a run published is replaced when the new one is whole.
-    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    One parameter at a time is gathered, by the ranks that have it, and streamed to the disk by rank
+    0. base: the name or folder that loads the frozen weights. base_folder: where they are here; a
+    mark of them goes into the file, and another base is refused when the adapter is read again.
+    source_config: the base's config.json. tokenizer_folder, chat_template, stop_ids: as for
+    `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a
+    larger rank. save_extra, card: as for `export_model`; PEFT calls such modules modules_to_save.
+    An `out` that a run published is replaced when the new one is whole. Raises StorageError or
+    CheckpointError on every rank; then `out` is as it was.
     """
-    model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    model.state_dict()
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
-    multimodal = isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
+    multimodal = (
+        isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
+    )
     holders = find_holders(model, world)
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype  # a rank of a pipeline may have none
+    dtype = next(
+        iter(plan_tensors(adapters, holders, world).values())
+    ).dtype  # a rank of a pipeline may have none
     plan = [
         PlannedTensor(f"{PREFIX}{file_name(module.name, multimodal)}.{suffix}", dtype, shape)
         for module in modules
@@ -99,8 +112,13 @@ def export_adapter(
     added = [name for name in extras if name != SCORE]
     if added and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault(added)}")
-    plan += [replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}") for name, extra in extras.items()]
-    saved = dict.fromkeys(module for part in holders.gather(extra_modules(model), world) for module in part)
+    plan += [
+        replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}")
+        for name, extra in extras.items()
+    ]
+    saved = dict.fromkeys(
+        module for part in holders.gather(extra_modules(model), world) for module in part
+    )
     if has_score_head(spec):
         saved[SCORE.removesuffix(".weight")] = None
     fields = write_fields(
@@ -112,9 +130,13 @@ def export_adapter(
         saved=[file_name(name, multimodal) for name in saved],
     )
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
-    transposed = [module.transposed for module in model.modules() if isinstance(module, AdaptedModule)]
+    transposed = [
+        module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
+    ]
     fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
-    metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {}))
+    metadata = together(
+        world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {})
+    )
     metadata |= extra_metadata(added)
     pad_id = (source_config or {}).get("pad_token_id") if has_score_head(spec) else None
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
@@ -126,7 +148,9 @@ def export_adapter(
 
 
 def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
-    """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused projections are stacked."""
+    """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused
+    projections are stacked.
+    """
     return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
 
 
@@ -134,15 +158,21 @@ def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
     return [part.target for part in module.parts if is_target(part, cfg)]
 
 
-def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool) -> list[str] | str:
-    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names.
+def _target_modules(
+    modules: list[FileModule], spec: ModelSpec, multimodal: bool
+) -> list[str] | str:
+    """What the last parts of names are; in a multimodal model a pattern, as its other part may have
+    the same names.
 
-    The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
+    The whole names, where a module without an adapter has such a last part too: PEFT would put one
+    there.
     """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
-        if any(name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names):
+        if any(
+            name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names
+        ):
             return sorted(names)
     if not multimodal:
         return ends
@@ -176,11 +206,17 @@ def _metadata(
     return metadata
 
 
-def _pieces(model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders) -> Iterator[torch.Tensor]:
-    """On rank 0 the data of a module's planned tensors, in their order, a gathered parameter at a time. Collective."""
+def _pieces(
+    model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders
+) -> Iterator[torch.Tensor]:
+    """On rank 0 the data of a module's planned tensors, in their order, a gathered parameter at a
+    time. Collective.
+    """
     first = _names_of(module)[0]
     names = [f"{part.module}.{first}" for part in module.parts]
-    holder = next(name for name in names if name in holders.first)  # all parts of a module are in one layer
+    holder = next(
+        name for name in names if name in holders.first
+    )  # all parts of a module are in one layer
     return holders.relay(holder, lambda: _own_pieces(model, module, cfg))
 
 
@@ -219,7 +255,9 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
 
 
 def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """DoRA's lengths; of a fused module's part without an adapter those that its rows have. Collective."""
+    """DoRA's lengths; of a fused module's part without an adapter those that its rows have.
+    Collective.
+    """
     if isinstance(module, AdaptedModule):
         return whole(module.get_parameter(LENGTHS).detach())
     return torch.linalg.vector_norm(frozen_weight(module).float(), dim=1).to(dtype)
@@ -229,7 +267,9 @@ def frozen_weight(module: nn.Module) -> torch.Tensor:
     """The whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
     if not isinstance(module, QuantizedLinear):
         return whole(module.get_parameter("weight").detach())
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
+    linear = nn.Linear(
+        module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
+    )
     copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":

@@ -8,16 +8,29 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from recipe_lib.checkpoint.weight_accounts import check_weights
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.checkpoint.weights_out import check_room, export_model
-from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, model_folder, not_downloaded
+from recipe_lib.config.local_files import (
+    MODEL_FILES,
+    NEVER_DOWNLOADED,
+    model_folder,
+    not_downloaded,
+)
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 
-__all__ = ["check_room", "check_weights", "export_model", "find_adapter_base", "find_checkpoint", "load_weights"]
+__all__ = [
+    "check_room",
+    "check_weights",
+    "export_model",
+    "find_adapter_base",
+    "find_checkpoint",
+    "load_weights",
+]
 
 
 def find_checkpoint(path_or_hub_id: str | Path) -> Path:
-    """The folder of a checkpoint: a path, or a hub id that `tune download` has fetched into the local hub cache.
+    """The folder of a checkpoint: a path, or a hub id that `tune download` has fetched into the
+    local hub cache.
 
     Nothing is downloaded. Raises CheckpointError if there is no such folder.
     """
@@ -27,16 +40,23 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
     name = str(path_or_hub_id)
     try:
         return Path(
-            snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=NEVER_DOWNLOADED, local_files_only=True)
+            snapshot_download(
+                name,
+                allow_patterns=MODEL_FILES,
+                ignore_patterns=NEVER_DOWNLOADED,
+                local_files_only=True,
+            )
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(not_downloaded(name)) from error
 
 
 def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False) -> Path:
-    """The folder of the base that an adapter in `folder` names, perhaps by a path of another machine. CheckpointError.
+    """The folder of the base that an adapter in `folder` names, perhaps by a path of another
+    machine. CheckpointError.
 
-    is_preset: it is known to be an architecture; else that is seen by its name, where no folder has it.
+    is_preset: it is known to be an architecture; else that is seen by its name, where no folder has
+    it.
     """
     try:
         if not is_preset:
@@ -47,6 +67,6 @@ def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False)
                 f"{show(str(folder))}: its base is {error}, or say where it is with --base"
             ) from error
     raise CheckpointError(
-        f"{show(str(folder))}: was trained with random weights (model.preset={name}), which are in no checkpoint; "
-        "start from model.path to have an adapter that others can load"
+        f"{show(str(folder))}: was trained with random weights (model.preset={name}), which are in"
+        " no checkpoint; start from model.path to have an adapter that others can load"
     )

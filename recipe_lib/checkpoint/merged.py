@@ -1,7 +1,8 @@
-"""A base and an adapter as one Hugging Face folder: file to file, part of a tensor at a time, each rank its files.
+"""A base and an adapter as one Hugging Face folder: file to file, part of a tensor at a time, each
+rank its files.
 
-What is merged is what was trained: the base in the type of the run and, if the run kept it in 4 or 8 bits, with the
-numbers that these stand for.
+What is merged is what was trained: the base in the type of the run and, if the run kept it in 4 or
+8 bits, with the numbers that these stand for.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,10 +27,28 @@ from recipe_lib.adapters.peft_names import (
     target_of,
 )
 from recipe_lib.adapters.quantized import can_quantize, dequantized
-from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, score_keys
-from recipe_lib.checkpoint.rank_agreement import RankGroup, SingleRank, check_shared, decide, together
+from recipe_lib.checkpoint.adapter_files import (
+    AdapterFile,
+    check_base,
+    check_fits,
+    read_adapter,
+    score_keys,
+)
+from recipe_lib.checkpoint.rank_agreement import (
+    RankGroup,
+    SingleRank,
+    check_shared,
+    decide,
+    together,
+)
 from recipe_lib.checkpoint.saved_weights import SavedWeights
-from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, Reader, write_tensor_file
+from recipe_lib.checkpoint.tensor_files import (
+    DTYPES,
+    FileTensor,
+    PlannedTensor,
+    Reader,
+    write_tensor_file,
+)
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers, tell_left_out
 from recipe_lib.checkpoint.weights_in import load_weights, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
@@ -60,7 +79,8 @@ _PIECE_ELEMENTS = 2**24  # elements of the weight that are computed at a time: 6
 
 @dataclass(frozen=True)
 class Update:
-    """The adapter of a weight `[n, m]`: `scaling * second @ first`, with first `[r, m]` and second `[n, r]`.
+    """The adapter of a weight `[n, m]`: `scaling * second @ first`, with first `[r, m]` and second
+    `[n, r]`.
 
     lengths: DoRA's, of the n rows, or with `by_column` (an embedding) of the m columns. None: LoRA.
     """
@@ -77,23 +97,32 @@ class Update:
         return replace(self, second=self.second[start:stop], lengths=lengths)
 
     def add_to(self, rows: Tensor, start: int) -> Tensor:
-        """Rows of the weight, the first of them number `start`, with the update; DoRA's lengths not yet applied."""
+        """Rows of the weight, the first of them number `start`, with the update; DoRA's lengths not
+        yet applied.
+        """
         second = self.second[start : start + len(rows)].to(rows.dtype)
         return torch.addmm(rows, second, self.first.to(rows.dtype), alpha=self.scaling)
 
 
 @torch.no_grad()
-def merge_rows(read_rows: Callable[[int, int], Tensor], count: int, update: Update | None) -> Iterator[Tensor]:
-    """The merged weight `[count, m]` in consecutive pieces of rows, computed in fp32 (fp64 for a weight of fp64).
+def merge_rows(
+    read_rows: Callable[[int, int], Tensor], count: int, update: Update | None
+) -> Iterator[Tensor]:
+    """The merged weight `[count, m]` in consecutive pieces of rows, computed in fp32 (fp64 for a
+    weight of fp64).
 
-    read_rows: `(start, stop)` to those rows of the weight; it is called twice for an embedding with DoRA, whose
-    lengths are those of whole columns. update: None leaves the weight as it is.
+    read_rows: `(start, stop)` to those rows of the weight; it is called twice for an embedding with
+    DoRA, whose lengths are those of whole columns. update: None leaves the weight as it is.
     """
     if update is None:
         for start, stop in _pieces(read_rows, count):
             yield _wide(read_rows(start, stop))
         return
-    factors = _column_factors(read_rows, count, update) if update.by_column and update.lengths is not None else None
+    factors = (
+        _column_factors(read_rows, count, update)
+        if update.by_column and update.lengths is not None
+        else None
+    )
     for start, stop in _pieces(read_rows, count):
         rows = update.add_to(_wide(read_rows(start, stop)), start)
         if factors is not None:
@@ -105,7 +134,9 @@ def merge_rows(read_rows: Callable[[int, int], Tensor], count: int, update: Upda
 
 
 def _column_factors(read_rows: Callable[[int, int], Tensor], count: int, update: Update) -> Tensor:
-    """Return what each column `[m]` is multiplied by: its trained length over the one it has with the update."""
+    """Return what each column `[m]` is multiplied by: its trained length over the one it has with
+    the update.
+    """
     squares = sum(
         update.add_to(_wide(read_rows(start, stop)), start).square_().sum(dim=0)
         for start, stop in _pieces(read_rows, count)
@@ -144,28 +175,47 @@ def merge_adapter(
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. implementation: of the base, see
-    `read_trained_spec`. out_dtype: of the files, if another one. tokenizer_folder (default: the base's), chat_template,
-    stop_ids, max_shard_bytes, card: as for `export_model`. A tied model whose embedding or head is adapted is no longer
-    tied in `out`. The files are dealt out to the ranks, which need a disk in common; a model of another library is
-    merged by the first of them, in its host memory.
-    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter.
+    implementation: of the base, see `read_trained_spec`. out_dtype: of the files, if another one.
+    tokenizer_folder (default: the base's), chat_template, stop_ids, max_shard_bytes, card: as for
+    `export_model`. A tied model whose embedding or head is adapted is no longer tied in `out`. The
+    files are dealt out to the ranks, which need a disk in common; a model of another library is
+    merged by the first of them, in its host memory. Raises StorageError or CheckpointError on every
+    rank; then `out` is as it was.
     """
     stored = out_dtype or dtype
-    adapter, spec, saved = together(ranks, lambda: _checked(base_folder, adapter_folder, implementation))
+    adapter, spec, saved = together(
+        ranks, lambda: _checked(base_folder, adapter_folder, implementation)
+    )
     if ranks.rank == 0:
         tell_left_out(spec, base_folder, "export")
     tokenizer_folder = tokenizer_folder or base_folder
     if isinstance(spec, ExternalSpec):
         beside = {"tokenizer_folder": tokenizer_folder, "chat_template": chat_template, "stop_ids": stop_ids,
                   "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip
-        merge = partial(_merge_external, base_folder, adapter, saved, spec, out, quantize, dtype, stored, **beside)
+        merge = partial(
+            _merge_external,
+            base_folder,
+            adapter,
+            saved,
+            spec,
+            out,
+            quantize,
+            dtype,
+            stored,
+            **beside,
+        )
         decide(ranks, merge)
         return
     assert isinstance(saved.spec, DecoderSpec)
     # Embedding and head differ as soon as one of them has an adapter.
-    written = replace(saved.spec, tied=saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys())
-    parameters = {name: PlannedTensor(name, stored, shape) for name, shape in parameter_shapes(written).items()}
+    written = replace(
+        saved.spec, tied=saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
+    )
+    parameters = {
+        name: PlannedTensor(name, stored, shape)
+        for name, shape in parameter_shapes(written).items()
+    }
     for name, (_, entry) in adapter.extras.items():
         kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
         parameters[name] = PlannedTensor(name, kept, entry.shape)
@@ -185,7 +235,9 @@ def merge_adapter(
     if written.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
         config["vocab_size"] = written.vocab_size
     contents = list_model_files(shards, config)
-    side_files = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
+    side_files = SideFiles(
+        tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config)
+    )
     with stage_folder(out, shards, contents, side_files, ranks) as temporary:
 
         def write() -> None:
@@ -194,7 +246,9 @@ def merge_adapter(
             for name in sorted(shards)[ranks.rank :: ranks.size]:
                 extras = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
                 metadata = {"format": "pt"} | extra_metadata(extras)
-                write_tensor_file(temporary / name, shards[name], pieces.of_all(shards[name]), metadata)
+                write_tensor_file(
+                    temporary / name, shards[name], pieces.of_all(shards[name]), metadata
+                )
 
         together(ranks, write)
 
@@ -202,7 +256,9 @@ def merge_adapter(
 def _checked(
     base_folder: Path, adapter_folder: Path, implementation: str | None
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
-    """Return the adapter, the spec of the base, and what the adapter has of it. Raises CheckpointError."""
+    """Return the adapter, the spec of the base, and what the adapter has of it. Raises
+    CheckpointError.
+    """
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
         rows = adapter.extras[SCORE][1].shape[0]
@@ -243,10 +299,14 @@ class _MergedWeights:
         self._tensors, self._entries = tensors, entries
         self._storage, self._dtype, self._stored = storage, dtype, stored
         self._shapes = parameter_shapes(spec)
-        self._modules = {part.module: (module, part) for module in adapter.modules(spec) for part in module.parts}
+        self._modules = {
+            part.module: (module, part) for module in adapter.modules(spec) for part in module.parts
+        }
 
     def read(self, name: str) -> Iterator[Tensor]:
-        """Yield a parameter in consecutive pieces of rows, that of a layer's experts in one piece."""
+        """Yield a parameter in consecutive pieces of rows, that of a layer's experts in one
+        piece.
+        """
         if name in self._adapter.extras:
             extra = self._adapter.read_extra(name)
             yield extra.to(self._stored) if extra.is_floating_point() else extra
@@ -275,13 +335,18 @@ class _MergedWeights:
 
         What the adapter brings along is read as it has it.
         """
-        entry = self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]  # the head of a base that ties it
+        entry = (
+            self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]
+        )  # the head of a base that ties it
 
         def read(start: int, stop: int) -> Tensor:
             with Reader(self._tensors) as reader:
                 source = reader.opened(entry, self._dtype)
                 rows = self._saved.read_rows(
-                    name, start=start, stop=stop, read_base=lambda: source[entry.start + start : entry.start + stop]
+                    name,
+                    start=start,
+                    stop=stop,
+                    read_base=lambda: source[entry.start + start : entry.start + stop],
                 )
                 return rows.to(self._dtype)
 
@@ -308,8 +373,12 @@ class _MergedWeights:
             return weight.to(self._stored)
         first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
         scaling = self._adapter.config.scaling_of(module)
-        merged = weight if self._stored == self._dtype else torch.empty_like(weight, dtype=self._stored)
-        for number, factors in enumerate(zip(*expert_factors(first, second, module.experts), strict=True)):
+        merged = (
+            weight if self._stored == self._dtype else torch.empty_like(weight, dtype=self._stored)
+        )
+        for number, factors in enumerate(
+            zip(*expert_factors(first, second, module.experts), strict=True)
+        ):
             merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
         return merged
 
@@ -334,7 +403,10 @@ def _merge_external(
     Raises StorageError or CheckpointError; then `out` is as it was.
     """
     if adapter.extras:
-        raise CheckpointError(f"{adapter.path}: holds {min(adapter.extras)}, which a recipe added; it cannot be merged")
+        raise CheckpointError(
+            f"{adapter.path}: holds {min(adapter.extras)}, which a recipe added; it cannot be"
+            " merged"
+        )
     model = build_meta(spec, dtype)
     allocate(model, torch.device("cpu"))
     load_weights(model, spec, base_folder)
@@ -346,7 +418,11 @@ def _merge_external(
         weight = saved.read_rows(name, start=0, stop=num_rows, read_base=parameter.detach)
         if module != name and module in layout.linears:
             rows, columns = weight.shape
-            if quantize != "none" and module in layout.plain and can_quantize(columns, rows, quantize):
+            if (
+                quantize != "none"
+                and module in layout.plain
+                and can_quantize(columns, rows, quantize)
+            ):
                 weight = dequantized(weight, quantize)
             if module in adapted:
                 is_transposed = module in layout.transposed
@@ -367,6 +443,10 @@ def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
     lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
     scaling = adapter.config.scaling_of(module)
     if module.is_embedding:  # its matrices are those of the transposed weight
-        first, second = (adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST))
+        first, second = (
+            adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST)
+        )
         return Update(first, second, scaling, lengths, by_column=True)
-    return Update(adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), scaling, lengths)
+    return Update(
+        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), scaling, lengths
+    )

@@ -1,4 +1,6 @@
-"""The card of an export: README.md with the metadata that the hub reads, what was trained and how to use it."""
+"""The card of an export: README.md with the metadata that the hub reads, what was trained and how
+to use it.
+"""
 
 import dataclasses
 import re
@@ -35,30 +37,41 @@ def model_card(
 ) -> str:
     """The card's text, the same for the same training.
 
-    cfg: of the run; None: it is not known. base: the name of what training began from. base_folder: where that is, None
-    for random weights; its own card says the license. lora: how the adapter was made, None for a model of which all
-    weights were trained. is_adapter: whether the export is an adapter alone. commands: what to do with it, in a folder
-    that they call FOLDER, and a base that they call BASE.
-    plan, results: rows of the tables of how it was trained and what came of it.
+    cfg: of the run; None: it is not known. base: the name of what training began from. base_folder:
+    where that is, None for random weights; its own card says the license. lora: how the adapter was
+    made, None for a model of which all weights were trained. is_adapter: whether the export is an
+    adapter alone. commands: what to do with it, in a folder that they call FOLDER, and a base that
+    they call BASE. plan, results: rows of the tables of how it was trained and what came of it.
     """
     shown = public_name(base, base_folder)
     sources = [] if cfg is None else [one.source for one in resolved_sources(cfg.data)]
     data = ModelCardData(
         base_model=base if base_folder is not None and is_hub_snapshot(base_folder, base) else None,
-        datasets=sorted({name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}) or None,
+        datasets=sorted(
+            {name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}
+        )
+        or None,
         library_name="peft" if is_adapter else "transformers",
         license=_license_of(base_folder),
         pipeline_tag="text-generation",
         tags=["tune-recipes", *_kind_tags(cfg, lora)],
     )
     parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, base_folder, lora, is_adapter)]
-    parts += [f"## {title}\n\n{_table(rows)}" for title, rows in (("Plan", plan), ("Results", results)) if rows]
-    parts.append("## Use\n\n" + _use(shown if is_adapter else None, commands, base_folder is not None))
+    parts += [
+        f"## {title}\n\n{_table(rows)}"
+        for title, rows in (("Plan", plan), ("Results", results))
+        if rows
+    ]
+    parts.append(
+        "## Use\n\n" + _use(shown if is_adapter else None, commands, base_folder is not None)
+    )
     return redact("\n\n".join(parts) + "\n")
 
 
 def public_name(base: str, folder: Path | None) -> str:
-    """How a card names what training began from: by its hub id, or as BASE, since its folder is of this machine."""
+    """How a card names what training began from: by its hub id, or as BASE, since its folder is of
+    this machine.
+    """
     return base if folder is None or is_hub_snapshot(folder, base) else BASE
 
 
@@ -82,7 +95,11 @@ def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[
 
 
 def _sections(
-    cfg: FullFinetuneConfig | None, base: str, base_folder: Path | None, lora: LoraConfig | None, is_adapter: bool
+    cfg: FullFinetuneConfig | None,
+    base: str,
+    base_folder: Path | None,
+    lora: LoraConfig | None,
+    is_adapter: bool,
 ) -> Iterator[str]:
     kind = "full fine-tuning" if lora is None else "DoRA" if lora.dora else "LoRA"
     what = f"{kind} adapter for" if is_adapter else f"Trained by {kind} from"
@@ -98,7 +115,9 @@ def _sections(
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    )
 
 
 def _data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
@@ -121,9 +140,20 @@ def _changed(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if dataclasses.is_dataclass(value):
             yield from _changed(value, f"{name}.")
             continue
-        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        made = (
+            field.default_factory()
+            if field.default_factory is not dataclasses.MISSING
+            else field.default
+        )
         if value != made and not _NOT_TOLD.fullmatch(name):
-            yield name, _without_folders(value) if field.metadata.get("path") and isinstance(value, str) else value
+            yield (
+                name,
+                (
+                    _without_folders(value)
+                    if field.metadata.get("path") and isinstance(value, str)
+                    else value
+                ),
+            )
 
 
 def _cell(value: Any) -> str:
@@ -133,13 +163,20 @@ def _cell(value: Any) -> str:
 def _use(base: str | None, commands: Sequence[str], has_base: bool) -> str:
     """base: of an adapter; None for a model. has_base: it has weights that can be loaded."""
     if base is not None and not has_base:
-        return f"The adapter is of use with the random weights of `{base}` alone that it was trained on."
+        return (
+            f"The adapter is of use with the random weights of `{base}` alone that it was"
+            " trained on."
+        )
     load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
     if base is not None:
-        load = f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), "FOLDER")'
+        load = (
+            f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}),"
+            ' "FOLDER")'
+        )
     lines = "".join(f"{command}\n" for command in commands)
     return (
-        f"In the place of FOLDER{' and BASE' if base == BASE else ''}, a path or a name on the hub:\n\n```python\n"
+        f"In the place of FOLDER{' and BASE' if base == BASE else ''}, a path or a name on the"
+        " hub:\n\n```python\n"
         + ("from peft import PeftModel\n" if base is not None else "")
         + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         + f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{load}\n{_ASK}```'

@@ -1,7 +1,8 @@
 """An optimizer's state by parameter name: tensors for the tensor files, everything else as JSON.
 
-Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight`. The tensors are those of the
-optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can read them again.
+Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight`. The tensors are
+those of the optimizer itself, sharded as its parameters are, so that nothing is copied and any
+world size can read them again.
 """
 
 import hashlib
@@ -17,10 +18,19 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import TARGETS, target_of
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.checkpoint.rank_agreement import FROZEN, TRAINED, Holders, RankGroup, find_holders, together
+from recipe_lib.checkpoint.rank_agreement import (
+    FROZEN,
+    TRAINED,
+    Holders,
+    RankGroup,
+    find_holders,
+    together,
+)
 from recipe_lib.errors import CheckpointError
 
-PlaceState = Callable[[torch.Tensor], torch.Tensor] | None  # a state's memory where it waits, without values
+PlaceState = (
+    Callable[[torch.Tensor], torch.Tensor] | None
+)  # a state's memory where it waits, without values
 
 MODEL, OPTIMIZER = "model", "optimizer"
 # How a step is computed belongs to the machine it runs on, not to the state.
@@ -42,15 +52,20 @@ class MakesStates(Protocol):
 
 
 def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
-    """`model/NAME` -> this rank's parameter or buffer, tied ones once; where some are frozen, only the trained ones.
+    """`model/NAME` -> this rank's parameter or buffer, tied ones once; where some are frozen, only
+    the trained ones.
 
     Sharded models are resharded first.
     """
-    everything = model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    everything = (
+        model.state_dict()
+    )  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     saved = set(holders.saved_names())  # of a model that is only looked at everything
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
-    buffers = {name: value for name, value in everything.items() if name not in parameters.keys() | tied}
+    buffers = {
+        name: value for name, value in everything.items() if name not in parameters.keys() | tied
+    }
     kept = {name: parameter for name, parameter in parameters.items() if name in saved}
     return {f"{MODEL}/{name}": tensor for name, tensor in (kept | buffers).items()}
 
@@ -69,14 +84,25 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return names
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """`optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is (none before the first step)."""
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """`optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is (none before the first
+    step).
+    """
     tensors: dict[str, torch.Tensor] = {}
     for parameter, name in _parameter_names(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim():
-                    raise ValueError(f"state {key} of {name} is not sharded as its parameter is; it cannot be saved")
+                if (
+                    isinstance(parameter, DTensor)
+                    and not isinstance(value, DTensor)
+                    and value.dim()
+                ):
+                    raise ValueError(
+                        f"state {key} of {name} is not sharded as its parameter is; it cannot be"
+                        " saved"
+                    )
                 tensors[f"{OPTIMIZER}/{key}/{name}"] = value.detach()
     return tensors
 
@@ -84,7 +110,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def optimizer_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, holders: Holders
 ) -> dict[str, Any]:
-    """The rest as JSON: per group its parameters' names and its numbers, and states that are no tensors. Collective.
+    """The rest as JSON: per group its parameters' names and its numbers, and states that are no
+    tensors. Collective.
 
     In a pipeline each rank's optimizer has its own parameters; groups at the same place are one.
     """
@@ -98,8 +125,16 @@ def optimizer_settings(
     for same in zip_longest(*(part["groups"] for part in parts)):
         found = [group for group in same if group is not None]
         held = {name for group in found for name in group["parameters"]}
-        groups.append({"parameters": [name for name in holders.first if name in held], "values": found[0]["values"]})
-    return {"groups": groups, "states": {name: states[name] for name in holders.first if name in states}}
+        groups.append(
+            {
+                "parameters": [name for name in holders.first if name in held],
+                "values": found[0]["values"],
+            }
+        )
+    return {
+        "groups": groups,
+        "states": {name: states[name] for name in holders.first if name in states},
+    }
 
 
 def _own_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -107,14 +142,22 @@ def _own_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
-            "values": {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION_KEYS},
+            "values": {
+                key: _plain(value)
+                for key, value in group.items()
+                if key not in _IMPLEMENTATION_KEYS
+            },
         }
         for group in optimizer.param_groups
     ]
     states: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
         values = optimizer.state.get(parameter, {})
-        plain = {key: _plain(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
+        plain = {
+            key: _plain(value)
+            for key, value in values.items()
+            if not isinstance(value, torch.Tensor)
+        }
         if plain:
             states[name] = plain
     return {"groups": groups, "states": states}
@@ -138,15 +181,19 @@ def make_optimizer_states(
     holders: Holders,
     place_state: PlaceState = None,
 ) -> dict[str, torch.Tensor]:
-    """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
+    """Replaces the optimizer's states by empty tensors as they were saved, and returns them by
+    name, to be filled.
 
-    saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters too. where: the
-    state's folder, named in errors. place_state: memory for a state where it waits; None: next to its parameter.
+    saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters
+    too. where: the state's folder, named in errors. place_state: memory for a state where it waits;
+    None: next to its parameter.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    is_torchs = type(optimizer).__module__.startswith("torch.")  # whose states are of their parameters' type
+    is_torchs = type(optimizer).__module__.startswith(
+        "torch."
+    )  # whose states are of their parameters' type
     optimizer.state.clear()
     targets: dict[str, torch.Tensor] = {}
     for full_name, (dtype, shape) in saved.items():
@@ -156,7 +203,8 @@ def make_optimizer_states(
             continue  # another rank of the pipeline has it
         if parameter is None or parameter not in groups:
             raise CheckpointError(
-                f"{where}: holds optimizer state of {name}, which is not trained here; resume with the run's own config"
+                f"{where}: holds optimizer state of {name}, which is not trained here; resume with"
+                " the run's own config"
             )
         if isinstance(optimizer, MakesStates):
             if parameter not in made:
@@ -166,11 +214,13 @@ def make_optimizer_states(
             value = _empty_state(parameter, groups[parameter], dtype, shape)
         if value is None or (is_torchs and shape and dtype != parameter.dtype):
             raise CheckpointError(
-                f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
-                f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
+                f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its"
+                f" parameter {describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
             )
         if place_state is not None:
-            value = place_state(value)  # states that wait in host memory would not fit on the device together
+            value = place_state(
+                value
+            )  # states that wait in host memory would not fit on the device together
         optimizer.state[parameter][key] = value
         targets[full_name] = value
     missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)
@@ -181,17 +231,30 @@ def make_optimizer_states(
 
 
 def _own_state(
-    value: torch.Tensor | None, full_name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str
+    value: torch.Tensor | None,
+    full_name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    where: str,
 ) -> torch.Tensor:
     """The state that an optimizer has made, which must be as the saved one."""
     key, name = full_name.split("/", 2)[1:]
     if value is None:
-        raise _other_states(f"holds optimizer state {key} of {name}, which this run's optimizer does not keep", where)
+        raise _other_states(
+            f"holds optimizer state {key} of {name}, which this run's optimizer does not keep",
+            where,
+        )
     if (value.dtype, tuple(value.shape)) != (dtype, shape):
         here = describe_tensor(value.dtype, tuple(value.shape))
-        what = f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is {here}"
-        if tuple(value.shape) == shape and (bits := {torch.bfloat16: 16, torch.float32: 32}.get(dtype)):
-            # Before master weights had states in fp32, a run without state_bits had them in its dtype.
+        what = (
+            f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is"
+            f" {here}"
+        )
+        if tuple(value.shape) == shape and (
+            bits := {torch.bfloat16: 16, torch.float32: 32}.get(dtype)
+        ):
+            # Before master weights had states in fp32, a run without state_bits had them in its
+            # dtype.
             raise CheckpointError(f"{where}: {what}; resume with optimizer.state_bits={bits}")
         raise _other_states(what, where)
     return value
@@ -211,7 +274,9 @@ def _empty_state(
 ) -> torch.Tensor | None:
     if shape and shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if not shape:  # a step counter: torch keeps it on the host unless the kernel reads it on the device
+    if (
+        not shape
+    ):  # a step counter: torch keeps it on the host unless the kernel reads it on the device
         on_device = bool(group.get("fused")) or bool(group.get("capturable"))
         return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
     if not isinstance(parameter, DTensor):
@@ -230,17 +295,22 @@ def restore_settings(
 
     found: the groups that it gives now, of all ranks.
     """
-    if [set(group["parameters"]) for group in found] != [set(group["parameters"]) for group in saved["groups"]]:
+    if [set(group["parameters"]) for group in found] != [
+        set(group["parameters"]) for group in saved["groups"]
+    ]:
         raise CheckpointError(
-            f"{where}: the optimizer has {len(saved['groups'])} groups of other parameters than this run's "
-            f"{len(found)}; resume with the run's own config"
+            f"{where}: the optimizer has {len(saved['groups'])} groups of other parameters than"
+            f" this run's {len(found)}; resume with the run's own config"
         )
-    for group, old in zip(optimizer.param_groups, saved["groups"], strict=False):  # without groups of other ranks
+    for group, old in zip(
+        optimizer.param_groups, saved["groups"], strict=False
+    ):  # without groups of other ranks
         for key, value in old["values"].items():
             if key not in group:
                 ours = key in _OWN_KEYS or _OWN_KEYS & group.keys()
                 raise CheckpointError(
-                    f"{where}: was saved by another optimizer (it has {key}); resume with the run's own optimizer.name"
+                    f"{where}: was saved by another optimizer (it has {key}); resume with the run's"
+                    " own optimizer.name"
                     f"{', state_bits, master_weights and stochastic_rounding' if ours else ''}"
                 )
             current = group[key]
@@ -265,14 +335,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = None) -> str | None:
-    """A hash of the sums of every frozen parameter's bits, the same for any sharding; None: none is frozen. Collective.
+    """A hash of the sums of every frozen parameter's bits, the same for any sharding; None: none is
+    frozen. Collective.
 
-    Each rank adds up its own part in place; the sums alone travel. holders: of the model, if they are known.
+    Each rank adds up its own part in place; the sums alone travel. holders: of the model, if they
+    are known.
     """
-    model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    model.state_dict()
     holders = holders or find_holders(model, world)
     parameters = dict(model.named_parameters())
-    frozen: dict[int, list[str]] = {leader: [] for leader in holders.leaders}  # by the group that counts them
+    frozen: dict[int, list[str]] = {
+        leader: [] for leader in holders.leaders
+    }  # by the group that counts them
     for name, kind in holders.kinds.items():
         if kind == FROZEN:
             frozen[holders.first[name]].append(name)
@@ -280,15 +355,21 @@ def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = No
         return None
 
     def add_up() -> list[int]:
-        sums = [_sum_of_bits(name, parameters[name].detach(), holders) for name in frozen[holders.own]]
+        sums = [
+            _sum_of_bits(name, parameters[name].detach(), holders) for name in frozen[holders.own]
+        ]
         return [int(number) for number in torch.stack(sums).tolist()] if sums else []
 
     totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
-    for leader, part in zip(holders.leaders, world.gather_json(together(world, add_up)), strict=True):
+    for leader, part in zip(
+        holders.leaders, world.gather_json(together(world, add_up)), strict=True
+    ):
         for name, number in zip(frozen[leader], part, strict=True):
             totals[name] = (totals[name] + number) % 2**64
     types: dict[str, str] = {}
-    for found in holders.gather({name: str(parameters[name].dtype) for name in frozen[holders.own]}, world):
+    for found in holders.gather(
+        {name: str(parameters[name].dtype) for name in frozen[holders.own]}, world
+    ):
         types |= found
     text = " ".join(f"{name}:{types[name]}:{total}" for name, total in totals.items())
     return hashlib.sha256(text.encode()).hexdigest()
@@ -304,14 +385,23 @@ def _sum_of_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.
 
 
 def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[str, Any] | None:
-    """What of the section `lora` decides what the adapters' numbers mean; None: the model has none. Collective."""
-    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedModule)]
+    """What of the section `lora` decides what the adapters' numbers mean; None: the model has none.
+    Collective.
+    """
+    adapted = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptedModule)
+    ]
     own: dict[str, list[Any]] = {
         "settings": [
-            [module.settings.rank, module.settings.scaling, module.settings.dora] for _, module in adapted[:1]
+            [module.settings.rank, module.settings.scaling, module.settings.dora]
+            for _, module in adapted[:1]
         ],
         "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
-        "kinds": sorted({module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}),
+        "kinds": sorted(
+            {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
+        ),
     }
     parts = holders.gather(own, world)
     settings, targets, kinds = (
@@ -324,38 +414,47 @@ def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[st
         "rank": rank,
         "scaling": scaling,
         "dora": dora,
-        "targets": [target for target in TARGETS if target in targets] + sorted(set(targets) - set(TARGETS)),
+        "targets": (
+            [target for target in TARGETS if target in targets]
+            + sorted(set(targets) - set(TARGETS))
+        ),
         "quantize": min(kinds, default="none"),
     }
 
 
 def check_use(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-    """CheckpointError unless the state at `path` was saved with the adapters that the model has `now`."""
+    """CheckpointError unless the state at `path` was saved with the adapters that the model has
+    `now`.
+    """
     if (saved is None) != (now is None):
         was, here = ("all weights", "adapters") if saved is None else ("adapters", "all weights")
         raise CheckpointError(
-            f"{path}: is the state of a run that trained {was}, this run trains {here}; resume with the run's own "
-            "recipe and config"
+            f"{path}: is the state of a run that trained {was}, this run trains {here}; resume with"
+            " the run's own recipe and config"
         )
     if saved is None or now is None:
         return
     other = [key for key in now if saved[key] != now[key]]
     if other:
         raise CheckpointError(
-            f"{path}: was saved with lora {_describe(saved, other)}, found {_describe(now, other)}; resume with the "
-            "run's own section lora"
+            f"{path}: was saved with lora {_describe(saved, other)}, found {_describe(now, other)};"
+            " resume with the run's own section lora"
         )
 
 
 def _describe(use: dict[str, Any], keys: list[str]) -> str:
-    shown = {key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()}
+    shown = {
+        key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()
+    }
     return " and ".join(f"{key} {shown[key]}" for key in keys)
 
 
 def check_mark(path: Path, saved: str | None, now: str | None) -> None:
-    """CheckpointError unless the frozen weights are those of the run that saved the state at `path`."""
+    """CheckpointError unless the frozen weights are those of the run that saved the state at
+    `path`.
+    """
     if saved != now:
         raise CheckpointError(
-            f"{path}: was saved with other frozen weights than this run has loaded; resume with the run's own "
-            "model, dtype and lora.quantize_base"
+            f"{path}: was saved with other frozen weights than this run has loaded; resume with the"
+            " run's own model, dtype and lora.quantize_base"
         )

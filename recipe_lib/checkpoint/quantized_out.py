@@ -1,10 +1,11 @@
-"""A Hugging Face folder with the linears of its layers in 4 or 8 bits, by torchao, as transformers and vLLM load it.
+"""A Hugging Face folder with the linears of its layers in 4 or 8 bits, by torchao, as transformers
+and vLLM load it.
 
     int4   symmetric, a scale for each `group_size` weights of a row
     int8   symmetric, a scale for each row
 
-Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and by other rounding.
-Embedding and output head stay as they are.
+Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and by
+other rounding. Embedding and output head stay as they are.
 """
 
 import os
@@ -38,8 +39,10 @@ _LENGTH = 32  # of the prompt that both models are compared on
 
 @dataclass(frozen=True)
 class QuantizedReport:
-    """How many linears were quantized; and on a fixed prompt, of random tokens, the mean divergence of the quantized
-    model's next tokens from the model's (in nats), the largest difference of logits, and the largest logit."""
+    """How many linears were quantized; and on a fixed prompt, of random tokens, the mean divergence
+    of the quantized model's next tokens from the model's (in nats), the largest difference of
+    logits, and the largest logit.
+    """
 
     linears: int
     divergence: float
@@ -50,17 +53,18 @@ class QuantizedReport:
     def check(self) -> str:
         """The line that says so."""
         return (
-            f"transformers opens it and computes what was quantized, {self.linears} linears; next tokens diverge from "
-            f"the model's by {self.divergence:.2g} nats, logits by {self.difference:.2g} at most (the largest is "
-            f"{self.largest:.3g})"
+            f"transformers opens it and computes what was quantized, {self.linears} linears; next"
+            f" tokens diverge from the model's by {self.divergence:.2g} nats, logits by"
+            f" {self.difference:.2g} at most (the largest is {self.largest:.3g})"
         )
 
 
 def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
-    """Writes the folder `out`, opens it again and compares logits. The model is in host memory, twice for a moment.
+    """Writes the folder `out`, opens it again and compares logits. The model is in host memory,
+    twice for a moment.
 
-    folder: a Hugging Face model, not quantized. Raises CheckpointError, StorageError, or SetupError without
-    transformers; then there is no `out`, but where the check of the whole folder fails.
+    folder: a Hugging Face model, not quantized. Raises CheckpointError, StorageError, or SetupError
+    without transformers; then there is no `out`, but where the check of the whole folder fails.
     """
     transformers = _transformers()
     spec = check_quantizable(folder, kind, group_size)
@@ -71,19 +75,28 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
             expected = _logits(_opened(folder))
-            model = _opened(folder, quantization_config=transformers.TorchAoConfig(base_config(kind, group_size)))
+            model = _opened(
+                folder,
+                quantization_config=transformers.TorchAoConfig(base_config(kind, group_size)),
+            )
         quantized = _logits(model)
         plain = (torch.Tensor, nn.Parameter)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         num_quantized = sum(type(linear.weight.data) not in plain for linear in linears)
         config: dict[str, Any] = {}  # filled once transformers has written its own
-        with stage_folder(out.absolute(), {}, {"config.json": config}, SideFiles(folder), SingleRank()) as temporary:
+        with stage_folder(
+            out.absolute(), {}, {"config.json": config}, SideFiles(folder), SingleRank()
+        ) as temporary:
             try:
                 model.save_pretrained(temporary)
             except SafetensorError as error:  # which says in words of its own what the disk refuses
-                raise StorageError(f"{out}: the weights cannot be written ({error}); free some space") from error
+                raise StorageError(
+                    f"{out}: the weights cannot be written ({error}); free some space"
+                ) from error
             del model, linears
-            config |= spell_config(read_config(temporary), spec)  # for readers of other releases too
+            config |= spell_config(
+                read_config(temporary), spec
+            )  # for readers of other releases too
             for name in ("config.json", GENERATION):  # which transformers writes in its own way
                 files.remove_file(temporary / name)
             if (folder / CARD).is_file():
@@ -113,12 +126,16 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise SetupError(f"--quantize: found no package transformers; {install_line('transformers')}") from None
+        raise SetupError(
+            f"--quantize: found no package transformers; {install_line('transformers')}"
+        ) from None
     return transformers
 
 
 def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
-    """Return the spec of a model. Raises CheckpointError for one that torchao would leave as it is, or fail at."""
+    """Return the spec of a model. Raises CheckpointError for one that torchao would leave as it is,
+    or fail at.
+    """
     config = read_config(folder)
     spec = read_trained_spec(config, str(folder))
     extras = [name for name, tensor in read_headers(folder).items() if tensor.extra]
@@ -126,16 +143,23 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
         raise unknown_extras(folder, extras)  # transformers would drop them without a word
     if isinstance(spec, DecoderSpec) and spec.mixture is not None:
         raise CheckpointError(
-            f"{folder}: is a mixture of experts, whose weights are stacked and no linears to torchao; serve it as it is"
+            f"{folder}: is a mixture of experts, whose weights are stacked and no linears to"
+            " torchao; serve it as it is"
         )
     if kind != "int4":
         return spec
     for name, tensor in read_headers(folder).items():
         shape = tensor.entry.shape
-        if ".layers." in name and name.endswith("proj.weight") and len(shape) == 2 and shape[1] % group_size:
+        if (
+            ".layers." in name
+            and name.endswith("proj.weight")
+            and len(shape) == 2
+            and shape[1] % group_size
+        ):
             raise CheckpointError(
-                f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights, expected a divisor "
-                "of them; choose one, or --quantize int8, which takes rows as they are"
+                f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights,"
+                " expected a divisor of them; choose one, or --quantize int8, which takes rows as"
+                " they are"
             )
     return spec
 
@@ -144,7 +168,9 @@ def _opened(folder: Path, **more: Any) -> Any:
     try:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{folder}: transformers does not open it ({first_line(error)})") from error
+        raise CheckpointError(
+            f"{folder}: transformers does not open it ({first_line(error)})"
+        ) from error
 
 
 def _logits(model: Any) -> Tensor:

@@ -1,4 +1,6 @@
-"""Work around a checkpoint that concerns all ranks: everyone's own part, and what rank 0 decides alone."""
+"""Work around a checkpoint that concerns all ranks: everyone's own part, and what rank 0 decides
+alone.
+"""
 
 import hashlib
 import json
@@ -47,7 +49,9 @@ class RankGroup(Protocol):
 
 
 class SingleRank:
-    """A process on its own, on the CPU, without a process group: what a command of the CLI works as."""
+    """A process on its own, on the CPU, without a process group: what a command of the CLI works
+    as.
+    """
 
     rank, size, device = 0, 1, torch.device("cpu")
 
@@ -65,7 +69,8 @@ class SingleRank:
 
 
 def together(world: RankGroup, action: Callable[[], Result]) -> Result:
-    """Runs `action`, which holds no collective, on every rank; returns this rank's result. Collective.
+    """Runs `action`, which holds no collective, on every rank; returns this rank's result.
+    Collective.
 
     A user error on any rank, or a disk that refuses (StorageError), is raised on all of them.
     """
@@ -78,7 +83,9 @@ def together(world: RankGroup, action: Callable[[], Result]) -> Result:
 
 
 def decide(world: RankGroup, action: Callable[[], Any]) -> Any:
-    """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is raised on all."""
+    """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is
+    raised on all.
+    """
     return world.broadcast_json(together(world, action if world.rank == 0 else lambda: None))
 
 
@@ -91,9 +98,9 @@ def write_gathered(
 ) -> None:
     """Rank 0 writes a file of tensors that all ranks gather. Collective.
 
-    pieces: see `write_tensor_file`; each step of it holds the same collectives on all ranks. Every rank goes through
-    all steps, even after the disk refused or a step failed, so that none waits for another; then the first fault is
-    raised.
+    pieces: see `write_tensor_file`; each step of it holds the same collectives on all ranks. Every
+    rank goes through all steps, even after the disk refused or a step failed, so that none waits
+    for another; then the first fault is raised.
     """
 
     def write() -> None:
@@ -116,7 +123,10 @@ def write_gathered(
 def check_shared(folder: Path) -> None:
     """StorageError if a folder that rank 0 has made is not there for this rank."""
     if not folder.is_dir():
-        raise StorageError(f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks share")
+        raise StorageError(
+            f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks"
+            " share"
+        )
 
 
 # Which ranks have which parameters: all of them have all, or, in a pipeline, each has those of its
@@ -136,8 +146,8 @@ Value = TypeVar("Value")
 class Holders:
     """Where the parameters of the whole model are.
 
-    rank: this one. leaders: of every rank, the first of its group. first: name, in the whole model's order -> the first
-    rank that has it. kinds: name -> trained, frozen or buffer.
+    rank: this one. leaders: of every rank, the first of its group. first: name, in the whole
+    model's order -> the first rank that has it. kinds: name -> trained, frozen or buffer.
     """
 
     rank: int
@@ -160,7 +170,9 @@ class Holders:
         return self.first[name] == self.own
 
     def saved_names(self) -> list[str]:
-        """What a state holds of the model: the trained parameters, or all if none is, and the buffers."""
+        """What a state holds of the model: the trained parameters, or all if none is, and the
+        buffers.
+        """
         kept = {TRAINED if TRAINED in self.kinds.values() else FROZEN, BUFFER}
         return [name for name, kind in self.kinds.items() if kind in kept]
 
@@ -177,17 +189,23 @@ class Holders:
         return not any(place.is_replicate() and at for at, place in coordinates)
 
     def gather(self, value: Value, world: RankGroup) -> list[Value]:
-        """The value (anything JSON holds) of each group, first to last, as its first rank has it. Collective."""
+        """The value (anything JSON holds) of each group, first to last, as its first rank has it.
+        Collective.
+        """
         if not self.is_divided:
             return [value]
         found = world.gather_json(value if self.rank == self.own else None)
         return [found[leader] for leader in sorted(set(self.leaders))]
 
-    def relay(self, name: str, pieces: Callable[[], Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
-        """On rank 0 the pieces that the ranks with the parameter `name` make, on the others nothing. Collective.
+    def relay(
+        self, name: str, pieces: Callable[[], Iterator[torch.Tensor]]
+    ) -> Iterator[torch.Tensor]:
+        """On rank 0 the pieces that the ranks with the parameter `name` make, on the others
+        nothing. Collective.
 
-        pieces: called on all ranks of that group, where it may hold collectives; each piece is gone before the next is
-        made. What another group makes comes to rank 0 as bytes, a few MiB at a time, through the host.
+        pieces: called on all ranks of that group, where it may hold collectives; each piece is gone
+        before the next is made. What another group makes comes to rank 0 as bytes, a few MiB at a
+        time, through the host.
         """
         source = self.first[name]
         if self.own == source:
@@ -205,9 +223,10 @@ class Holders:
 
 def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     """Who has what of the models of all ranks. Collective in a pipeline; elsewhere all have all."""
-    own = [(name, TRAINED if parameter.requires_grad else FROZEN) for name, parameter in model.named_parameters()] + [
-        (name, BUFFER) for name in persistent_buffers(model)
-    ]
+    own = [
+        (name, TRAINED if parameter.requires_grad else FROZEN)
+        for name, parameter in model.named_parameters()
+    ] + [(name, BUFFER) for name in persistent_buffers(model)]
     leaders = (0,) * world.size
     if getattr(world, "pipeline", None) is not None:
         digests = world.gather_json(hashlib.sha256(json.dumps(own).encode()).hexdigest())
@@ -219,15 +238,24 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     kinds: dict[str, str] = {}
     places: dict[str, tuple[int, int, int]] = {}
     for rank, part in enumerate(parts):
-        for (name, kind), place in zip(part or [], _places([name for name, _ in part or []]), strict=True):
+        for (name, kind), place in zip(
+            part or [], _places([name for name, _ in part or []]), strict=True
+        ):
             if name not in first:
                 first[name], kinds[name], places[name] = rank, kind, place
     order = sorted(first, key=lambda name: places[name])
-    return Holders(world.rank, leaders, {name: first[name] for name in order}, {name: kinds[name] for name in order})
+    return Holders(
+        world.rank,
+        leaders,
+        {name: first[name] for name in order},
+        {name: kinds[name] for name in order},
+    )
 
 
 def _places(names: list[str]) -> list[tuple[int, int, int]]:
-    """What the names of a part of a model are sorted by, for the whole model's order: before, in, after the layers."""
+    """What the names of a part of a model are sorted by, for the whole model's order: before, in,
+    after the layers.
+    """
     places: list[tuple[int, int, int]] = []
     for at, name in enumerate(names):
         layer = _LAYER.search(name)

@@ -1,8 +1,9 @@
 """What runs have written into an output folder, so that nothing else in it is ever removed.
 
-`written.json` lists the files of each published folder (`model`, `adapter`) with size and a hash. A file is ours as
-long as it is what was written; states carry their own manifest. A new model is written next to the old one,
-checked, and exchanged with it in one operation: whenever a process ends, one of the two is there, whole.
+`written.json` lists the files of each published folder (`model`, `adapter`) with size and a hash. A
+file is ours as long as it is what was written; states carry their own manifest. A new model is
+written next to the old one, checked, and exchanged with it in one operation: whenever a process
+ends, one of the two is there, whole.
 """
 
 import hashlib
@@ -50,8 +51,8 @@ class DamagedState(Exception):  # noqa: N818  (what was found, in one phrase; it
 class Manifest:
     """One saved state.
 
-    step: optimizer steps done. sequence: counts the saves of a run, so the newest is known without a clock.
-    world_size: ranks that saved it. versions: torch and Python, for people.
+    step: optimizer steps done. sequence: counts the saves of a run, so the newest is known without
+    a clock. world_size: ranks that saved it. versions: torch and Python, for people.
     """
 
     step: int
@@ -61,7 +62,9 @@ class Manifest:
     versions: dict[str, str]
 
 
-def write_manifest(folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]) -> None:
+def write_manifest(
+    folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]
+) -> None:
     """Writes the manifest into a folder whose files are already flushed."""
     fields: dict[str, Any] = {
         "format": FORMAT,
@@ -75,7 +78,9 @@ def write_manifest(folder: Path, step: int, sequence: int, world_size: int, file
 
 
 def _seal(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -107,36 +112,50 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
             step=fields["step"],
             sequence=fields["sequence"],
             world_size=fields["world_size"],
-            files=tuple(FileRecord(file["name"], file["size"], file["sha256"]) for file in fields["files"]),
+            files=tuple(
+                FileRecord(file["name"], file["size"], file["sha256"]) for file in fields["files"]
+            ),
             versions=fields["versions"],
         )
     except (KeyError, TypeError) as error:
         raise DamagedState(f"{MANIFEST} lacks a field: {error}") from error
-    counts = (manifest.step, manifest.sequence, manifest.world_size, *(record.size for record in manifest.files))
+    counts = (
+        manifest.step,
+        manifest.sequence,
+        manifest.world_size,
+        *(record.size for record in manifest.files),
+    )
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         raise DamagedState(f"{MANIFEST} holds an invalid count")
     for record in manifest.files:
         if not is_plain_name(record.name):
-            raise DamagedState(f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name")
+            raise DamagedState(
+                f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name"
+            )
     return manifest
 
 
 def check_presence(folder: Path) -> Manifest:
-    """The manifest, if every file it names is there with its length. Raises DamagedState. Reads no file."""
+    """The manifest, if every file it names is there with its length. Raises DamagedState. Reads no
+    file.
+    """
     manifest = read_manifest(folder)
     for record in manifest.files:
         path = folder / record.name
         if not os.path.isfile(path):
             raise DamagedState(f"{show(record.name)} is missing")
         if path.stat().st_size != record.size:
-            raise DamagedState(f"{record.name} has {path.stat().st_size} bytes, its manifest says {record.size}")
+            raise DamagedState(
+                f"{record.name} has {path.stat().st_size} bytes, its manifest says {record.size}"
+            )
     return manifest
 
 
 def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str | None:
     """Reads this part's share of the files and says which one differs from its hash, or None.
 
-    part, parts: files are dealt out in descending size, so that ranks hash about equally many bytes.
+    part, parts: files are dealt out in descending size, so that ranks hash about equally many
+    bytes.
     """
     own = sorted(manifest.files, key=lambda record: (-record.size, record.name))[part::parts]
     with phase(f"checking {folder.name}", sum(record.size for record in own), "bytes") as going:
@@ -146,7 +165,10 @@ def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str
             except OSError as error:
                 return f"{record.name} cannot be read: {error.strerror}"
             if found != record.sha256:
-                return f"{record.name} has changed since it was written (SHA-256 differs from the manifest)"
+                return (
+                    f"{record.name} has changed since it was written (SHA-256 differs from the"
+                    " manifest)"
+                )
             going.advance(record.size)
     return None
 
@@ -154,7 +176,9 @@ def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str
 RECORD = "written.json"
 FORMAT = 1
 STATE_NAME = re.compile(r"step_\d+(-\d+)?")
-_STATE_FILE = re.compile(r"shard-\d+-of-\d+\.safetensors|rng-\d+\.safetensors|state\.json|manifest\.json")
+_STATE_FILE = re.compile(
+    r"shard-\d+-of-\d+\.safetensors|rng-\d+\.safetensors|state\.json|manifest\.json"
+)
 _MAX_RECORD_BYTES = 64 * MIB
 _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 4 * MIB, 64, 2**16
 
@@ -165,10 +189,11 @@ Listing = dict[str, str]  # file name -> "size:hash"
 class OutputRecord:
     """What is in an output folder.
 
-    folders: name -> listings of what was published under it, one of which it holds (two only around an exchange).
-    earlier: those of them that are of a run which another one replaces. kept: folders with that run's states and
-    records. trackers: files that trackers have written, from `trackers/`. records: config.yaml,
-    metrics.jsonl and their like as the run left them when it ended; empty while one goes on.
+    folders: name -> listings of what was published under it, one of which it holds (two only around
+    an exchange). earlier: those of them that are of a run which another one replaces. kept: folders
+    with that run's states and records. trackers: files that trackers have written, from
+    `trackers/`. records: config.yaml, metrics.jsonl and their like as the run left them when it
+    ended; empty while one goes on.
     """
 
     folders: dict[str, list[Listing]] = field(default_factory=dict)
@@ -179,7 +204,9 @@ class OutputRecord:
 
 
 def read_record(root: Path) -> OutputRecord | None:
-    """The record of an output folder; an empty one if it cannot be used (then nothing is ours), None without one."""
+    """The record of an output folder; an empty one if it cannot be used (then nothing is ours),
+    None without one.
+    """
     path = root / RECORD
     if not path.is_file():
         return None
@@ -189,8 +216,15 @@ def read_record(root: Path) -> OutputRecord | None:
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
         listings = [listing for listings in record.folders.values() for listing in listings]
         listings.append(record.records)
-        names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
-        if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(files.is_plain_name, names)):
+        names = [
+            *record.folders,
+            *record.earlier,
+            *record.kept,
+            *(name for listing in listings for name in listing),
+        ]
+        if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(
+            map(files.is_plain_name, names)
+        ):
             return record
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
@@ -204,7 +238,9 @@ def write_record(root: Path, record: OutputRecord) -> None:
 
 
 def describe(path: Path) -> str:
-    """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly over it."""
+    """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly
+    over it.
+    """
     size = path.stat().st_size
     with open_regular(path) as file:
         if size <= _WHOLE_BYTES:
@@ -217,7 +253,9 @@ def describe(path: Path) -> str:
 
 
 def unrecorded_file(folder: Path, listings: list[Listing]) -> Path | None:
-    """The first file in a folder that is not as one of the listings has it; the folder itself, if it is a link."""
+    """The first file in a folder that is not as one of the listings has it; the folder itself, if
+    it is a link.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return folder if folder.is_symlink() or folder.exists() else None
     for path in sorted(folder.iterdir()):
@@ -229,7 +267,9 @@ def unrecorded_file(folder: Path, listings: list[Listing]) -> Path | None:
 
 
 def is_as_listed(path: Path, listing: Listing) -> bool:
-    """Return whether a file is what a listing has under its name; one that cannot be read is not."""
+    """Return whether a file is what a listing has under its name; one that cannot be read is
+    not.
+    """
     try:
         return path.name in listing and describe(path) == listing[path.name]
     except OSError:
@@ -237,7 +277,9 @@ def is_as_listed(path: Path, listing: Listing) -> bool:
 
 
 def unrecorded_in(root: Path, name: str) -> Path | None:
-    """The first file of the published folder `root/name` that no run wrote, or that was changed since."""
+    """The first file of the published folder `root/name` that no run wrote, or that was changed
+    since.
+    """
     record = read_record(root)
     return unrecorded_file(root / name, record.folders.get(name, []) if record else [])
 
@@ -261,7 +303,9 @@ def unrecorded_states(states: Path) -> Path | None:
 
 
 def unrecorded_in_state(state: Path) -> Path | None:
-    """The first file of a state that its manifest does not name; without one that can be read, by the names alone."""
+    """The first file of a state that its manifest does not name; without one that can be read, by
+    the names alone.
+    """
     try:
         named = {MANIFEST, *(record.name for record in read_manifest(state).files)}
     except DamagedState:
@@ -273,10 +317,12 @@ def unrecorded_in_state(state: Path) -> Path | None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Gives a finished temporary folder its name; what runs have published under it goes afterwards.
+    """Gives a finished temporary folder its name; what runs have published under it goes
+    afterwards.
 
-    Where the name is taken by anything else the new folder gets the next free one. CheckpointError then: which one.
-    The output folder's record knows what runs have published; a folder without a record knows nothing.
+    Where the name is taken by anything else the new folder gets the next free one. CheckpointError
+    then: which one. The output folder's record knows what runs have published; a folder without a
+    record knows nothing.
     """
     for path in temporary.glob("*.safetensors"):
         read_header(path)  # what ranks have written elsewhere is seen, whole, from here
@@ -291,10 +337,14 @@ def publish(temporary: Path, final: Path) -> None:
     if unrecorded is not None:
         free = find_free(final)
         files.rename(temporary, free)
-        raise CheckpointError(f"{unrecorded}: was not written by a run, and stays; what was to replace it is {free}")
+        raise CheckpointError(
+            f"{unrecorded}: was not written by a run, and stays; what was to replace it is {free}"
+        )
     record = read_record(root)
     former = record.folders.get(name, []) if record and taken else []
-    if record is not None:  # before the exchange, so that the folder is known as ours on both sides of it
+    if (
+        record is not None
+    ):  # before the exchange, so that the folder is known as ours on both sides of it
         record.folders[name] = [new, *(listing for listing in former if listing != new)]
         write_record(root, record)
     if taken:
@@ -318,7 +368,9 @@ def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
 
 
 def find_free(path: Path) -> Path:
-    """Return the path, or `PATH-2`, `PATH-3` and so on where that is taken: a folder is never written over."""
+    """Return the path, or `PATH-2`, `PATH-3` and so on where that is taken: a folder is never
+    written over.
+    """
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
 
@@ -352,7 +404,11 @@ def readable_states(root: Path) -> list[tuple[Path, Manifest]]:
 
 def state_folders(root: Path) -> list[Path]:
     """Every folder with the name of a state."""
-    return sorted(path for path in root.glob(f"{PREFIX}*") if STATE_NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(
+        path
+        for path in root.glob(f"{PREFIX}*")
+        if STATE_NAME.fullmatch(path.name) and path.is_dir()
+    )
 
 
 def step_of(path: Path) -> int:
@@ -361,7 +417,9 @@ def step_of(path: Path) -> int:
 
 
 def prune_states(root: Path, keep: int) -> None:
-    """Removes states older than the newest `keep`, counting those with all their files, so one is always left."""
+    """Removes states older than the newest `keep`, counting those with all their files, so one is
+    always left.
+    """
     kept = 0
     for path, _ in readable_states(root):
         try:
@@ -386,8 +444,9 @@ def _remove_state(path: Path) -> None:
 
 
 def prune_best(root: Path, current: str | None) -> None:
-    """Removes the weights of best steps that no state in `root` names, except `current`: of the run itself; and what a
-    killed run left of others."""
+    """Removes the weights of best steps that no state in `root` names, except `current`: of the run
+    itself; and what a killed run left of others.
+    """
     files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")
     named = {current} | {best_named_in(path) for path, _ in readable_states(root)}
     for path, _ in readable_states(root / BEST_FOLDER):
@@ -400,11 +459,15 @@ def read_state_json(state: Path) -> dict[str, Any]:
     try:
         return read_object(state / STATE)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{state / STATE}: cannot be read: {describe_fault(error)}") from error
+        raise CheckpointError(
+            f"{state / STATE}: cannot be read: {describe_fault(error)}"
+        ) from error
 
 
 def best_named_in(state: Path) -> str | None:
-    """The folder, in `best`, of the best step that a state's run had by then; None: it kept none, or is damaged."""
+    """The folder, in `best`, of the best step that a state's run had by then; None: it kept none,
+    or is damaged.
+    """
     try:
         record = read_state_json(state)["extra"].get(BEST_RECORD) or {}
         name = record.get("folder")
@@ -414,15 +477,17 @@ def best_named_in(state: Path) -> str | None:
 
 
 def bring_best(state: Path, root: Path, name: str) -> str:
-    """Sees to it that the weights of the best step that `state` names are in `root/best`: copied where the state is
-    another run's. Returns the folder's name there. Raises CheckpointError if they are gone."""
+    """Sees to it that the weights of the best step that `state` names are in `root/best`: copied
+    where the state is another run's. Returns the folder's name there. Raises CheckpointError if
+    they are gone.
+    """
     source, best = state.parent / BEST_FOLDER / name, root / BEST_FOLDER
     try:
         manifest = check_presence(source)
     except DamagedState as damage:
         raise CheckpointError(
-            f"{state}: names {source} as the best step of its run: {damage}; resume from another state, or set "
-            "checkpoint.keep_best=false"
+            f"{state}: names {source} as the best step of its run: {damage}; resume from another"
+            " state, or set checkpoint.keep_best=false"
         ) from damage
     if source.parent.resolve() == best.resolve():
         return name
@@ -436,8 +501,9 @@ def bring_best(state: Path, root: Path, name: str) -> str:
 
 
 def best_state(root: Path) -> Path | None:
-    """The weights that a run in `root` has as its best: those that its newest state names, or without a state the
-    newest; None: it keeps none."""
+    """The weights that a run in `root` has as its best: those that its newest state names, or
+    without a state the newest; None: it keeps none.
+    """
     states = [path for path, _ in readable_states(root)]
     if states:
         name = best_named_in(states[0])

@@ -1,13 +1,14 @@
-"""Resumable state: saved as a new folder that is either whole or not there, and used only after it was verified.
+"""Resumable state: saved as a new folder that is either whole or not there, and used only after it
+was verified.
 
     output_dir/state/step_40/   shard-00001-of-00002.safetensors ...   model and optimizer, each rank its own part
                                 rng-00001.safetensors ...              random number generators, per rank
                                 state.json                             step, data position, optimizer settings
                                 manifest.json                          every file's size and SHA-256; written last
 
-The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then remove older
-states. "Latest" is computed from the manifests, never stored. Another world size, or another size of a pipeline, may
-load what one has saved.
+The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then
+remove older states. "Latest" is computed from the manifests, never stored. Another world size, or
+another size of a pipeline, may load what one has saved.
 """
 
 import json
@@ -49,7 +50,14 @@ from recipe_lib.checkpoint.optimizer_state import (
     optimizer_tensors,
     restore_settings,
 )
-from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, check_shared, decide, find_holders, together
+from recipe_lib.checkpoint.rank_agreement import (
+    Holders,
+    RankGroup,
+    check_shared,
+    decide,
+    find_holders,
+    together,
+)
 from recipe_lib.checkpoint.run_files import (
     PREFIX,
     STATE,
@@ -98,19 +106,27 @@ def save_state(
     changed on the disk.
     """
     holders = find_holders(model, world)
-    tensors = model_tensors(model, holders)  # before the optimizer's: FSDP frees gathered parameters in it
+    tensors = model_tensors(
+        model, holders
+    )  # before the optimizer's: FSDP frees gathered parameters in it
     if optimizer is not None:
         tensors |= together(world, lambda: optimizer_tensors(model, optimizer))
     tensors = {name: tensor for name, tensor in tensors.items() if holders.is_ours(name_of(name))}
     settings = {
         "extra": extra,
-        "optimizer": None if optimizer is None else optimizer_settings(model, optimizer, world, holders),
+        "optimizer": (
+            None if optimizer is None else optimizer_settings(model, optimizer, world, holders)
+        ),
         "adapters": adapter_use(model, world, holders),
         "frozen": frozen_mark(model, world, holders),
-        "runs": {name: runs for part in world.gather_json(all_runs(model)) for name, runs in part.items()},
+        "runs": {
+            name: runs for part in world.gather_json(all_runs(model)) for name, runs in part.items()
+        },
     }
     shard = _plan_shard(tensors, world)
-    needed = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned))) + MIB * (world.size + 1)
+    needed = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned))) + MIB * (
+        world.size + 1
+    )
     place = decide(world, lambda: _begin(root, step, needed))
     temporary, final = root / place["temporary"], root / place["final"]
     try:
@@ -120,7 +136,12 @@ def save_state(
             records.append(together(world, lambda: save_rng(temporary, world.rank, world.device)))
         gathered = world.gather_json([asdict(record) for record in records])
         all_records = [FileRecord(**record) for part in gathered for record in part]
-        decide(world, lambda: _publish(temporary, final, step, place["sequence"], world.size, all_records, settings))
+        decide(
+            world,
+            lambda: _publish(
+                temporary, final, step, place["sequence"], world.size, all_records, settings
+            ),
+        )
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
@@ -131,7 +152,9 @@ def save_state(
 
 
 def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
-    """Rank 0: room on the disk, a new name, a new sequence number, and an empty temporary folder."""
+    """Rank 0: room on the disk, a new name, a new sequence number, and an empty temporary
+    folder.
+    """
     root.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(root, f"{PREFIX}*")
     files.require_space(root, needed, f"the state of step {step}")
@@ -155,7 +178,9 @@ class _Shard:
     """What a rank writes of a state."""
 
     planned: list[PlannedTensor]
-    sharding: dict[str, dict[str, list[int]]]  # of each tensor: where its part begins, and the shape of the whole
+    sharding: dict[
+        str, dict[str, list[int]]
+    ]  # of each tensor: where its part begins, and the shape of the whole
     pieces: Iterator[torch.Tensor]  # the parts, each taken when it is written
 
 
@@ -180,7 +205,10 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
             raise RuntimeError("a rank holds two parts of one tensor; a file can name it once")
         items.append(item)
         planned.append(PlannedTensor(name, data.properties.dtype, tuple(data.chunk.sizes)))
-        sharding[name] = {"saved_offsets": list(data.chunk.offsets), "global_shape": list(data.size)}
+        sharding[name] = {
+            "saved_offsets": list(data.chunk.offsets),
+            "global_shape": list(data.size),
+        }
     return _Shard(planned, sharding, (planner.resolve_data(item) for item in items))
 
 
@@ -210,9 +238,9 @@ def _publish(
 def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
     """The state to go on from, verified byte by byte, the same on all ranks. Collective.
 
-    root: `output_dir/state`. resume: `latest`, or the path of a state folder. `latest` takes the newest that is whole,
-    and warns of damaged ones; None if there is no state at all. Raises CheckpointError if none is whole, or if the
-    given folder is not.
+    root: `output_dir/state`. resume: `latest`, or the path of a state folder. `latest` takes the
+    newest that is whole, and warns of damaged ones; None if there is no state at all. Raises
+    CheckpointError if none is whole, or if the given folder is not.
     """
     if resume != "latest":
         path = Path(resume)
@@ -233,16 +261,20 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
         damages.append(f"{root / name}: {damage}")
     if damages:
         raise CheckpointError(
-            f"{root}: no intact checkpoint ({'; '.join(damages)}); to start over set overwrite_output_dir=true or "
-            "another output_dir"
+            f"{root}: no intact checkpoint ({'; '.join(damages)}); to start over set"
+            " overwrite_output_dir=true or another output_dir"
         )
     if world.rank == 0:
-        get_logger().info("resume=latest: %s holds no state yet; starting from the first step", root)
+        get_logger().info(
+            "resume=latest: %s holds no state yet; starting from the first step", root
+        )
     return None
 
 
 def _candidates(root: Path) -> list[str]:
-    """Rank 0: names of all state folders, newest first; those without a readable manifest first, to be reported."""
+    """Rank 0: names of all state folders, newest first; those without a readable manifest first, to
+    be reported.
+    """
     if not root.is_dir():
         return []
     try:
@@ -273,7 +305,9 @@ def _presence_damage(path: Path) -> str | None:
         manifest = check_presence(path)
     except DamagedState as damage:
         return str(damage)
-    if STATE_NAME.fullmatch(path.name) and not re.fullmatch(rf"{PREFIX}{manifest.step}(-\d+)?", path.name):
+    if STATE_NAME.fullmatch(path.name) and not re.fullmatch(
+        rf"{PREFIX}{manifest.step}(-\d+)?", path.name
+    ):
         return f"its manifest is that of step {manifest.step}"
     return None
 
@@ -285,7 +319,9 @@ def _manifest_of(path: Path) -> Manifest:
             raise DamagedState(f"{STATE} is missing")
         return manifest
     except DamagedState as damage:
-        raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
+        raise CheckpointError(
+            f"{path}: {damage}; find_state takes one that is whole: set resume=latest"
+        ) from damage
 
 
 def load_state(
@@ -311,7 +347,9 @@ def load_state(
     adapters = adapter_use(model, world, holders)
     together(world, lambda: check_use(path, saved.get("adapters"), adapters))
     metadata = together(world, lambda: _read_shards(path, names))
-    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders, place_state))
+    targets = together(
+        world, lambda: _targets(path, metadata, model, optimizer, holders, place_state)
+    )
     mark = frozen_mark(model, world, holders)
     together(world, lambda: check_mark(path, saved.get("frozen"), mark))
     together(world, lambda: _read_tensors(path, metadata, targets))
@@ -319,14 +357,18 @@ def load_state(
     if optimizer is None:
         return saved["extra"]
     groups = optimizer_settings(model, optimizer, world, holders)["groups"]
-    together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
+    together(
+        world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups)
+    )
     if manifest.world_size == world.size:
         together(world, lambda: load_rng(path, world.rank, world.device))
     return saved["extra"]
 
 
 def holds_adapters(path: Path) -> bool:
-    """Whether a state that `find_state` has verified is one of adapters, without the frozen weights."""
+    """Whether a state that `find_state` has verified is one of adapters, without the frozen
+    weights.
+    """
     return read_state_json(path).get("adapters") is not None
 
 
@@ -334,8 +376,9 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
     saved = read_state_json(path)
     if with_optimizer and saved.get("optimizer") is None:
         raise CheckpointError(
-            f"{path}: holds the weights of a best step and no optimizer, and cannot be resumed from; resume=latest "
-            "goes on from the newest state, `tune export` makes a model or an adapter of these weights"
+            f"{path}: holds the weights of a best step and no optimizer, and cannot be resumed"
+            " from; resume=latest goes on from the newest state, `tune export` makes a model or an"
+            " adapter of these weights"
         )
     return saved
 
@@ -374,14 +417,20 @@ def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tenso
             with safe_open(str(path / file_name), framework="pt") as file:
                 for item in items:
                     ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = file.get_slice(item.storage_index.fqn)[tuple(slice(at, at + n) for at, n in ranges)]
+                    part = file.get_slice(item.storage_index.fqn)[
+                        tuple(slice(at, at + n) for at, n in ranges)
+                    ]
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(part.view(target.shape))
 
 
 @torch.no_grad()
-def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module) -> None:
-    """Where the ranks that saved held a fused matrix in another order than these do, puts it in theirs. Collective."""
+def _put_in_order(
+    targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module
+) -> None:
+    """Where the ranks that saved held a fused matrix in another order than these do, puts it in
+    theirs. Collective.
+    """
     for full_name, tensor in targets.items():
         name = name_of(full_name)
         dim, runs = saved.get(name, (0, ()))
@@ -392,12 +441,16 @@ def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model
         dim = dim if now is None else now[0]
         if tensor.shape[dim] != model.get_parameter(name).shape[dim]:
             raise CheckpointError(
-                f"optimizer.state_bits: found states of {name} in blocks that another parallel.tensor has in another "
-                "order; resume with the run's own parallel.tensor"
+                f"optimizer.state_bits: found states of {name} in blocks that another"
+                " parallel.tensor has in another order; resume with the run's own parallel.tensor"
             )
         in_file = ordered(whole(tensor), before)
         for part, offset in own_parts(model, name, tensor):
-            part.copy_(in_file[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))])
+            part.copy_(
+                in_file[
+                    tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
+                ]
+            )
 
 
 def _targets(
@@ -408,12 +461,19 @@ def _targets(
     holders: Holders,
     place_state: PlaceState,
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
-    saved = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
+    """This rank's tensors to fill, after comparing names, shapes and types of the model with the
+    saved ones.
+    """
+    saved = {
+        name: (entry.properties.dtype, tuple(entry.size))
+        for name, entry in metadata.state_dict_metadata.items()
+    }
     own = model_tensors(model, holders)
     saved_model = {name for name in saved if name.startswith(f"{MODEL}/")}
     unknown = saved_model - {f"{MODEL}/{name}" for name in holders.saved_names()}
-    for name in sorted(unknown | {name for name, tensor in own.items() if tensor.numel()} - saved_model):
+    for name in sorted(
+        unknown | {name for name, tensor in own.items() if tensor.numel()} - saved_model
+    ):
         holder = "the state" if name in saved_model else "the model"
         raise CheckpointError(
             f"{path}: is the state of another model: only {holder} has {name.split('/', 1)[1]}; "
@@ -424,8 +484,8 @@ def _targets(
         here = (own[name].dtype, tuple(own[name].shape))
         if (dtype, shape) != here:
             raise CheckpointError(
-                f"{path}: {name.split('/', 1)[1]} is {describe_tensor(dtype, shape)}, this run's model has "
-                f"{describe_tensor(*here)}; resume with the run's own config"
+                f"{path}: {name.split('/', 1)[1]} is {describe_tensor(dtype, shape)}, this run's"
+                f" model has {describe_tensor(*here)}; resume with the run's own config"
             )
     states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
     filled = {name: tensor for name, tensor in own.items() if name in saved_model}
@@ -452,7 +512,9 @@ def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
-    """Sets this rank's generators as they were saved; a device type that has no saved state is left alone."""
+    """Sets this rank's generators as they were saved; a device type that has no saved state is left
+    alone.
+    """
     with safe_open(str(folder / _rng_name(rank)), framework="pt") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if device.type != "cpu" and device.type in file.keys():

@@ -1,7 +1,7 @@
 """safetensors files: their headers, checked against the file; and files written piece by piece.
 
-A header says where each tensor lies, so faults are found without reading a tensor, and a file is written without
-ever holding more than one piece of one tensor in host memory.
+A header says where each tensor lies, so faults are found without reading a tensor, and a file is
+written without ever holding more than one piece of one tensor in host memory.
 """
 
 import json
@@ -37,8 +37,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")  # of checkpoints that are quantized already; never written
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fromkeys(_EIGHT_BITS, 1)
+_EIGHT_BITS = (
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+)  # of checkpoints that are quantized already; never written
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fromkeys(
+    _EIGHT_BITS, 1
+)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LFS_POINTER = b"version https://git-lfs"
 _COMPARED_ROWS = 4096  # of two tensors, at a time
@@ -46,7 +52,9 @@ _COMPARED_ROWS = 4096  # of two tensors, at a time
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file: the format's name of its type, its shape, and its first and last byte + 1 in the data."""
+    """A tensor in a file: the format's name of its type, its shape, and its first and last byte + 1
+    in the data.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,17 +83,22 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks a file's header; CheckpointError if it is cut short, a pointer, or not this format."""
+    """Reads and checks a file's header; CheckpointError if it is cut short, a pointer, or not this
+    format.
+    """
     try:
         size = check_regular(path)
         file = open_regular(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); fetch the file again") from None
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); fetch the file again"
+        ) from None
     with file:
         start = file.read(max(8, len(_LFS_POINTER)))
         if start.startswith(_LFS_POINTER):
             raise CheckpointError(
-                f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull` or `tune download`"
+                f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull` or"
+                " `tune download`"
             )
         if len(start) < 8:
             raise _cut_short(path, size, 8)
@@ -113,7 +126,9 @@ def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> 
     position = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:
-            raise _not_safetensors(path, f"{name} at byte {entry.start} of the data where {position} was due")
+            raise _not_safetensors(
+                path, f"{name} at byte {entry.start} of the data where {position} was due"
+            )
         position = entry.end
     if position > data_bytes:
         raise _cut_short(path, data_start + data_bytes, data_start + position)
@@ -134,12 +149,15 @@ def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
 
 def _cut_short(path: Path, found: int, expected: int) -> CheckpointError:
     return CheckpointError(
-        f"{path}: cut short: {format_bytes(found)} ({found} bytes), expected {expected} bytes; fetch the file again"
+        f"{path}: cut short: {format_bytes(found)} ({found} bytes), expected {expected} bytes;"
+        " fetch the file again"
     )
 
 
 def _not_safetensors(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(f"{path}: not a whole safetensors file: found {found}; fetch the file again")
+    return CheckpointError(
+        f"{path}: not a whole safetensors file: found {found}; fetch the file again"
+    )
 
 
 class Reader(ExitStack):
@@ -162,7 +180,11 @@ class Reader(ExitStack):
         """Return slices of the tensor that an entry lies in, or is made of. dtype: of what is made
         of codes.
         """
-        return self.slice(entry.file_name) if entry.view is None else OpenView(entry.view, self.slice, dtype)
+        return (
+            self.slice(entry.file_name)
+            if entry.view is None
+            else OpenView(entry.view, self.slice, dtype)
+        )
 
     def _open(self, name: str) -> Any:
         path = self._tensors[name].file
@@ -172,11 +194,20 @@ class Reader(ExitStack):
 
 
 def hold_same_numbers(first: Any, second: Any) -> bool:
-    """Return whether two opened tensors are equal, the second in the first's type; some rows at a time."""
-    shape, other = (list(one.get_shape() if hasattr(one, "get_shape") else one.view.shape) for one in (first, second))
+    """Return whether two opened tensors are equal, the second in the first's type; some rows at a
+    time.
+    """
+    shape, other = (
+        list(one.get_shape() if hasattr(one, "get_shape") else one.view.shape)
+        for one in (first, second)
+    )
     if shape != other:
         return False
-    parts: list[Any] = [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)] if shape else [...]
+    parts: list[Any] = (
+        [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)]
+        if shape
+        else [...]
+    )
     for part in parts:
         rows = first[part]
         if not torch.equal(rows, second[part].to(rows.dtype)):
@@ -199,12 +230,16 @@ class PlannedTensor:
 
 
 def write_tensor_file(
-    path: Path, plan: Sequence[PlannedTensor], pieces: Iterable[torch.Tensor], metadata: dict[str, str]
+    path: Path,
+    plan: Sequence[PlannedTensor],
+    pieces: Iterable[torch.Tensor],
+    metadata: dict[str, str],
 ) -> FileRecord:
     """Writes a new safetensors file and flushes it to the disk.
 
-    plan: the tensors in file order. pieces: their data in the same order, each tensor whole or in consecutive
-    pieces along its first dimension (a fused tensor is written from its parts); taken one at a time.
+    plan: the tensors in file order. pieces: their data in the same order, each tensor whole or in
+    consecutive pieces along its first dimension (a fused tensor is written from its parts); taken
+    one at a time.
     """
     header = _make_header(plan, metadata)
     total = sum(tensor.num_bytes for tensor in plan)
@@ -232,12 +267,16 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
         }
         position = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begins on a multiple of 8 bytes, as readers that map the file like it
+    text += b" " * (
+        -len(text) % 8
+    )  # data begins on a multiple of 8 bytes, as readers that map the file like it
     return struct.pack("<Q", len(text)) + text
 
 
 def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES, copied to the host one by one."""
+    """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES, copied to the host
+    one by one.
+    """
     flat = tensor.detach().contiguous().view(-1)
     for piece in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
         if piece.numel():

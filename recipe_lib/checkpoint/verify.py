@@ -1,4 +1,6 @@
-"""An export loaded again and compared with what was trained: names, counts, and logits of a fixed prompt."""
+"""An export loaded again and compared with what was trained: names, counts, and logits of a fixed
+prompt.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +17,13 @@ from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
 from recipe_lib.adapters.peft_names import targets_of
 from recipe_lib.adapters.peft_patterns import PatternError, first_matches
 from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, scaling
-from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, AdapterFile, check_fits, read_adapter, usual_scaling
+from recipe_lib.checkpoint.adapter_files import (
+    BASE_STORAGE,
+    AdapterFile,
+    check_fits,
+    read_adapter,
+    usual_scaling,
+)
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import load_weights
@@ -32,13 +40,16 @@ from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
 _ROWS, _LENGTH = 2, 32
-# What rounding may change, as a share of the largest logit: sums in another order, or weights rounded once more.
+# What rounding may change, as a share of the largest logit: sums in another order, or weights
+# rounded once more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest difference of two models' logits; largest logit; how much the adapters change (None: none)."""
+    """Largest difference of two models' logits; largest logit; how much the adapters change (None:
+    none).
+    """
 
     difference: float
     largest: float
@@ -49,12 +60,19 @@ class Comparison:
         return self.difference <= _TOLERANCE[dtype] * max(self.largest, 1e-3)
 
     def __str__(self) -> str:
-        change = "" if self.change is None else f"; the adapter changes them by up to {self.change:.2g}"
-        return f"logits differ by {self.difference:.2g} at most (the largest is {self.largest:.3g}{change})"
+        change = (
+            "" if self.change is None else f"; the adapter changes them by up to {self.change:.2g}"
+        )
+        return (
+            f"logits differ by {self.difference:.2g} at most (the largest is"
+            f" {self.largest:.3g}{change})"
+        )
 
 
 def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
-    """The section `lora` that makes a model for an adapter: its largest rank, and its usual scaling."""
+    """The section `lora` that makes a model for an adapter: its largest rank, and its usual
+    scaling.
+    """
     modules = adapter.modules(spec)
     rank = max(adapter.config.rank_of(module) for module in modules)
     return LoraConfig(
@@ -62,13 +80,19 @@ def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
         alpha=usual_scaling(adapter, spec) / scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
-        target_modules=[one.name for one in modules] if isinstance(spec, ExternalSpec) else targets_of(modules),
+        target_modules=(
+            [one.name for one in modules] if isinstance(spec, ExternalSpec) else targets_of(modules)
+        ),
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
 
 
 def load_model(
-    spec: ModelSpec, folder: Path, dtype: torch.dtype, device: torch.device, lora: LoraConfig | None = None
+    spec: ModelSpec,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: LoraConfig | None = None,
 ) -> Decoder:
     """Return a model folder's model. lora: with new adapters."""
     model = build_meta(spec, dtype)
@@ -90,10 +114,12 @@ def model_of_adapter(
     device: torch.device,
     storage: str | None = None,
 ) -> tuple[Decoder, int]:
-    """The base with an adapter from its folder, in full precision; and how many modules it was put on.
+    """The base with an adapter from its folder, in full precision; and how many modules it was put
+    on.
 
-    storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as the adapter's file says. An
-    adapter may be one of some layers only: it is looked at, merged and generated with, not trained on.
+    storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as the adapter's file
+    says. An adapter may be one of some layers only: it is looked at, merged and generated with, not
+    trained on.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
@@ -105,21 +131,34 @@ def model_of_adapter(
 
 
 def prompt_tokens(vocabulary: int, max_positions: int) -> torch.Tensor:
-    """Return the fixed prompt of random tokens `[2, 32]`, shorter for a model of fewer positions."""
+    """Return the fixed prompt of random tokens `[2, 32]`, shorter for a model of fewer
+    positions.
+    """
     shape = (_ROWS, min(_LENGTH, max_positions))
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
-    """Logits `[2, 32, v]` of a prompt that is the same for all models of one vocabulary, on the host."""
-    tokens = prompt_tokens(model.spec.vocab_size, model.spec.max_positions).to(next(model.parameters()).device)
-    with phase("computing logits of a fixed prompt"), nullcontext() if with_adapters else adapters_off(model):
+    """Logits `[2, 32, v]` of a prompt that is the same for all models of one vocabulary, on the
+    host.
+    """
+    tokens = prompt_tokens(model.spec.vocab_size, model.spec.max_positions).to(
+        next(model.parameters()).device
+    )
+    with (
+        phase("computing logits of a fixed prompt"),
+        nullcontext() if with_adapters else adapters_off(model),
+    ):
         return model(tokens).cpu()
 
 
-def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor | None = None) -> Comparison:
-    """trained, exported, before: logits of the trained and of the reloaded model, and of the base alone."""
+def compare(
+    trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor | None = None
+) -> Comparison:
+    """trained, exported, before: logits of the trained and of the reloaded model, and of the base
+    alone.
+    """
     wide = trained.double()
     difference = float((wide - exported.double()).abs().max())
     change = None if before is None else float((wide - before.double()).abs().max())
@@ -143,17 +182,22 @@ def check_with_peft(
 ) -> str:
     """Return the line about an adapter's folder opened by PEFT on transformers' base.
 
-    spec: of the base. dtype: of the base in the run. trained: logits of the fixed prompt as the run computes them, with
-    the adapter and of the base alone. Raises CheckpointError where PEFT does not open it, or computes something else.
+    spec: of the base. dtype: of the base in the run. trained: logits of the fixed prompt as the run
+    computes them, with the adapter and of the base alone. Raises CheckpointError where PEFT does
+    not open it, or computes something else.
     """
     adapter = read_adapter(folder)
-    dtype = torch.float32 if dtype == torch.float64 else dtype  # transformers has norms and rotations in fp32
+    dtype = (
+        torch.float32 if dtype == torch.float64 else dtype
+    )  # transformers has norms and rotations in fp32
     why_not = _why_not_opened(base, spec, dtype, device, "transformers", "peft")
     if why_not is None and adapter.extras:
         why_not = "PEFT does not know the parameters that the recipe added"
     if why_not is not None:
         return f"note: not opened with PEFT: {why_not}"
-    if adapter.metadata.get(BASE_STORAGE, "none") != "none":  # PEFT has the base's own numbers, not their rounding
+    if (
+        adapter.metadata.get(BASE_STORAGE, "none") != "none"
+    ):  # PEFT has the base's own numbers, not their rounding
         model = model_of_adapter(folder, spec, base, dtype, device, storage="none")[0]
         trained = (prompt_logits(model), prompt_logits(model, with_adapters=False))
         del model
@@ -163,9 +207,14 @@ def check_with_peft(
                 model = open_model(base, dtype, device)
             vocabulary = trained[0].shape[-1]
             is_resized = vocabulary != model.config.get_text_config().vocab_size
-            base_logits = trained[1] if is_resized else compute_logits(model, vocabulary, spec.max_positions)
+            base_logits = (
+                trained[1] if is_resized else compute_logits(model, vocabulary, spec.max_positions)
+            )
         except (ImportError, *_FAULTS) as error:
-            return f"note: not opened with PEFT: transformers does not open the base ({first_line(error)})"
+            return (
+                "note: not opened with PEFT: transformers does not open the base"
+                f" ({first_line(error)})"
+            )
         if is_resized:  # its new rows have no numbers before PEFT brings them
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
         alone = _compare_steady(trained[1], base_logits, None, dtype)
@@ -179,13 +228,17 @@ def check_with_peft(
     before = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare(trained[0], logits, before)
     steady = _compare_steady(trained[0], logits, before, dtype)
-    # However little the adapter changes: closer than half of that, or as close as the libraries are without it.
-    missed = steady.change is not None and steady.difference > max(steady.change / 2, 2 * alone.difference)
+    # However little the adapter changes: closer than half of that, or as close as the libraries are
+    # without it.
+    missed = steady.change is not None and steady.difference > max(
+        steady.change / 2, 2 * alone.difference
+    )
     reader = f"PEFT {version('peft')} on transformers {version('transformers')}"
     if missed or not steady.agrees(dtype):
         raise CheckpointError(
-            f"{folder}: {reader} computes another model than was trained: {comparison}; use the merged model "
-            f"(tune export {folder} --merge), or write the adapter again (--adapter --out) if an older release wrote it"
+            f"{folder}: {reader} computes another model than was trained: {comparison}; use the"
+            f" merged model (tune export {folder} --merge), or write the adapter again (--adapter"
+            " --out) if an older release wrote it"
         )
     return f"check: {comparison}, read with {reader}"
 
@@ -198,9 +251,11 @@ def check_with_transformers(
     trained: Tensor,
     before: Tensor | None = None,
 ) -> str:
-    """Return the line about a model's folder opened by transformers. Raises CheckpointError for another model.
+    """Return the line about a model's folder opened by transformers. Raises CheckpointError for
+    another model.
 
-    dtype: of what is compared. trained, before: logits of the fixed prompt; of an adapter's base alone.
+    dtype: of what is compared. trained, before: logits of the fixed prompt; of an adapter's base
+    alone.
     """
     dtype = torch.float32 if dtype == torch.float64 else dtype
     why_not = _why_not_opened(folder, spec, dtype, device, "transformers")
@@ -217,14 +272,18 @@ def check_with_transformers(
     reader = f"transformers {version('transformers')}"
     if not _compare_steady(trained, logits, before, dtype).agrees(dtype):
         raise CheckpointError(
-            f"{folder}: {reader} computes another model than was trained: {comparison}; do not use it there, and "
-            "report this"
+            f"{folder}: {reader} computes another model than was trained: {comparison}; do not use"
+            " it there, and report this"
         )
     return f"check: {comparison}, read with {reader}"
 
 
-def open_model(folder: Path, dtype: torch.dtype | str, device: torch.device | None = None, **more: Any) -> Any:
-    """Return transformers' model of a folder. Nothing of the folder's own code is run, no pickled weights are read."""
+def open_model(
+    folder: Path, dtype: torch.dtype | str, device: torch.device | None = None, **more: Any
+) -> Any:
+    """Return transformers' model of a folder. Nothing of the folder's own code is run, no pickled
+    weights are read.
+    """
     import transformers
 
     # Without a word transformers asks on the terminal whether to run a folder's code.
@@ -270,7 +329,9 @@ def _why_not_opened(
     headers = read_headers(folder)
     if any(tensor.extra for tensor in headers.values()):
         return "transformers does not know the parameters that the recipe added"
-    needed = sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values()) * dtype.itemsize
+    needed = (
+        sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values()) * dtype.itemsize
+    )
     room, what = free_host_memory()
     if device.type == "cpu" and needed > room:
         return f"it takes {format_bytes(needed)} of host memory, {format_bytes(room)} {what}"
@@ -283,22 +344,28 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
         from peft import PeftModel
 
         with phase("opening the adapter with PEFT"):
-            return PeftModel.from_pretrained(model, str(adapter.folder), torch_device=str(device)).eval()
+            return PeftModel.from_pretrained(
+                model, str(adapter.folder), torch_device=str(device)
+            ).eval()
     except ImportError as error:  # as of a torchao that it does not go with
         return f"it says {first_line(error)}"
     except _FAULTS as error:
         raise CheckpointError(
-            f"{adapter.folder}: PEFT {version('peft')} does not open it ({first_line(error)}); use the merged model "
-            f"(tune export {adapter.folder} --merge)"
+            f"{adapter.folder}: PEFT {version('peft')} does not open it ({first_line(error)}); use"
+            f" the merged model (tune export {adapter.folder} --merge)"
         ) from error
 
 
 def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
-    """Raise CheckpointError for a pattern that does not come to an end with a name of the model's."""
+    """Raise CheckpointError for a pattern that does not come to an end with a name of the
+    model's.
+    """
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     whole = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     try:
-        first_matches(tuple(pattern for pattern in whole if isinstance(pattern, str)), names, whole=True)
+        first_matches(
+            tuple(pattern for pattern in whole if isinstance(pattern, str)), names, whole=True
+        )
         first_matches((*config.rank_pattern, *config.alpha_pattern), names)
     except PatternError as fault:
         raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
@@ -309,14 +376,19 @@ def compute_logits(model: nn.Module, vocabulary: int, max_positions: int) -> Ten
     """Return logits of the fixed prompt by transformers' model, on the host."""
     tokens = prompt_tokens(vocabulary, max_positions)
     with phase("computing logits of a fixed prompt"):
-        logits: Tensor = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits
+        logits: Tensor = model(
+            input_ids=tokens.to(next(model.parameters()).device), use_cache=False
+        ).logits
     return logits.cpu()
 
 
-def _compare_steady(trained: Tensor, logits: Tensor, before: Tensor | None, dtype: torch.dtype) -> Comparison:
+def _compare_steady(
+    trained: Tensor, logits: Tensor, before: Tensor | None, dtype: torch.dtype
+) -> Comparison:
     """Return the comparison that decides: in 16 bits of the half of the tokens that differ less.
 
-    Two right programs round differently, and a token at a tie of a router then goes to other experts.
+    Two right programs round differently, and a token at a tie of a router then goes to other
+    experts.
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return compare(trained, logits, before)

@@ -1,7 +1,8 @@
-"""What each tensor of a checkpoint's files is to a model: read, left out for a reason, or a fault of one line.
+"""What each tensor of a checkpoint's files is to a model: read, left out for a reason, or a fault
+of one line.
 
-Every reader of a model folder takes its tensors from `read_headers`, and their places from `match_tensors`, so that
-none of them is dropped without a word.
+Every reader of a model folder takes its tensors from `read_headers`, and their places from
+`match_tensors`, so that none of them is dropped without a word.
 """
 
 import re
@@ -12,7 +13,14 @@ from typing import TypeVar
 
 import torch
 
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, Reader, hold_same_numbers, read_header
+from recipe_lib.checkpoint.tensor_files import (
+    DTYPE_NAMES,
+    FileTensor,
+    Header,
+    Reader,
+    hold_same_numbers,
+    read_header,
+)
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
@@ -30,8 +38,12 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import counted, format_bytes, name_first
 
-EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
-READABLE_TYPES = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+EXTRA = (  # metadata of a file: names of those of its tensors that only a recipe's model has
+    "tune_extra_parameters"
+)
+READABLE_TYPES = {
+    DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
 _WRAPPER = r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
 _LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
 _UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
@@ -45,8 +57,9 @@ Made = TypeVar("Made")
 def read_headers(folder: Path) -> dict[str, FileTensor]:
     """Return every tensor of the folder's safetensors files, by its name in the file.
 
-    Of a file that the index names all tensors are taken, also those that it does not name, as transformers takes them.
-    Raises CheckpointError, also for a name under which two files have different tensors.
+    Of a file that the index names all tensors are taken, also those that it does not name, as
+    transformers takes them. Raises CheckpointError, also for a name under which two files have
+    different tensors.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
@@ -55,8 +68,8 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     named = read_config(folder).get("transformers_weights")
     if named not in (None, file_read):  # transformers would read another file than we do
         raise CheckpointError(
-            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected {file_read}, the file "
-            "that is read; rename the weights, and take the key out"
+            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected"
+            f" {file_read}, the file that is read; rename the weights, and take the key out"
         )
     headers = {name: read_header(folder / name) for name in sorted(set(index.values()) or {SINGLE})}
     lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
@@ -71,8 +84,8 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
             tensor = FileTensor(folder / file_name, entry, name in extras)
             if name in tensors and not _have_same_numbers(name, tensors[name], tensor):
                 raise CheckpointError(
-                    f"{folder}: {name} is in {tensors[name].file.name} and, with other numbers, in {file_name}; "
-                    "download the folder again"
+                    f"{folder}: {name} is in {tensors[name].file.name} and, with other numbers, in"
+                    f" {file_name}; download the folder again"
                 )
             tensors.setdefault(name, tensor)
     return tensors
@@ -91,10 +104,12 @@ def extra_names(header: Header) -> set[str]:
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
-    """Raise CheckpointError for all faults that headers show, before memory is taken: one line a kind of fault.
+    """Raise CheckpointError for all faults that headers show, before memory is taken: one line a
+    kind of fault.
 
-    Names that are missing, unknown, or of another shape; types that are no weights (quantized); files that are
-    missing, cut short or git-lfs pointers; an index that disagrees with its files or names files elsewhere.
+    Names that are missing, unknown, or of another shape; types that are no weights (quantized);
+    files that are missing, cut short or git-lfs pointers; an index that disagrees with its files or
+    names files elsewhere.
     """
     match_tensors(spec, folder, parameter_shapes(spec))
 
@@ -102,7 +117,8 @@ def check_weights(spec: ModelSpec, folder: Path) -> None:
 def match_tensors(
     spec: ModelSpec, folder: Path, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
-    """Return the entries to read and the tensors they lie in. Raises CheckpointError as `check_weights` does.
+    """Return the entries to read and the tensors they lie in. Raises CheckpointError as
+    `check_weights` does.
 
     shapes: of the parameters, by our names.
     """
@@ -110,22 +126,38 @@ def match_tensors(
     raise_faults(CheckpointError, [quantized_fault(spec, folder, tensors)])
     entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
     if SCORE not in tensors and head_labels(read_config(folder)) is None:
-        entries = [entry for entry in entries if entry.our_name != SCORE]  # a new head, which starts at random
-    expected = file_shapes([entry for entry in entries if entry.made is None and entry.view is None], shapes)
-    readable: dict[str, Collection[str]] = {}  # of tensors that are no plain weights, the types that they may have
+        entries = [
+            entry for entry in entries if entry.our_name != SCORE
+        ]  # a new head, which starts at random
+    expected = file_shapes(
+        [entry for entry in entries if entry.made is None and entry.view is None], shapes
+    )
+    readable: dict[
+        str, Collection[str]
+    ] = {}  # of tensors that are no plain weights, the types that they may have
     for entry in entries:
         if entry.view is not None:
             for name, form in entry.view.tensors().items():
                 expected[name] = form.shape
                 readable[name] = form.dtypes
-    conversion_inputs = set[str]().union(*(entry.made.names() for entry in entries if entry.made is not None))
+    conversion_inputs = set[str]().union(
+        *(entry.made.names() for entry in entries if entry.made is not None)
+    )
     copies = find_tied_copies(spec, entries, tensors)
-    expected |= {copy: expected[entry.file_name] for copy, entry in copies.items() if entry.file_name in expected}
+    expected |= {
+        copy: expected[entry.file_name]
+        for copy, entry in copies.items()
+        if entry.file_name in expected
+    }
     unused = _explain_unused(spec, tensors, expected.keys() | conversion_inputs)
     buffers = buffer_names(spec)  # of any type: tables of integers too
     buffer_files = {entry.file_name for entry in entries if entry.our_name in buffers}
     weights = ((expected.keys() - buffer_files) | conversion_inputs) & tensors.keys()
-    unreadable = {name for name in tensors if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)}
+    unreadable = {
+        name
+        for name in tensors
+        if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)
+    }
     faults = [
         *describe_foreign_tensors(
             spec,
@@ -134,7 +166,9 @@ def match_tensors(
             foreign={name for name, reason in unused.items() if reason is None},
         ),
         _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable),
-        find_shape_fault(folder, expected, {name: tensors[name] for name in tensors.keys() - unreadable}),
+        find_shape_fault(
+            folder, expected, {name: tensors[name] for name in tensors.keys() - unreadable}
+        ),
         _find_conversion_fault(folder, entries, shapes, tensors),
     ]
     raise_faults(CheckpointError, faults)
@@ -143,8 +177,12 @@ def match_tensors(
     return entries, tensors
 
 
-def _explain_unused(spec: ModelSpec, tensors: Mapping[str, FileTensor], used: Collection[str]) -> dict[str, str | None]:
-    """Return why each tensor that is not used may be left out, None: it may not; a recipe's extra ones are not here."""
+def _explain_unused(
+    spec: ModelSpec, tensors: Mapping[str, FileTensor], used: Collection[str]
+) -> dict[str, str | None]:
+    """Return why each tensor that is not used may be left out, None: it may not; a recipe's extra
+    ones are not here.
+    """
     return {
         name: why_left_out(spec, name, len(tensors[name].entry.shape))
         for name in sorted(tensors.keys() - used)
@@ -152,34 +190,46 @@ def _explain_unused(spec: ModelSpec, tensors: Mapping[str, FileTensor], used: Co
     }
 
 
-def _check_copy(folder: Path, copy: str, entry: WeightEntry, tensors: Mapping[str, FileTensor]) -> None:
-    """Raise CheckpointError for a tied tensor that has other numbers than the one that it is tied to.
+def _check_copy(
+    folder: Path, copy: str, entry: WeightEntry, tensors: Mapping[str, FileTensor]
+) -> None:
+    """Raise CheckpointError for a tied tensor that has other numbers than the one that it is tied
+    to.
 
-    transformers 5 does not tie the two then, others drop one of them: which one is meant only the user knows.
+    transformers 5 does not tie the two then, others drop one of them: which one is meant only the
+    user knows.
     """
     with Reader(tensors) as read:
         weight = read.opened(entry, torch.float32)
         opened_copy = read.slice(copy)
-        # Both ways: each casts the second to the type of the first, and the narrower one would hide a difference.
+        # Both ways: each casts the second to the type of the first, and the narrower one would hide
+        # a difference.
         if hold_same_numbers(weight, opened_copy) and hold_same_numbers(opened_copy, weight):
             return
     raise CheckpointError(
-        f"{folder}: {copy} differs from {entry.file_name}, and config.json ties the two; if it was trained, set "
-        "tie_word_embeddings to false in config.json; if not, leave it out of a copy of the folder"
+        f"{folder}: {copy} differs from {entry.file_name}, and config.json ties the two; if it was"
+        " trained, set tie_word_embeddings to false in config.json; if not, leave it out of a copy"
+        " of the folder"
     )
 
 
-def tell_left_out(spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None) -> None:
-    """Log a line for each reason to leave tensors of a checked folder out, and for files that are not read.
+def tell_left_out(
+    spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None
+) -> None:
+    """Log a line for each reason to leave tensors of a checked folder out, and for files that are
+    not read.
 
-    what: begins the lines, `model` of what is loaded, `export` of what is written. tensors: of `read_headers`.
+    what: begins the lines, `model` of what is loaded, `export` of what is written. tensors: of
+    `read_headers`.
     """
     tensors = read_headers(folder) if tensors is None else tensors
     entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     for copy, entry in find_tied_copies(spec, entries, tensors).items():
         names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
-    used = {name for entry in entries for name in _list_file_names(entry)}.union(*names_by_reason.values())
+    used = {name for entry in entries for name in _list_file_names(entry)}.union(
+        *names_by_reason.values()
+    )
     for name, reason in _explain_unused(spec, tensors, used).items():
         if reason is not None:
             names_by_reason[reason].append(name)
@@ -192,7 +242,12 @@ def tell_left_out(spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str
         get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
     kept = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
     if kept:
-        get_logger().info("%s: not in the files: %s (%d): keep their first values", what, _shorten(kept), len(kept))
+        get_logger().info(
+            "%s: not in the files: %s (%d): keep their first values",
+            what,
+            _shorten(kept),
+            len(kept),
+        )
 
 
 def _list_file_names(entry: WeightEntry) -> Collection[str]:
@@ -203,15 +258,21 @@ def _list_file_names(entry: WeightEntry) -> Collection[str]:
 
 
 def _shorten(names: Collection[str]) -> str:
-    """Return names without the numbers of their layers, as a line may show them; of many the parts that they are of."""
+    """Return names without the numbers of their layers, as a line may show them; of many the parts
+    that they are of.
+    """
     shown = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
     if len(shown) > 3:
         shown = sorted({re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in shown})
     return ", ".join(shown)
 
 
-def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each tensor of a file must have; that of a fused one is its parts' rows together."""
+def file_shapes(
+    entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape that each tensor of a file must have; that of a fused one is its parts' rows
+    together.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         shape = shapes[entry.our_name]
@@ -226,7 +287,9 @@ def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) 
 def _find_type_fault(
     folder: Path, unreadable: Mapping[str, FileTensor], readable: Mapping[str, Collection[str]]
 ) -> str | None:
-    """Return a line for tensors of types that cannot be read. readable: the types of those that are no weights."""
+    """Return a line for tensors of types that cannot be read. readable: the types of those that are
+    no weights.
+    """
     if not unreadable:
         return None
     first = min(unreadable)
@@ -238,23 +301,29 @@ def _find_type_fault(
         expected = f"{', '.join(before)} or {last}" if before else last
         remedy = "check that config.json and the weights are of one checkpoint"
     return (
-        f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first].entry.dtype}, expected "
-        f"{expected}; {remedy}"
+        f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first].entry.dtype},"
+        f" expected {expected}; {remedy}"
     )
 
 
 def find_shape_fault(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, FileTensor], by: str = "config.json"
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, FileTensor],
+    by: str = "config.json",
 ) -> str | None:
-    """Return a line for tensors of another shape than expected; None: there are none. by: what expects the shapes."""
+    """Return a line for tensors of another shape than expected; None: there are none. by: what
+    expects the shapes.
+    """
     names = sorted(expected.keys() & tensors.keys())
     misshapen = [name for name in names if tensors[name].entry.shape != expected[name]]
     if not misshapen:
         return None
     more = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
     return (
-        f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes it "
-        f"{list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one model"
+        f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes"
+        f" it {list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one"
+        " model"
     )
 
 
@@ -266,7 +335,9 @@ def made_for(made: Mapping[str, Made], name: str) -> Made:
 
 
 def _find_single(names: list[str]) -> str | None:
-    """Return the first name whose numbers are not those of a name of each kind: an expert that has not all matrices."""
+    """Return the first name whose numbers are not those of a name of each kind: an expert that has
+    not all matrices.
+    """
     numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
     kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for name in names:
@@ -276,9 +347,14 @@ def _find_single(names: list[str]) -> str | None:
 
 
 def _find_conversion_fault(
-    folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], tensors: dict[str, FileTensor]
+    folder: Path,
+    entries: list[WeightEntry],
+    shapes: dict[str, tuple[int, ...]],
+    tensors: dict[str, FileTensor],
 ) -> str | None:
-    """Return what is wrong with tensors of which transformers makes others: their number, or their shapes."""
+    """Return what is wrong with tensors of which transformers makes others: their number, or their
+    shapes.
+    """
     misfits = []
     for entry in entries:
         if entry.made is not None:
@@ -294,14 +370,17 @@ def _find_conversion_fault(
     result += f", {single} having no counterpart" if single else ""
     more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
-        f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; "
-        f"config.json makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of "
-        "one model"
+        f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and"
+        f" others), {result}; config.json makes it {list(shapes[entry.our_name])}{more}; check that"
+        " config.json and the weights are of one model"
     )
 
 
 _OTHER = "; check that config.json and the weights are of one model"
-_BEYOND = f" (a layer beyond num_hidden_layers); correct num_hidden_layers in config.json, or {_LEAVE_OUT}"
+_BEYOND = (
+    " (a layer beyond num_hidden_layers); correct num_hidden_layers in config.json, or"
+    f" {_LEAVE_OUT}"
+)
 # What tensors are by their names, and what to do; the first pattern that is found in one says it.
 _KINDS = {
     _WRAPPER: " (names of a wrapper); save the module inside of it (torch.compile: model._orig_mod, "
@@ -321,7 +400,9 @@ _KINDS = {
 def describe_foreign_tensors(
     spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]
 ) -> list[str]:
-    """Return a line for parameters that the files lack, and one for each kind of tensors that the model has not."""
+    """Return a line for parameters that the files lack, and one for each kind of tensors that the
+    model has not.
+    """
     names_by_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(foreign):
         names_by_kind[_find_kind(spec, name)].append(name)
@@ -329,9 +410,13 @@ def describe_foreign_tensors(
     lines = []
     if lost:
         remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
-        lines.append(f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
+        lines.append(
+            f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}"
+        )
     for kind, names in names_by_kind.items():
-        lines.append(f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{kind}")
+        lines.append(
+            f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{kind}"
+        )
     return lines
 
 
@@ -344,7 +429,8 @@ def _find_kind(spec: ModelSpec, name: str) -> str:
 
 
 def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTensor]) -> str | None:
-    """One line for codes that config.json does not speak of, and for codes without their scales; None: no such fault.
+    """One line for codes that config.json does not speak of, and for codes without their scales;
+    None: no such fault.
 
     Of tensors that are no codes nothing is said here.
     """
@@ -355,21 +441,33 @@ def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTenso
     odd = [name for name in blocks if types[name] != _MXFP4]
     if odd:
         named = name_first(odd, "has", "have")
-        return f"{folder}: {named} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8; {_ORIGINAL}"
+        return (
+            f"{folder}: {named} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8;"
+            f" {_ORIGINAL}"
+        )
     if blocks and not spec.codes.mxfp4:
         return _unsaid(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
     codes = sorted(name for name, kind in types.items() if kind == _FP8)
     bare = [name for name in codes if f"{name}_scale_inv" not in types]
     if len(bare) < len(codes) and spec.codes.fp8_block is None:
-        return _unsaid(folder, codes, "FP8 numbers with scales of blocks", "quant_method fp8 and weight_block_size")
+        return _unsaid(
+            folder,
+            codes,
+            "FP8 numbers with scales of blocks",
+            "quant_method fp8 and weight_block_size",
+        )
     if bare and spec.codes.fp8_block is not None:
         named = name_first(bare, "has", "have")
-        return f"{folder}: {named} FP8 numbers without scales, expected {bare[0]}_scale_inv; {_ORIGINAL}"
+        return (
+            f"{folder}: {named} FP8 numbers without scales, expected {bare[0]}_scale_inv;"
+            f" {_ORIGINAL}"
+        )
     return None
 
 
 def _unsaid(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
     return (
-        f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say; expected "
-        f"quantization_config with {expected}: take the config.json of the same checkpoint"
+        f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say;"
+        f" expected quantization_config with {expected}: take the config.json of the same"
+        " checkpoint"
     )

@@ -13,10 +13,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.tensor_files import FileTensor, Reader, hold_same_numbers
-from recipe_lib.checkpoint.weight_accounts import find_shape_fault, made_for, match_tensors, read_headers, tell_left_out
+from recipe_lib.checkpoint.weight_accounts import (
+    find_shape_fault,
+    made_for,
+    match_tensors,
+    read_headers,
+    tell_left_out,
+)
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
-from recipe_lib.models.meta_init import init_weight, persistent_buffers, reset_extra, saved_whole, stored_weights
+from recipe_lib.models.meta_init import (
+    init_weight,
+    persistent_buffers,
+    reset_extra,
+    saved_whole,
+    stored_weights,
+)
 from recipe_lib.models.spec import SCORE, DecoderSpec, FileConversion, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.ops.device import holds_values
@@ -31,16 +43,20 @@ _CHECKED = 2**24  # numbers that are looked at together
 def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
-    In a pipeline it reads what its stages have, and yet finds what is wrong with the tensors of all stages.
-    model: materialized, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
-    parameter's type. Weights that are quantized are so while they are read, from the rows that hold a rank's blocks;
-    no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
-    Extra parameters, which the recipe added, are read if the folder was exported with them, else they start from
-    `reset_parameters` and the seed.
-    Raises CheckpointError as `check_weights` does, for weights that are not finite, and for a model and a folder of
-    which one has parameters that the other lacks; SetupError as `reset_extra` does.
+    In a pipeline it reads what its stages have, and yet finds what is wrong with the tensors of all
+    stages. model: materialized, plain or sharded (DTensor) in any dimension, on any device; values
+    are cast to the parameter's type. Weights that are quantized are so while they are read, from
+    the rows that hold a rank's blocks; no rank has a whole one. At most READ_BYTES are in host
+    memory at a time, and as much again while it is cast. Extra parameters, which the recipe added,
+    are read if the folder was exported with them, else they start from `reset_parameters` and the
+    seed. Raises CheckpointError as `check_weights` does, for weights that are not finite, and for a
+    model and a folder of which one has parameters that the other lacks; SetupError as `reset_extra`
+    does.
     """
-    parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    parameters: dict[str, torch.Tensor] = {
+        **dict(model.named_parameters()),
+        **persistent_buffers(model),
+    }
     stored = stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
@@ -49,11 +65,13 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     lost = expected.keys() - shapes.keys()
     if lost and not elsewhere:
         raise CheckpointError(
-            f"{folder}: the recipe's model has no {name_first(lost)}, which config.json makes part of it; leave the "
-            "model's own modules under their names, and add others next to them"
+            f"{folder}: the recipe's model has no {name_first(lost)}, which config.json makes part"
+            " of it; leave the model's own modules under their names, and add others next to them"
         )
     entries, tensors = match_tensors(spec, folder, expected | shapes)
-    entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
+    entries = [
+        entry for entry in entries if entry.our_name in shapes
+    ]  # others are of another rank's stages
     extras = extras_to_read(model, folder, tensors)
     reset_extra(model, seed, extras)
     entries += [WeightEntry(name, name) for name in extras]
@@ -64,7 +82,9 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     what = "loading and quantizing weights" if stored else "loading weights"
     with phase(what, sum(map(len, by_file.values())), "tensors") as going:
         for in_file in by_file.values():
-            with Reader(tensors) as read:  # a parameter that is made of several tensors may open other files too
+            with Reader(
+                tensors
+            ) as read:  # a parameter that is made of several tensors may open other files too
                 for entry in in_file:
                     _load_entry(model, read, entry, parameters, stored)
                     going.advance(1)
@@ -116,9 +136,15 @@ def _load_converted(
     with Reader(tensors) as read:
         for conversion, names in _by_conversion(entries):
             quantized = [name for name in names if name in stored]
-            places = {name: own_parts(model, name, parameters[name]) for name in names if name not in stored}
+            places = {
+                name: own_parts(model, name, parameters[name])
+                for name in names
+                if name not in stored
+            }
             for start, stop, taken in conversion.pieces():
-                if not quantized and not any(_meets(part, start, stop) for parts in places.values() for part in parts):
+                if not quantized and not any(
+                    _meets(part, start, stop) for parts in places.values() for part in parts
+                ):
                     continue
                 made = conversion.convert(read, taken)
                 for name in names:
@@ -156,19 +182,28 @@ def _place(local: torch.Tensor, offset: tuple[int, ...], value: torch.Tensor, st
         return
     first, last = max(offset[0], start), min(offset[0] + local.shape[0], start + value.shape[0])
     if first < last:
-        columns = tuple(slice(at, at + size) for at, size in zip(offset[1:], local.shape[1:], strict=True))
-        local[first - offset[0] : last - offset[0]].copy_(value[(slice(first - start, last - start), *columns)])
+        columns = tuple(
+            slice(at, at + size) for at, size in zip(offset[1:], local.shape[1:], strict=True)
+        )
+        local[first - offset[0] : last - offset[0]].copy_(
+            value[(slice(first - start, last - start), *columns)]
+        )
 
 
 def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor]) -> list[str]:
-    """Return the extra parameters of the model that the folder has, and the weight of a score head that an adapter has.
+    """Return the extra parameters of the model that the folder has, and the weight of a score head
+    that an adapter has.
 
     Raises CheckpointError for those that only the folder has.
     """
     parameters = saved_whole(model)
     exported = {name: tensor for name, tensor in tensors.items() if tensor.extra}
     elsewhere = modules_elsewhere(model)
-    strange = {name for name in exported.keys() - parameters.keys() if name.rpartition(".")[0] not in elsewhere}
+    strange = {
+        name
+        for name in exported.keys() - parameters.keys()
+        if name.rpartition(".")[0] not in elsewhere
+    }
     if strange:
         raise unknown_extras(folder, strange)
     shapes = {name: tuple(parameters[name].shape) for name in parameters.keys() & exported.keys()}
@@ -179,8 +214,9 @@ def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor
 def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
     """The fault of a folder with extra parameters that the model does not have."""
     return CheckpointError(
-        f"{folder}: holds {name_first(names)}, which a recipe added to the model and this one has not; use it with the "
-        "recipe that adds it, or take the checkpoint that it was trained from"
+        f"{folder}: holds {name_first(names)}, which a recipe added to the model and this one has"
+        " not; use it with the recipe that adds it, or take the checkpoint that it was trained"
+        " from"
     )
 
 
@@ -200,17 +236,22 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> No
     if bad:
         named = name_first(bad, "holds", "hold")
         raise CheckpointError(
-            f"{where}: {named} NaN or infinite numbers; take an earlier state of its training, or download it again"
+            f"{where}: {named} NaN or infinite numbers; take an earlier state of its training, or"
+            " download it again"
         )
 
 
 def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:
-    """Reads rows, or columns of them, of a weight that begins at row `offset` of the file's tensor."""
+    """Reads rows, or columns of them, of a weight that begins at row `offset` of the file's
+    tensor.
+    """
     return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
 
 def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
-    """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
+    """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a
+    time.
+    """
     if not local.numel():
         return
     if not offsets:  # a number by itself
@@ -220,7 +261,9 @@ def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> Non
 
 
 def _read_along(dim: int, source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
-    """As `read_part`, for one that is read in pieces along this dimension, or the next where those are too large."""
+    """As `read_part`, for one that is read in pieces along this dimension, or the next where those
+    are too large.
+    """
     count = local.shape[dim]
     row_bytes = local.numel() // count * 8  # no readable type is wider than 8 bytes
     rows = max(1, READ_BYTES // row_bytes)
@@ -230,7 +273,13 @@ def _read_along(dim: int, source: Any, local: torch.Tensor, offsets: tuple[int, 
         if row_bytes > READ_BYTES and dim + 1 < local.dim():
             _read_along(dim + 1, source, piece, places)
         else:
-            piece.copy_(source[tuple(slice(at, at + size) for at, size in zip(places, piece.shape, strict=True))])
+            piece.copy_(
+                source[
+                    tuple(
+                        slice(at, at + size) for at, size in zip(places, piece.shape, strict=True)
+                    )
+                ]
+            )
 
 
 # Which base an adapter belongs to: a mark of the weights that does not depend on how files store
@@ -241,10 +290,14 @@ _SAMPLE_COLUMNS = 64
 
 
 def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
-    """A hash of some numbers of every weight, rounded to bf16: the same for files of other types, sizes or layouts."""
+    """A hash of some numbers of every weight, rounded to bf16: the same for files of other types,
+    sizes or layouts.
+    """
     digest = hashlib.sha256()
     tensors = read_headers(folder)
-    entries = [entry for entry in weight_map(spec, tensors) if entry.our_name != SCORE]  # it is trained
+    entries = [
+        entry for entry in weight_map(spec, tensors) if entry.our_name != SCORE
+    ]  # it is trained
     with Reader(tensors) as read:
         for entry in sorted(entries, key=lambda entry: entry.our_name):
             digest.update(_mark(entry.our_name, _read_middle(read, entry)))
@@ -273,9 +326,11 @@ def _mark(name: str, rows: torch.Tensor) -> bytes:
 
 
 def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:
-    """Compares the frozen weights that an adapter's file holds with the base's own. Raises CheckpointError.
+    """Compares the frozen weights that an adapter's file holds with the base's own. Raises
+    CheckpointError.
 
-    PEFT saves them with an adapted embedding or head. copies: our parameter -> the tensor's name in the file.
+    PEFT saves them with an adapted embedding or head. copies: our parameter -> the tensor's name in
+    the file.
     """
     if not copies:
         return
@@ -288,8 +343,8 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
             alike = hold_same_numbers(rows, read.opened(entry, rows[:1].dtype))
         if not alike:
             raise CheckpointError(
-                f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained on other "
-                "weights (a resized or trained embedding); use its own base model"
+                f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained"
+                " on other weights (a resized or trained embedding); use its own base model"
             )
 
 
@@ -304,21 +359,33 @@ TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initi
 def untrained_embeddings(
     spec: DecoderSpec, folder: Path, tokens: Collection[int], special: Collection[int]
 ) -> list[int]:
-    """The ids among `tokens` whose embedding is next to zero, or the very same as that of another special token.
+    """The ids among `tokens` whose embedding is next to zero, or the very same as that of another
+    special token.
 
-    Vocabularies are padded with rows that no text ever reached: they are zeros, tiny, or copies of one vector.
-    special: ids of all special tokens. Raises CheckpointError.
+    Vocabularies are padded with rows that no text ever reached: they are zeros, tiny, or copies of
+    one vector. special: ids of all special tokens. Raises CheckpointError.
     """
     headers = read_headers(folder)
-    entry = next(entry for entry in weight_map(spec, headers) if entry.our_name == "model.embed_tokens.weight")
+    entry = next(
+        entry
+        for entry in weight_map(spec, headers)
+        if entry.our_name == "model.embed_tokens.weight"
+    )
     with Reader(headers) as read:
         rows, size = read.opened(entry, torch.float32), headers[entry.file_name].entry.shape[0]
         sample = np.unique(np.linspace(0, size - 1, min(SAMPLE, size)).astype(int)).tolist()
-        usual = torch.stack([rows[at : at + 1].float().flatten() for at in sample]).norm(dim=1).median()
-        own = {token: rows[token : token + 1].float().flatten() for token in {*tokens, *special} if token < size}
+        usual = (
+            torch.stack([rows[at : at + 1].float().flatten() for at in sample]).norm(dim=1).median()
+        )
+        own = {
+            token: rows[token : token + 1].float().flatten()
+            for token in {*tokens, *special}
+            if token < size
+        }
     same = Counter(row.numpy().tobytes() for row in own.values())
     return sorted(
         token
         for token in tokens
-        if token in own and (own[token].norm() < TINY * usual or same[own[token].numpy().tobytes()] > 1)
+        if token in own
+        and (own[token].norm() < TINY * usual or same[own[token].numpy().tobytes()] > 1)
     )

@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
-from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, decide, find_holders, write_gathered
+from recipe_lib.checkpoint.rank_agreement import (
+    Holders,
+    RankGroup,
+    decide,
+    find_holders,
+    write_gathered,
+)
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
 from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
@@ -22,7 +28,13 @@ from recipe_lib.checkpoint.weight_accounts import EXTRA, file_shapes
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.families import FAMILIES, has_score_head, score_architecture, spell_native, text_config
+from recipe_lib.models.families import (
+    FAMILIES,
+    has_score_head,
+    score_architecture,
+    spell_native,
+    text_config,
+)
 from recipe_lib.models.language_model import all_runs, ordered
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
@@ -31,7 +43,13 @@ from recipe_lib.ops.dtensor_shards import gathered
 from recipe_lib.units import MIB, name_first
 
 # They would make another program run code, or look for weights of another kind.
-_DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quantization", "_name_or_path")
+_DROPPED_KEYS = (
+    "auto_map",
+    "quantization_config",
+    "compression_config",
+    "quantization",
+    "_name_or_path",
+)
 
 
 def export_model(
@@ -48,18 +66,24 @@ def export_model(
     save_extra: bool = False,
     card: str | None = None,
 ) -> None:
-    """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
+    """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer
+    files. Collective.
 
-    One parameter at a time is gathered on its device, by the ranks that have it, and streamed to the disk by rank 0;
-    from other ranks of a pipeline it comes there in pieces, through the hosts. source_config: the
-    config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
-    copied; or a tokenizer file, which is taken with the settings next to it. chat_template, stop_ids: what the model
-    was trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra:
-    write extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused.
-    card: the text of its README.md. An `out` that a run published is replaced when the new one is whole. Raises
-    StorageError or CheckpointError on every rank; then `out` is as it was."""
-    model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
+    One parameter at a time is gathered on its device, by the ranks that have it, and streamed to
+    the disk by rank 0; from other ranks of a pipeline it comes there in pieces, through the hosts.
+    source_config: the config.json that the spec was read from. tokenizer_folder: its tokenizer
+    files and generation_config.json are copied; or a tokenizer file, which is taken with the
+    settings next to it. chat_template, stop_ids: what the model was trained with, where it differs
+    from those files, so that others prompt it and stop it as we do. save_extra: write extra
+    parameters too, which only a recipe that adds them reads; without it a model that has any is
+    refused. card: the text of its README.md. An `out` that a run published is replaced when the new
+    one is whole. Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    """
+    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    model.state_dict()
+    parameters = {
+        name: parameter.detach() for name, parameter in model.named_parameters()
+    } | persistent_buffers(model)
     holders = find_holders(model, world)
     everything = plan_tensors(parameters, holders, world)
     known = {entry.our_name for entry in weight_map(spec)}
@@ -68,12 +92,16 @@ def export_model(
         raise CheckpointError(f"{out}: {extra_fault(extras)}")
     shards = plan_shards(spec, everything, max_shard_bytes, extras)
 
-    pieces = TensorPieces(spec, partial(relay_whole, model, parameters, holders), everything, extras)
+    pieces = TensorPieces(
+        spec, partial(relay_whole, model, parameters, holders), everything, extras
+    )
     config = export_config(source_config, spec, next(model.parameters()).dtype)
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
     with stage_folder(out, shards, list_model_files(shards, config), beside, world) as temporary:
         for name, tensors in shards.items():
-            metadata = {"format": "pt"} | extra_metadata({tensor.name for tensor in tensors} & set(extras))
+            metadata = {"format": "pt"} | extra_metadata(
+                {tensor.name for tensor in tensors} & set(extras)
+            )
             write_gathered(temporary / name, tensors, pieces.of_all(tensors), metadata, world)
 
 
@@ -98,15 +126,25 @@ def extra_metadata(names: Collection[str]) -> dict[str, str]:
 
 
 def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
-    """Raises StorageError if the disk of `out` has no room for the model even now, before it is trained. Collective."""
+    """Raises StorageError if the disk of `out` has no room for the model even now, before it is
+    trained. Collective.
+    """
     holders = find_holders(model, world)
     own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
-    needed = sum(holders.gather(sum(value.numel() * value.element_size() for value in own.values()), world))
+    needed = sum(
+        holders.gather(sum(value.numel() * value.element_size() for value in own.values()), world)
+    )
 
     def require() -> None:
         folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-        cleared = sum(map(files.bytes_in, files.leftovers(folder, out.name))) if folder == out.parent else 0
-        files.require_space(folder, needed - cleared, f"the model at the end of the run{_beside(out)}")
+        cleared = (
+            sum(map(files.bytes_in, files.leftovers(folder, out.name)))
+            if folder == out.parent
+            else 0
+        )
+        files.require_space(
+            folder, needed - cleared, f"the model at the end of the run{_beside(out)}"
+        )
 
     decide(world, require)
 
@@ -116,31 +154,45 @@ def _beside(out: Path) -> str:
     return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
 
-def plan_tensors(tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, PlannedTensor]:
+def plan_tensors(
+    tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup
+) -> dict[str, PlannedTensor]:
     """Return shape and type of tensors by name, of those of other ranks of a pipeline too.
     Collective.
     """
     own = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
     parts = holders.gather(own, world)
-    return {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
+    return {
+        name: PlannedTensor(name, DTYPES[dtype], tuple(shape))
+        for part in parts
+        for name, dtype, shape in part
+    }
 
 
 def plan_shards(
-    spec: ModelSpec, parameters: Mapping[str, PlannedTensor], max_shard_bytes: int, extras: Collection[str] = ()
+    spec: ModelSpec,
+    parameters: Mapping[str, PlannedTensor],
+    max_shard_bytes: int,
+    extras: Collection[str] = (),
 ) -> dict[str, list[PlannedTensor]]:
-    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has its own.
+    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has its
+    own.
 
     extras: the parameters that the model's family does not have; they come last.
     """
     other = written_layout(spec)
     if other is None:
         entries = weight_map(spec)
-        shapes = file_shapes(entries, {name: parameter.shape for name, parameter in parameters.items()})
+        shapes = file_shapes(
+            entries, {name: parameter.shape for name, parameter in parameters.items()}
+        )
         dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
     else:
         shapes = dict(other.shapes)
         dtypes = {name: parameters[own].dtype for name, own in other.renamed.items()}
-        dtypes |= {name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()}
+        dtypes |= {
+            name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()
+        }
     shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
@@ -154,11 +206,16 @@ def plan_shards(
         filled += tensor.num_bytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
-    return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
+    return {
+        f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard
+        for at, shard in enumerate(shards, start=1)
+    }
 
 
 class TensorPieces:
-    """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
+    """The data of a file's tensors, a gathered parameter at a time; of those made by one
+    conversion, all it takes.
+    """
 
     def __init__(
         self,
@@ -167,12 +224,15 @@ class TensorPieces:
         parameters: Mapping[str, PlannedTensor],
         extras: Collection[str],
     ) -> None:
-        """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective. parameters: what has each
-        parameter's shape and type. extras: see `plan_shards`."""
+        """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective.
+        parameters: what has each parameter's shape and type. extras: see `plan_shards`.
+        """
         self._read, self._parameters, self._other = read, parameters, written_layout(spec)
         self._current: Conversion | None = None
         self._made: dict[str, torch.Tensor] = {}
-        self._parts: dict[str, list[str]] = {}  # name in the file -> the parameters it is made of, in row order
+        self._parts: dict[
+            str, list[str]
+        ] = {}  # name in the file -> the parameters it is made of, in row order
         if self._other is None:
             for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
                 self._parts.setdefault(entry.file_name, []).append(entry.our_name)
@@ -182,7 +242,8 @@ class TensorPieces:
 
     def of_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
         """The tensors one after the other, in consecutive pieces of rows, on rank 0. Collective."""
-        # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
+        # chain keeps no reference to what it gave, so that a gathered tensor is gone before the
+        # next one is gathered.
         return chain.from_iterable(self._read_tensor(tensor.name) for tensor in tensors)
 
     def _read_tensor(self, name: str) -> Iterator[torch.Tensor]:
@@ -195,15 +256,21 @@ class TensorPieces:
         if conversion is not self._current:
             self._made, self._current = {}, conversion
             found = {taken: self._whole(taken) for taken in conversion.names()}
-            parameters = {taken: parameter for taken, parameter in found.items() if parameter is not None}
+            parameters = {
+                taken: parameter for taken, parameter in found.items() if parameter is not None
+            }
             if parameters:
                 self._made = conversion.convert(parameters.__getitem__)
         if name in self._made:
             tensor = self._made.pop(name)
-            yield from tensor.split(1) if tensor.dim() == 3 else (tensor,)  # experts are made contiguous one by one
+            yield from (
+                tensor.split(1) if tensor.dim() == 3 else (tensor,)
+            )  # experts are made contiguous one by one
 
     def _whole(self, name: str) -> torch.Tensor | None:
-        """A parameter, on rank 0; what comes from another rank of a pipeline is put together. Collective."""
+        """A parameter, on rank 0; what comes from another rank of a pipeline is put together.
+        Collective.
+        """
         parameter, found = self._parameters[name], None
         for piece in self._read(name):
             if piece.shape == parameter.shape:
@@ -225,7 +292,9 @@ class SideFiles:
     chat_template: str | Path | None = None
     stop_ids: Collection[int] = ()
     card: str | None = None
-    pad_id: int | None = None  # of a model with a score head, what its config.json takes for padding
+    pad_id: int | None = (
+        None  # of a model with a score head, what its config.json takes for padding
+    )
 
 
 @contextmanager
@@ -262,12 +331,16 @@ def stage_folder(
         raise
 
 
-def _begin_folder(out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copied: Sequence[Path]) -> str:
+def _begin_folder(
+    out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copied: Sequence[Path]
+) -> str:
     """Rank 0: room on the disk, and an empty temporary folder next to `out`; returns its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)
     weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    needed = weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))  # headers, index, config
+    needed = (
+        weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))
+    )  # headers, index, config
     files.require_space(out.parent, needed, f"the model{_beside(out)}")
     temporary = files.temporary_path(out)
     files.make_folder(temporary)
@@ -286,14 +359,18 @@ def relay_whole(
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full parameter, gathered where it is computed with, even if its shards are kept in host memory."""
+    """The full parameter, gathered where it is computed with, even if its shards are kept in host
+    memory.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     placed = parameter.to(parameter.device_mesh.device_type)
     return gathered(placed.to_local(), placed)
 
 
-def list_model_files(shards: Mapping[str, Sequence[PlannedTensor]], config: Mapping[str, Any]) -> dict[str, Any]:
+def list_model_files(
+    shards: Mapping[str, Sequence[PlannedTensor]], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what a model's folder has in JSON: config.json, and before it an index where there are
     several shards.
     """
@@ -307,8 +384,12 @@ def list_model_files(shards: Mapping[str, Sequence[PlannedTensor]], config: Mapp
     return {INDEX: index, "config.json": config}
 
 
-def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
+def export_config(
+    source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The config.json of the exported model: the source's, with the type and the architecture of
+    what is written.
+    """
     external = isinstance(spec, ExternalSpec)
     written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
@@ -324,10 +405,18 @@ def find_padding(config: Mapping[str, Any]) -> int | None:
     """Return the id that the config.json of a model with a score head takes for padding; None: of
     any other model.
     """
-    is_scored = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    is_scored = any(
+        name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
+    )
     return config.get("pad_token_id") if is_scored else None
 
 
 def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return a config.json whose renamed keys have both names: readers before transformers 5 know the older alone."""
-    return spec.spell_config(config) if isinstance(spec, ExternalSpec) else spell_native(config, spec.family)
+    """Return a config.json whose renamed keys have both names: readers before transformers 5 know
+    the older alone.
+    """
+    return (
+        spec.spell_config(config)
+        if isinstance(spec, ExternalSpec)
+        else spell_native(config, spec.family)
+    )

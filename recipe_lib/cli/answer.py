@@ -1,10 +1,11 @@
-"""What `tune generate` does with a model: answers a prompt, the prompts of a file, or a conversation.
+"""What `tune generate` does with a model: answers a prompt, the prompts of a file, or a
+conversation.
 
 Of --prompts FILE many prompts are answered in batches, one JSON object a line.
 
-FILE has a prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` (a text) or `messages` (a conversation
-that ends with the user's turn). With --out the answers go to a file that a second start goes on with; each line there
-says by `settings` what it was made with.
+FILE has a prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` (a text) or
+`messages` (a conversation that ends with the user's turn). With --out the answers go to a file that
+a second start goes on with; each line there says by `settings` what it was made with.
 """
 
 import argparse
@@ -27,7 +28,15 @@ from recipe_lib.data.sample_files import parse_sample
 from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, OutOfMemoryError
 from recipe_lib.files import LineFile, storage_faults
-from recipe_lib.generation.sample import NO_ANSWER, Chat, Generated, check_prompt, generate, generate_batch, prompted
+from recipe_lib.generation.sample import (
+    NO_ANSWER,
+    Chat,
+    Generated,
+    check_prompt,
+    generate,
+    generate_batch,
+    prompted,
+)
 from recipe_lib.generation.source import (
     DTYPE_NAMES,
     GenerationSource,
@@ -48,7 +57,17 @@ Prompt = str | list[Mapping[str, Any]]
 _UNREAD = ("category", "id", "index", "source")
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
-_DRAWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "system", "raw", "dtype", "quantize_base")
+_DRAWN = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "system",
+    "raw",
+    "dtype",
+    "quantize_base",
+)
 
 
 def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> None:
@@ -58,22 +77,36 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
     """
     source = find_source(arguments.checkpoint, arguments.base)
     if source.adapter is None and arguments.quantize_base != "auto":
-        raise ConfigError("--quantize-base: the base of an adapter can be quantized; this is a model, leave it out")
+        raise ConfigError(
+            "--quantize-base: the base of an adapter can be quantized; this is a model, leave"
+            " it out"
+        )
     tokenizer = load_tokenizer(source.tokenizer, by_key=False)
-    if arguments.system is not None and (fault := system_fault(tokenizer, arguments.system)) is not None:
+    if (
+        arguments.system is not None
+        and (fault := system_fault(tokenizer, arguments.system)) is not None
+    ):
         raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
     if arguments.prompts is not None:
         answer_file(source, tokenizer, arguments)
     elif arguments.prompt is None:
         with loaded(source, arguments) as (model, device):
-            chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))
+            chat = Chat(
+                model,
+                source.spec,
+                tokenizer,
+                arguments.system,
+                options(tokenizer, arguments, device),
+            )
             talk(chat, str(source.adapter or source.folder))
     else:
         complete(source, tokenizer, arguments)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the texts or conversations of a file. Raises DataError with the line of what is neither."""
+    """Return the texts or conversations of a file. Raises DataError with the line of what is
+    neither.
+    """
     named = show(str(path))
     try:
         text = read_text(path, JSON_LIMIT)
@@ -83,7 +116,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise DataError(f"--prompts: {named}: is not UTF-8; give it in UTF-8 text") from error
     prompts: list[Prompt] = []
     unread: set[str] = set()
-    # Lines end as those of a text file do; str.splitlines would also cut at U+2028, which a JSON text may hold.
+    # Lines end as those of a text file do; str.splitlines would also cut at U+2028, which a JSON
+    # text may hold.
     for number, line in enumerate(io.StringIO(text, newline=None), start=1):
         if not line.strip():
             continue
@@ -108,12 +142,16 @@ def _read_row(line: str, location: str) -> dict[str, Any]:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DataError(f"{location}: found half a surrogate pair, expected whole characters; write them out") from None
+        raise DataError(
+            f"{location}: found half a surrogate pair, expected whole characters; write them out"
+        ) from None
     return row
 
 
 def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
-    """Return what a row asks. Raises DataError for a row that asks nothing or two things, or has an unknown key."""
+    """Return what a row asks. Raises DataError for a row that asks nothing or two things, or has an
+    unknown key.
+    """
     prompt_keys = [name for name in ("prompt", "messages") if name in row]
     unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
     if len(prompt_keys) != 1:
@@ -121,7 +159,8 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
         raise DataError(f"{location}: found {named}, {_EXPECTED}")
     if unknown_keys:
         raise DataError(
-            f"{location}: found {', '.join(map(show, unknown_keys))}, which no prompt is read with; {_EXPECTED}"
+            f"{location}: found {', '.join(map(show, unknown_keys))}, which no prompt is read with;"
+            f" {_EXPECTED}"
         )
     key = prompt_keys[0]
     value = row[key]
@@ -139,30 +178,46 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
     if not turns.messages:
         raise DataError(f"{location}: {key} is empty; {_EXPECTED}")
     if turns.messages[-1]["role"] == "assistant":
-        raise DataError(f"{location}: the last message is the assistant's, expected one to answer; remove it")
+        raise DataError(
+            f"{location}: the last message is the assistant's, expected one to answer; remove it"
+        )
     return turns.messages
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt, raw: bool, system: str | None = None) -> list[int]:
-    """Return the ids that the model reads first. raw: without the chat template. system: the text before, if any."""
+def prompt_tokens(
+    tokenizer: Tokenizer, prompt: Prompt, raw: bool, system: str | None = None
+) -> list[int]:
+    """Return the ids that the model reads first. raw: without the chat template. system: the text
+    before, if any.
+    """
     if raw:
         tokens = tokenizer.encode(str(prompt), add_bos=tokenizer.add_bos_by_default or not prompt)
         if not tokens:
-            raise ConfigError("--prompt: is empty and the tokenizer has no BOS token to begin from; give a text")
+            raise ConfigError(
+                "--prompt: is empty and the tokenizer has no BOS token to begin from; give a text"
+            )
         return tokens
-    before: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    before: list[Mapping[str, Any]] = (
+        [] if system is None else [{"role": "system", "content": system}]
+    )
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return render_prompt(tokenizer, [*before, *turns])
 
 
-def settings_digest(source: GenerationSource, arguments: argparse.Namespace, prompts: Sequence[Any]) -> str:
+def settings_digest(
+    source: GenerationSource, arguments: argparse.Namespace, prompts: Sequence[Any]
+) -> str:
     """Return a digest of what answers follow from.
 
     That is the weights' files by name, size and time, the prompts, and how tokens are drawn.
     """
-    paths = sorted(source.folder.iterdir()) + (sorted(source.adapter.iterdir()) if source.adapter else [])
+    paths = sorted(source.folder.iterdir()) + (
+        sorted(source.adapter.iterdir()) if source.adapter else []
+    )
     files = [path for path in paths if path.suffix in _MODEL_SUFFIXES and path.is_file()]
-    settings: list[Any] = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    settings: list[Any] = [
+        [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files
+    ]
     settings += [getattr(arguments, name) for name in _DRAWN]
     settings.append(list(prompts))
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -172,7 +227,9 @@ class Answers:
     """Where answers go: a file that a second start goes on with, or standard output."""
 
     def __init__(self, path: Path | None, settings: str):
-        """Count the answers that are there; nothing is written yet. Raises ConfigError like `count_answers`."""
+        """Count the answers that are there; nothing is written yet. Raises ConfigError like
+        `count_answers`.
+        """
         self.settings = settings
         self.path = path
         self.count, self._size = (0, 0) if path is None else count_answers(path, settings)
@@ -183,7 +240,12 @@ class Answers:
         text = ""
         for answer in answers:
             self.count += 1
-            text += json.dumps({"number": self.count, "settings": self.settings, **answer}, ensure_ascii=False) + "\n"
+            text += (
+                json.dumps(
+                    {"number": self.count, "settings": self.settings, **answer}, ensure_ascii=False
+                )
+                + "\n"
+            )
         if self.path is None:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -203,15 +265,17 @@ class Answers:
 def count_answers(path: Path, settings: str) -> tuple[int, int]:
     """Count the answers in a file of an earlier start, and their bytes.
 
-    Half a line at its end, as a kill leaves it, counts only as ours if it begins as the next answer would begin.
-    Raises ConfigError for a file of other settings, or of something else.
+    Half a line at its end, as a kill leaves it, counts only as ours if it begins as the next answer
+    would begin. Raises ConfigError for a file of other settings, or of something else.
     """
     try:
         file = open_regular(path)
     except FileNotFoundError:
         return 0, 0
     except OSError as error:
-        raise ConfigError(f"--out: {show(str(path))}: {error.strerror}; choose another --out") from error
+        raise ConfigError(
+            f"--out: {show(str(path))}: {error.strerror}; choose another --out"
+        ) from error
     count = size = 0
     with file:
         while line := file.readline(JSON_LIMIT):
@@ -233,15 +297,19 @@ def _check_answer(line: bytes, number: int, settings: str, location: str) -> Non
         raise ConfigError(f"{location}: is no answer of --prompts; choose another --out") from None
     if not is_same:
         raise ConfigError(
-            f"{location}: was made with another model, other prompts or other options; choose another --out, or remove "
-            "it"
+            f"{location}: was made with another model, other prompts or other options; choose"
+            " another --out, or remove it"
         )
     if not line.endswith(b"\n"):
         raise ConfigError(f"{location}: ends in the midst of a line; choose another --out")
 
 
-def answer_file(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
-    """Answer the prompts of a file that have no answer yet, and write a line for each, batch by batch."""
+def answer_file(
+    source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
+) -> None:
+    """Answer the prompts of a file that have no answer yet, and write a line for each, batch by
+    batch.
+    """
     prompts = read_prompts(Path(arguments.prompts).expanduser())
     tokens = []
     for number, prompt in enumerate(prompts, start=1):
@@ -251,7 +319,10 @@ def answer_file(source: GenerationSource, tokenizer: Tokenizer, arguments: argpa
         check_prompt(tokens[-1], source.spec, f"prompt {number}")
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     answers = Answers(out, settings_digest(source, arguments, prompts))
-    options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    options = {
+        name: getattr(arguments, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p")
+    }
     with loaded(source, arguments) as (model, device):
         if answers.count:
             get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
@@ -262,13 +333,20 @@ def answer_file(source: GenerationSource, tokenizer: Tokenizer, arguments: argpa
                 device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch], **options,
             )  # fmt: skip
             pairs = zip(batch, generated, strict=True)
-            answers.write([_describe(prompts[number], tokens[number], answer, tokenizer) for number, answer in pairs])
+            answers.write(
+                [
+                    _describe(prompts[number], tokens[number], answer, tokenizer)
+                    for number, answer in pairs
+                ]
+            )
             if answers.path is not None:
                 get_logger().info("%d of %d prompts answered", answers.count, len(prompts))
     answers.close()
 
 
-def _describe(prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer) -> dict[str, Any]:
+def _describe(
+    prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Return what a line says of an answer. tokens: of the prompt."""
     decoder = StreamDecoder(tokenizer, tokens)
     text = "".join(map(decoder.push, answer.tokens)) + decoder.finish()
@@ -298,7 +376,9 @@ def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse
         get_logger().info("note: %s", NO_ANSWER)
 
 
-def options(tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def options(
+    tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
     """How tokens are chosen, as `generation.sample.generate` takes it."""
     return {
         "max_new_tokens": arguments.max_new_tokens,
@@ -311,10 +391,14 @@ def options(tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.d
 
 
 @contextmanager
-def loaded(source: GenerationSource, arguments: argparse.Namespace) -> Iterator[tuple[Decoder, torch.device]]:
+def loaded(
+    source: GenerationSource, arguments: argparse.Namespace
+) -> Iterator[tuple[Decoder, torch.device]]:
     """The model with its weights, and its device; what does not fit there is one line."""
     device = choose_device(arguments.device)
-    trained = DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
+    trained = (
+        DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
+    )
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     if source.adapter is not None:
         kept = "" if storage == "none" else f", kept in {storage}"
@@ -325,6 +409,6 @@ def loaded(source: GenerationSource, arguments: argparse.Namespace) -> Iterator[
         yield load_source(source, choose_dtype(trained, source.config), device, storage), device
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16, fewer "
-            "--max-new-tokens, or --device cpu"
+            f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16,"
+            " fewer --max-new-tokens, or --device cpu"
         ) from error

@@ -1,4 +1,6 @@
-"""An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is plain."""
+"""An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is
+plain.
+"""
 
 import argparse
 import json
@@ -25,7 +27,12 @@ COMMON: dict[str, Mapping[str, Any]] = {
     "-v --verbose": SWITCH | {"help": "say more: all ranks, the seconds of each part"},
 }
 DRAW_OPTIONS: Options = {
-    "--max-new-tokens": {"type": int, "default": 256, "metavar": "N", "help": "of an answer; default: 256"},
+    "--max-new-tokens": {
+        "type": int,
+        "default": 256,
+        "metavar": "N",
+        "help": "of an answer; default: 256",
+    },
     "--temperature": {
         "type": float,
         "default": 0.0,
@@ -33,22 +40,37 @@ DRAW_OPTIONS: Options = {
         "help": "0 (default): always the likeliest token; 1: draw as the model was trained",
     },
     "--top-k": {"type": int, "metavar": "K", "help": "draw from the K likeliest tokens only"},
-    "--top-p": {"type": float, "metavar": "P", "help": "draw from the fewest likeliest that sum to P"},
+    "--top-p": {
+        "type": float,
+        "metavar": "P",
+        "help": "draw from the fewest likeliest that sum to P",
+    },
     "--seed": {"type": int, "default": 42, "help": "of the draws; default: 42"},
 }
 
 
-def add_configs(parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default") -> None:
-    """The config that a verb looks at, by position or as `--config`, several of which are merged, and its overrides."""
+def add_configs(
+    parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default"
+) -> None:
+    """The config that a verb looks at, by position or as `--config`, several of which are merged,
+    and its overrides.
+    """
     named = any(word == "--config" or word.startswith("--config=") for word in words)
-    parser.add_argument("config", nargs="?" if named else None, metavar="CONFIG", help="a name of `tune ls`, or a path")
+    parser.add_argument(
+        "config",
+        nargs="?" if named else None,
+        metavar="CONFIG",
+        help="a name of `tune ls`, or a path",
+    )
     parser.add_argument("--config", dest="more", action="append", default=[], metavar="CONFIG",
                         help="further ones, of which the later win, key by key")  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
 
 
 def take_configs(arguments: argparse.Namespace) -> list[str]:
-    """The configs of `add_configs`, first to last; with all of them named, the first word is an override."""
+    """The configs of `add_configs`, first to last; with all of them named, the first word is an
+    override.
+    """
     first = [] if arguments.config is None else [arguments.config]
     if first and arguments.more and (first[0].startswith("~") or "=" in first[0]):
         arguments.overrides, first = [*first, *arguments.overrides], []
@@ -56,7 +78,9 @@ def take_configs(arguments: argparse.Namespace) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come in any order."""
+    """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come
+    in any order.
+    """
 
     def __init__(self, verb: str, description: str, options: Options) -> None:
         """verb: as typed after `tune`. description: what the verb does, for `--help`."""
@@ -79,14 +103,19 @@ class Parser(argparse.ArgumentParser):
             self._refuse(extra[0])
         if arguments.quiet or arguments.verbose:
             set_verbosity(VERBOSE if arguments.verbose else QUIET)
-        refuse_repeated(getattr(arguments, "overrides", None) or getattr(arguments, "words", None) or ())
+        refuse_repeated(
+            getattr(arguments, "overrides", None) or getattr(arguments, "words", None) or ()
+        )
         return arguments
 
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):
             raise ConfigError(f"{self.prog}: unexpected argument {show(word)}{self._hint}")
         name = word.split("=", 1)[0]
-        raise ConfigError(f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self._hint}")
+        raise ConfigError(
+            f"{self.prog}: unknown option"
+            f" {show(name)}{did_you_mean(name, self.options()) or self._hint}"
+        )
 
     def print_help(self, file: Any = None) -> None:
         """Writes the help; unlike argparse, not as if it were written where the disk is full."""
@@ -94,17 +123,25 @@ class Parser(argparse.ArgumentParser):
 
     def options(self) -> list[str]:
         """The long options of the verb."""
-        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        return [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if name.startswith("--")
+        ]
 
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
-        said, required, names = message.replace("\n", " ").partition("the following arguments are required: ")
+        said, required, names = message.replace("\n", " ").partition(
+            "the following arguments are required: "
+        )
         if required:  # a misspelled option may be why
             options = [word for word in self._words if word.startswith("--") and word != "--"]
             unknown = [word for word in options if word.split("=", 1)[0] not in self.options()]
             if unknown:
                 self._refuse(unknown[0])
-            # argparse counts positional arguments that may be absent when options stand between others
+            # argparse counts positional arguments that may be absent when options stand between
+            # others
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
             missing = [name for name in names.split(", ") if name not in optional]
             said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
@@ -119,7 +156,11 @@ _RATES = ({"matmul", "device", "version"},)
 # By what a file of ours is known again: keys of its JSON object, or of the first line's.
 _KEYS: dict[str, tuple[set[str], ...]] = {
     # A plan, a tensor-parallel plan, a list of receipts.
-    "--json": ({"schema", "verdict"}, {"model", "tokens", "legal_sizes"}, {"receipts", "unreadable"}),
+    "--json": (
+        {"schema", "verdict"},
+        {"model", "tokens", "legal_sizes"},
+        {"receipts", "unreadable"},
+    ),
     "--calibrate": _RATES,
     "--write": _RATES,
     "summary.json": ({"models", "sequences", "label_tokens"},),
@@ -134,42 +175,57 @@ _WORDS = {
 
 
 def check_output(
-    option: str, path: str | None, inputs: Iterable[tuple[str, str | None]] = (), kind: str | None = None
+    option: str,
+    path: str | None,
+    inputs: Iterable[tuple[str, str | None]] = (),
+    kind: str | None = None,
 ) -> None:
-    """Raise ConfigError for a file that cannot be written, that the command reads, or that no earlier use has written.
+    """Raise ConfigError for a file that cannot be written, that the command reads, or that no
+    earlier use has written.
 
-    inputs: option and path of what the command reads, or writes elsewhere. kind: by which a file is known again;
-    default: the option.
+    inputs: option and path of what the command reads, or writes elsewhere. kind: by which a file is
+    known again; default: the option.
     """
     if path is None or (option == "--json" and path == "-"):
         return
     check_place(option, path, inputs)
     if os.path.exists(path) and not _is_ours(kind or option, path):
         raise ConfigError(
-            f"{option}: {show(path)} is there already and is no file that {option} writes; move it away, or choose "
-            "another name"
+            f"{option}: {show(path)} is there already and is no file that {option} writes; move it"
+            " away, or choose another name"
         )
 
 
 def check_place(
-    option: str, path: str, inputs: Iterable[tuple[str, str | None]] = (), *, makes_folders: bool = False
+    option: str,
+    path: str,
+    inputs: Iterable[tuple[str, str | None]] = (),
+    *,
+    makes_folders: bool = False,
 ) -> None:
-    """Raise ConfigError for a name that no file can be written under, and that of an input; see `check_output`.
+    """Raise ConfigError for a name that no file can be written under, and that of an input; see
+    `check_output`.
 
     makes_folders: the command makes the folders that the name lies in.
     """
     check_replaceable(f"{option}: {show(path)}", path)
     folder = os.path.dirname(path) or "."
     if not makes_folders and not os.path.isdir(folder):
-        raise ConfigError(f"{option}: {show(folder)}: no such folder; make it, or choose another name")
+        raise ConfigError(
+            f"{option}: {show(folder)}: no such folder; make it, or choose another name"
+        )
     for input_option, input_path in inputs:
         if input_path is not None and _is_same_file(path, input_path):
-            raise ConfigError(f"{option}: {show(path)} is the file of {input_option} too; choose another name")
+            raise ConfigError(
+                f"{option}: {show(path)} is the file of {input_option} too; choose another name"
+            )
     check_folder(Path(folder), option)
 
 
 def check_replaceable(named: str, path: Path | str) -> None:
-    """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file. named: the path, for it."""
+    """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file. named:
+    the path, for it.
+    """
     try:
         check_regular(path)
     except FileNotFoundError:
@@ -181,7 +237,9 @@ def check_replaceable(named: str, path: Path | str) -> None:
 
 
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError for a folder that cannot be written, and one that has other files of these names."""
+    """Raise ConfigError for a folder that cannot be written, and one that has other files of these
+    names.
+    """
     check_folder(folder, option)
     for name in names:
         if os.path.lexists(folder / name):
@@ -212,10 +270,19 @@ def _is_ours(kind: str, path: str) -> bool:
 def draw_faults(arguments: argparse.Namespace) -> list[str]:
     """What is wrong with how many tokens are to be drawn, and how."""
     temperature, top_p, seed = arguments.temperature, arguments.top_p, arguments.seed
-    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
-    unused = f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest token"
+    idle = [
+        f"--{name.replace('_', '-')}"
+        for name in ("top_k", "top_p")
+        if getattr(arguments, name) is not None
+    ]
+    unused = (
+        f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest token"
+    )
     return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
-        (not 0 <= temperature < float("inf"), f"--temperature: found {temperature}, expected a number >= 0"),
+        (
+            not 0 <= temperature < float("inf"),
+            f"--temperature: found {temperature}, expected a number >= 0",
+        ),
         (
             top_p is not None and not 0 < top_p <= 1,
             f"--top-p: found {top_p}, expected a number above 0 and up to 1",
@@ -236,7 +303,9 @@ def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
 
 
 def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[int, ...]:
-    """Return `2,4` as numbers, each once. Raises ConfigError where one of them is none or not legal."""
+    """Return `2,4` as numbers, each once. Raises ConfigError where one of them is none or not
+    legal.
+    """
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) in legal for part in parts):
         raise ConfigError(f"{option}: found {quote(text)}, expected {expected}")
@@ -249,7 +318,9 @@ def tell_lone(names: Iterable[str], option: str) -> list[str]:
 
 
 def put_json(path: str, value: Any) -> None:
-    """Write what --json asks for, indented: to standard output for `-`, else as a file, whole or not at all."""
+    """Write what --json asks for, indented: to standard output for `-`, else as a file, whole or
+    not at all.
+    """
     text = json.dumps(value, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)

@@ -30,12 +30,16 @@ def run(words: list[str]) -> int:
     """Prints the config in the form asked for."""
     arguments = parser(words).parse(words)
     if arguments.resolved and arguments.describe:
-        raise ConfigError("tune cat: --resolved and --describe are two different views; give one of them")
+        raise ConfigError(
+            "tune cat: --resolved and --describe are two different views; give one of them"
+        )
     if arguments.overrides and not arguments.resolved:
         raise ConfigError("tune cat: overrides change the resolved values only; add --resolved")
     configs = take_configs(arguments)
     if len(configs) > 1 and not arguments.resolved:
-        raise ConfigError("tune cat: several configs are merged for --resolved only; give one, or add --resolved")
+        raise ConfigError(
+            "tune cat: several configs are merged for --resolved only; give one, or add --resolved"
+        )
     if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     if arguments.resolved:
@@ -52,7 +56,9 @@ def run(words: list[str]) -> int:
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{show(str(path))}: cannot be read: {describe_fault(error)}") from error
+            raise ConfigError(
+                f"{show(str(path))}: cannot be read: {describe_fault(error)}"
+            ) from error
         print(text, end="")
     return DONE
 

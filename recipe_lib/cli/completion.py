@@ -1,4 +1,5 @@
-"""`tune completion SHELL`: what a shell completes after `tune`: verbs, options, names of recipes and configs, files.
+"""`tune completion SHELL`: what a shell completes after `tune`: verbs, options, names of recipes
+and configs, files.
 
 Written by shtab (https://docs.iterative.ai/shtab) from the parsers of the verbs.
 """
@@ -39,9 +40,15 @@ def run(words: list[str]) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise ConfigError("tune completion: shtab is not installed; pip install 'shtab>=1.7,<2'") from error
-    names = sorted({*list_recipes(), *(name for configs in list_configs().values() for name in configs)})
-    preamble: Any = {name: text.format(names=" ".join(names)) for name, text in _NAMES.items()}  # by shell
+        raise ConfigError(
+            "tune completion: shtab is not installed; pip install 'shtab>=1.7,<2'"
+        ) from error
+    names = sorted(
+        {*list_recipes(), *(name for configs in list_configs().values() for name in configs)}
+    )
+    preamble: Any = {
+        name: text.format(names=" ".join(names)) for name, text in _NAMES.items()
+    }  # by shell
     print(shtab.complete(tree(), shell, preamble=preamble))
     return DONE
 
@@ -50,7 +57,9 @@ def tree() -> argparse.ArgumentParser:
     """`tune` with all of its verbs, as one parser."""
     from recipe_lib.cli.main import VERBS, module_of
 
-    whole = argparse.ArgumentParser(prog="tune", description="Fine-tunes language models by recipes that you own.")
+    whole = argparse.ArgumentParser(
+        prog="tune", description="Fine-tunes language models by recipes that you own."
+    )
     whole.add_argument("-V", "--version", action="store_true", help="the version")
     verbs = whole.add_subparsers()
     for verb, text in VERBS.items():

@@ -62,7 +62,10 @@ def run(words: list[str]) -> int:
 
 def find_source(name: str) -> Path:
     """The file of a recipe or a config, by name or by path."""
-    recipes, configs = list_recipes(), [config for group in list_configs().values() for config in group]
+    recipes, configs = (
+        list_recipes(),
+        [config for group in list_configs().values() for config in group],
+    )
     if name in recipes or name.endswith(".py"):
         return find_recipe(name)
     if name in configs or name.endswith(CONFIG_SUFFIXES):
@@ -72,7 +75,9 @@ def find_source(name: str) -> Path:
 
 
 def place(source: Path, destination: str) -> Path:
-    """Where the copy goes: into a folder under its own name, or to a file that ends as the source must."""
+    """Where the copy goes: into a folder under its own name, or to a file that ends as the source
+    must.
+    """
     target = Path(destination).expanduser()
     if target.is_dir() or destination.endswith(os.sep):
         return target / source.name
@@ -80,5 +85,7 @@ def place(source: Path, destination: str) -> Path:
     if target.suffix in fitting:
         return target
     if target.suffix in (".py", *CONFIG_SUFFIXES):
-        raise ConfigError(f"{show(destination)}: the copy of a {what} ends in {' or '.join(fitting)}")
+        raise ConfigError(
+            f"{show(destination)}: the copy of a {what} ends in {' or '.join(fitting)}"
+        )
     return target.with_name(target.name + source.suffix)

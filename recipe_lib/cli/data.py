@@ -1,5 +1,6 @@
-"""`tune data show CONFIG` and `tune data check CONFIG`: a config's samples as they will be trained, before anything
-is."""
+"""`tune data show CONFIG` and `tune data check CONFIG`: a config's samples as they will be trained,
+before anything is.
+"""
 
 import argparse
 import dataclasses
@@ -10,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, find_low_numbers, take_configs
+from recipe_lib.cli.arguments import (
+    SWITCH,
+    Options,
+    Parser,
+    add_configs,
+    find_low_numbers,
+    take_configs,
+)
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_data
 from recipe_lib.config.local_files import downloaded_model, model_folder
@@ -24,7 +32,12 @@ if TYPE_CHECKING:
     from recipe_lib.tokenizers import Tokenizer
 
 # (trained, special token) -> how it looks on a terminal
-COLORS = {(True, True): "bold green", (True, False): "green", (False, True): "yellow", (False, False): "dim"}
+COLORS = {
+    (True, True): "bold green",
+    (True, False): "green",
+    (False, True): "yellow",
+    (False, False): "dim",
+}
 ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
@@ -38,8 +51,18 @@ DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the te
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
 OPTIONS: Options = {
     "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
-    "--limit": {"type": int, "default": 5, "metavar": "N", "help": "show: how many sequences (packs); default: 5"},
-    "--step": {"type": int, "default": 0, "metavar": "N", "help": "show: those of this step on, from 0"},
+    "--limit": {
+        "type": int,
+        "default": 5,
+        "metavar": "N",
+        "help": "show: how many sequences (packs); default: 5",
+    },
+    "--step": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "show: those of this step on, from 0",
+    },
     "--validation": SWITCH | {"help": "show: sequences of validation.source"},
     "--allow": {
         "metavar": "FAULT",
@@ -58,7 +81,11 @@ def run(words: list[str]) -> int:
     arguments = read(words)
     cfg = open_config(take_configs(arguments), arguments)[1].cfg
     check_data(cfg)
-    return show_samples(cfg, arguments) if arguments.action == "show" else check_samples(cfg, arguments)
+    return (
+        show_samples(cfg, arguments)
+        if arguments.action == "show"
+        else check_samples(cfg, arguments)
+    )
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
@@ -83,7 +110,9 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer", Any, Any, Any]:
-    """(tokenizer, training set, validation set or None, source of the model); for `check` bad samples are counted."""
+    """(tokenizer, training set, validation set or None, source of the model); for `check` bad
+    samples are counted.
+    """
     from recipe_lib.data import build_datasets, settle_formats
     from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_of
@@ -95,7 +124,9 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
     source = None
     if cfg.tokenizer.path is None and (folder := _without_weights(cfg)):
-        cfg = dataclasses.replace(cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder)))
+        cfg = dataclasses.replace(
+            cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder))
+        )
     elif cfg.tokenizer.path is None:
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
     found = "".join(f"{visible(line)}\n" for line in settle_formats(cfg))
@@ -121,15 +152,26 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     tokenizer, dataset, validation, _ = read_datasets(cfg, arguments)
     if arguments.validation:
         if validation is None:
-            raise ConfigError("--validation: the config has no validation.source; set it, or leave --validation out")
+            raise ConfigError(
+                "--validation: the config has no validation.source; set it, or leave"
+                " --validation out"
+            )
         slots = [[item] for item in range(min(arguments.limit, validation.items))]
     else:
         slots = list(slots_of(cfg, dataset, arguments.step, arguments.limit))
-    shown = [[show_item(validation if arguments.validation else dataset, item, tokenizer) for item in s] for s in slots]
+    shown = [
+        [show_item(validation if arguments.validation else dataset, item, tokenizer) for item in s]
+        for s in slots
+    ]
     if arguments.json:
         print(
             json.dumps(
-                {"sequences": [[dataclasses.asdict(document) for item in slot for document in item] for slot in shown]}
+                {
+                    "sequences": [
+                        [dataclasses.asdict(document) for item in slot for document in item]
+                        for slot in shown
+                    ]
+                }
             )
         )
         return DONE
@@ -155,7 +197,9 @@ def slots_of(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int
     first = step * cfg.batch_size * cfg.gradient_accumulation_steps
     if first >= total:
         last = (total - 1) // (cfg.batch_size * cfg.gradient_accumulation_steps)
-        raise ConfigError(f"--step: found {step}, expected at most {last}: the config's epochs end there")
+        raise ConfigError(
+            f"--step: found {step}, expected at most {last}: the config's epochs end there"
+        )
     for at in range(first, min(first + count, total)):
         yield [int(item) for slot in plan.slots(at) for item in slot]
 
@@ -168,7 +212,10 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
 
     colors = wants_color(sys.stdout)
     console = open_console(terminal_width(), colors)
-    tokens, trained = sum(document.tokens for document in documents), sum(document.trained for document in documents)
+    tokens, trained = (
+        sum(document.tokens for document in documents),
+        sum(document.trained for document in documents),
+    )
     what = "pack" if packed else "sequence"
     held = f" in {len(documents)} documents" if len(documents) > 1 else ""
     shares = f"{tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})"
@@ -181,7 +228,9 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
         else:
             put(console, f"   {document.place}{answer}", wrap=False)
         line = Text()
-        for is_trained, pieces in itertools.groupby(document.pieces, key=lambda piece: piece.trained):
+        for is_trained, pieces in itertools.groupby(
+            document.pieces, key=lambda piece: piece.trained
+        ):
             line.append("«" if is_trained and not colors else "")
             for piece in pieces:
                 style = COLORS[is_trained, piece.special] if colors else ""
@@ -204,7 +253,10 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
 
         special = special_tokens(tokenizer)
         used = sorted(special.keys() & ids_used(dataset, validation))
-        untrained = [special[token] for token in untrained_embeddings(source.spec, source.folder, used, special)]
+        untrained = [
+            special[token]
+            for token in untrained_embeddings(source.spec, source.folder, used, special)
+        ]
     found = inspect(dataset, validation, cfg.max_seq_len, untrained)
     faults = [finding for finding in found.findings if finding.name not in arguments.allow]
     if arguments.json:
@@ -229,14 +281,21 @@ def report(found: Any, lines: list[str]) -> None:
         print_wrapped(visible(line))
     if numbers["sequences"]:
         print_wrapped(
-            f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens, median "
-            f"{numbers['median_sequence']}; packed into {counted(numbers['packs'], 'sequence')} of "
-            f"{numbers['pack_length']} they fill {numbers['packing_efficiency']:.1%} of them"
+            f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens,"
+            f" median {numbers['median_sequence']}; packed into"
+            f" {counted(numbers['packs'], 'sequence')} of {numbers['pack_length']} they fill"
+            f" {numbers['packing_efficiency']:.1%} of them"
         )
     if numbers["sequences"] and numbers.get("untrained_tokens") == []:
         print_wrapped("special tokens: every one that the samples use has a trained embedding")
     if "validation" in numbers:
         trained, held_out = numbers["overlapping_sequences"], numbers["validation"]
-        count = counted(held_out["pairs"], "pair") if held_out["pairs"] else counted(held_out["sequences"], "sequence")
+        count = (
+            counted(held_out["pairs"], "pair")
+            if held_out["pairs"]
+            else counted(held_out["sequences"], "sequence")
+        )
         print_wrapped(f"validation: {count}, {trained} of them also trained on")
-    print_wrapped(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")
+    print_wrapped(
+        f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}"
+    )

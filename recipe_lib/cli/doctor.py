@@ -1,4 +1,6 @@
-"""`tune doctor`: what this machine is, whether its GPUs and links do what they should, and what to set if not."""
+"""`tune doctor`: what this machine is, whether its GPUs and links do what they should, and what to
+set if not.
+"""
 
 import argparse
 import json
@@ -19,7 +21,9 @@ from recipe_lib.report.phases import phase
 FOUND = 1  # exit code
 STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
 VERSION = 3  # of what --json writes
-RANKS_PER_CORE = 4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
+RANKS_PER_CORE = (
+    4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
+)
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
 whole, collectives by size, copies to the host, rates of matrix products, memory, folders. Says in a line each
 what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; leaves no file but that of --write.
@@ -41,7 +45,10 @@ OPTIONS: Options = {
         "help": "where runs will write; default: outputs",
     },
     "--json": SWITCH | {"help": "everything as one JSON object, in place of the report"},
-    "--write": {"metavar": "FILE", "help": "write the measured rates, for `tune plan --calibration FILE`"},
+    "--write": {
+        "metavar": "FILE",
+        "help": "write the measured rates, for `tune plan --calibration FILE`",
+    },
 }
 
 
@@ -54,7 +61,11 @@ def run(words: list[str]) -> int:
     findings = judge(facts)
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
-        print(json.dumps({"version": VERSION, "healthy": is_healthy, "findings": findings, **facts}, indent=2))
+        print(
+            json.dumps(
+                {"version": VERSION, "healthy": is_healthy, "findings": findings, **facts}, indent=2
+            )
+        )
     else:
         print(report(facts, findings), end="")
     if arguments.write:
@@ -78,8 +89,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     """Look at, measure and try out everything; return it as `--json` shows it.
 
-    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. links: of
-    `measure_links`, None for one rank.
+    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why.
+    links: of `measure_links`, None for one rank.
     """
     from huggingface_hub import constants
 
@@ -97,7 +108,11 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks = arguments.nproc_per_node or max(1, gpus)
     most = gpus or RANKS_PER_CORE * cores()
     if ranks > most:
-        why = "the GPUs that torch sees" if gpus else f"{RANKS_PER_CORE} for each core, as there is no GPU"
+        why = (
+            "the GPUs that torch sees"
+            if gpus
+            else f"{RANKS_PER_CORE} for each core, as there is no GPU"
+        )
         raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {most}, {why}")
     if ranks > 1 and "torch" not in facts["failed"]:
         with phase(f"timing collectives among {ranks} ranks"):
@@ -108,8 +123,8 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     """Time collectives among ranks on this machine.
 
-    Return backend, ranks, points (operation, bytes, seconds of the slowest rank), failed (what hung, broke or gave
-    wrong numbers: "rank 1: all_reduce of 1.00 MiB: why").
+    Return backend, ranks, points (operation, bytes, seconds of the slowest rank), failed (what
+    hung, broke or gave wrong numbers: "rank 1: all_reduce of 1.00 MiB: why").
     """
     import torch
 
@@ -117,14 +132,20 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
 
     def steps(rank: int, folder: Path) -> Iterable[Step]:
         if not on_gpu:
-            torch.set_num_threads(max(1, cores() // ranks))  # of this rank's process, among the others
+            torch.set_num_threads(
+                max(1, cores() // ranks)
+            )  # of this rank's process, among the others
         sizes = GPU_SIZES if on_gpu else CPU_SIZES
-        return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
+        return collective_steps(
+            rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS
+        )
 
     outcomes = run_isolated(steps, ranks, STEP_SECONDS)
     points = []
     failed = [
-        f"rank {rank}: {name}: {why}" for rank, outcome in enumerate(outcomes) for name, why in outcome.failed.items()
+        f"rank {rank}: {name}: {why}"
+        for rank, outcome in enumerate(outcomes)
+        for name, why in outcome.failed.items()
     ]
     for name in outcomes[0].values:
         rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
@@ -133,11 +154,18 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
         if wrong := sum(row["wrong"] for row in rows):
             failed.append(f"{name}: {wrong} wrong numbers")
         points.append(rows[0] | {"seconds": max(row["seconds"] for row in rows)})
-    return {"backend": "nccl" if on_gpu else "gloo", "ranks": ranks, "points": points, "failed": failed}
+    return {
+        "backend": "nccl" if on_gpu else "gloo",
+        "ranks": ranks,
+        "points": points,
+        "failed": failed,
+    }
 
 
 def write(path: str, facts: dict[str, Any]) -> str:
-    """Write the rates as a calibration of the planner's, if they were measured; return a line about it."""
+    """Write the rates as a calibration of the planner's, if they were measured; return a line about
+    it.
+    """
     from recipe_lib.plan.timing.calibration import with_links
 
     steps, links = facts["steps"], facts["links"]

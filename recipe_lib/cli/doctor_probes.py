@@ -1,11 +1,13 @@
-"""What `tune doctor` looks at: packages and folders here; host memory and GPUs in processes of their own.
+"""What `tune doctor` looks at: packages and folders here; host memory and GPUs in processes of
+their own.
 
-The rates were measured on one GPU; copies between GPUs have not run so far (docs/measurements/on_a_gpu.md).
-What compares numbers is the same code on any device, and is tested with copies that deliver the wrong ones.
+The rates were measured on one GPU; copies between GPUs have not run so far
+(docs/measurements/on_a_gpu.md). What compares numbers is the same code on any device, and is tested
+with copies that deliver the wrong ones.
 
-A driver or a link that is broken does not answer, or takes the process along: `run_isolated` does the steps in forks
-with a time limit. The result of each step is sent as soon as it is there. The forks need a parent that has never
-touched a GPU.
+A driver or a link that is broken does not answer, or takes the process along: `run_isolated` does
+the steps in forks with a time limit. The result of each step is sent as soon as it is there. The
+forks need a parent that has never touched a GPU.
 """
 
 import gc
@@ -32,17 +34,32 @@ from recipe_lib.errors import first_line
 from recipe_lib.units import MIB
 
 GRACE_SECONDS = 3.0  # how long the others may say nothing after one rank has failed
-KILL_SECONDS = 5.0  # a process inside a driver that does not answer cannot be killed: it is not waited for longer
+# A process inside a driver that does not answer cannot be killed: it is not waited for longer
+KILL_SECONDS = 5.0
 
 # A step's name, and what is done; it returns plain values.
 Step = tuple[str, Callable[[], Any]]
 
-PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", "transformers", "peft", "triton")
-# What this package was made for, as its requirements say; of a checkout, those of its pyproject.toml.
+PACKAGES = (
+    "torch",
+    "torchao",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "transformers",
+    "peft",
+    "triton",
+)
+# What this package was made for, as its requirements say; of a checkout, those of its
+# pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
-# Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through another path.
+# Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through
+# another path.
 COPIED = (4, 4100, MIB, 64 * MIB + 12)
-LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}  # from which compute capability tensor cores and torch can
+LOW_PRECISION = {
+    "int8": (7, 5),
+    "fp8": (8, 9),
+}  # from which compute capability tensor cores and torch can
 
 
 def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -52,7 +69,9 @@ def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "system": platform.platform(),
         "cores": cores(),
         "packages": {name: find_version(name) for name in PACKAGES},
-        "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),  # as Triton looks for one
+        "compiler": (
+            os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+        ),  # as Triton looks for one
         "driver": read_driver_version(),
         "listed_gpus": [name for name, _ in own_gpus()],
         "shared_memory": probe_folder(Path("/dev/shm")),
@@ -78,23 +97,31 @@ def in_range(package: str, version: str) -> bool:
 def read_driver_version() -> str | None:
     """Return the version of NVIDIA's driver; None without one."""
     try:
-        found = re.search(r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+        found = re.search(
+            r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        )
     except OSError:
         return None
     return found[0] if found else None
 
 
 def measure_host_memory() -> dict[str, Any]:
-    """total: of the machine. free: what a process can still get. what: limits it, the machine or a control group (a
-    container's, a batch job's)."""
+    """total: of the machine. free: what a process can still get. what: limits it, the machine or a
+    control group (a container's, a batch job's).
+    """
     from recipe_lib.memory.peaks import free_host_memory
 
     free, what = free_host_memory()
-    return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "free": free, "what": what}
+    return {
+        "total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free": free,
+        "what": what,
+    }
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
-    """Return path, total and free bytes of a folder; of one that is not there yet, the nearest one above.
+    """Return path, total and free bytes of a folder; of one that is not there yet, the nearest one
+    above.
 
     fault: why it cannot be written to, or None.
     """
@@ -110,10 +137,15 @@ def probe_folder(path: Path) -> dict[str, Any]:
 
 
 def device_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """Yield what torch says of itself and the GPUs, the rates of each GPU, or of a CPU, torchao, and copies."""
+    """Yield what torch says of itself and the GPUs, the rates of each GPU, or of a CPU, torchao,
+    and copies.
+    """
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
-    from recipe_lib.plan.timing.calibrate import calibrate, matmul_rate  # torch, once it is known to start
+    from recipe_lib.plan.timing.calibrate import (
+        calibrate,
+        matmul_rate,
+    )  # torch, once it is known to start
 
     gpus = describe_torch()["gpus"]
     for number in range(len(gpus)):
@@ -129,7 +161,10 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     if find_version("torchao"):
         yield "torchao", import_torchao
     for source, target in permutations(range(len(gpus)), 2):
-        yield f"copies from GPU {source} to GPU {target}", partial(verify_copies, f"cuda:{source}", f"cuda:{target}")
+        yield (
+            f"copies from GPU {source} to GPU {target}",
+            partial(verify_copies, f"cuda:{source}", f"cuda:{target}"),
+        )
 
 
 def import_torchao() -> str:
@@ -140,7 +175,8 @@ def import_torchao() -> str:
 
 
 def describe_torch() -> dict[str, Any]:
-    """Return versions that torch was built with, and the GPUs that it sees: name, memory and free bytes, capability.
+    """Return versions that torch was built with, and the GPUs that it sees: name, memory and free
+    bytes, capability.
 
     error: why torch sees no GPU, as far as it says.
     """
@@ -183,8 +219,8 @@ def verify_copies(
 ) -> dict[str, Any]:
     """Copy noise between devices in several sizes, and compare each on the host.
 
-    copy(target, source): torch's own if None; tests plant another. Returns {"wrong": of each size that arrived
-    otherwise, a line, "rate": bytes a second of the largest}.
+    copy(target, source): torch's own if None; tests plant another. Returns {"wrong": of each size
+    that arrived otherwise, a line, "rate": bytes a second of the largest}.
     """
     import torch
 
@@ -193,7 +229,9 @@ def verify_copies(
     rate = 0.0
     for size in sizes:
         generator = torch.Generator().manual_seed(size)
-        words = torch.randint(-(2**31), 2**31 - 1, (size // 4,), generator=generator, dtype=torch.int32)
+        words = torch.randint(
+            -(2**31), 2**31 - 1, (size // 4,), generator=generator, dtype=torch.int32
+        )
         # What is there before is neither what is sent nor zeros: copies that never happen are seen.
         received = torch.full_like(words, 0x5A5A5A5A).to(target)
         sent = words.to(source, copy=True)
@@ -206,7 +244,9 @@ def verify_copies(
         rate = size / (time.perf_counter() - start)
         arrived = received.cpu()
         if not torch.equal(arrived, words):
-            wrong.append(f"{size} bytes: {int((arrived != words).sum())} of {len(words)} words are others")
+            wrong.append(
+                f"{size} bytes: {int((arrived != words).sum())} of {len(words)} words are others"
+            )
     return {"wrong": wrong, "rate": rate}
 
 
@@ -218,12 +258,15 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)  # step -> why, in a few words
 
 
-def run_isolated(work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0) -> list[Outcome]:
-    """Do the steps of `work(rank, folder)` in `ranks` processes at once; return what became of each.
+def run_isolated(
+    work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0
+) -> list[Outcome]:
+    """Do the steps of `work(rank, folder)` in `ranks` processes at once; return what became of
+    each.
 
-    folder: empty at first, shared by the ranks. seconds: how long a rank may not come further; then it is killed, and
-    the others get `GRACE_SECONDS`. One process goes on after a step that failed; of several, the one that failed ends,
-    as the others wait for it.
+    folder: empty at first, shared by the ranks. seconds: how long a rank may not come further; then
+    it is killed, and the others get `GRACE_SECONDS`. One process goes on after a step that failed;
+    of several, the one that failed ends, as the others wait for it.
     """
     running = []
     outcomes: list[Outcome] = []
@@ -251,7 +294,8 @@ def _live(
     goes_on: bool,
 ) -> None:
     """Live as one process, which prints nothing. goes_on: also after a step that failed."""
-    gc.freeze()  # what the parent has thrown away is not to be taken down here: it may wait for threads
+    # What the parent has thrown away is not to be taken down here: it may wait for threads
+    gc.freeze()
     end_with_parent(parent)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -267,7 +311,9 @@ def _live(
 
 
 def _follow(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
-    """Take in what a process sends until it has ended; kill it after so many seconds without a word."""
+    """Take in what a process sends until it has ended; kill it after so many seconds without a
+    word.
+    """
     outcome = Outcome()
     step = "start"
     try:

@@ -6,11 +6,19 @@ from typing import Any
 from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
-from recipe_lib.report.terminal import heading, open_console, put, put_section, terminal_width, text_of
+from recipe_lib.report.terminal import (
+    heading,
+    open_console,
+    put,
+    put_section,
+    terminal_width,
+    text_of,
+)
 from recipe_lib.report.view import Section, Table
 from recipe_lib.units import GIB, MIB, counted, format_bytes, format_duration
 
-# {"name": to look up in docs/doctor.md, "line": what is so, "remedy": what to do about it; each one line}
+# {"name": to look up in docs/doctor.md, "line": what is so, "remedy": what to do about it; each one
+# line}
 Finding = dict[str, str]
 
 IN_USE = GIB  # of a GPU by others; a desktop takes less
@@ -21,29 +29,53 @@ DISK = 5 * GIB
 SAVED = 15 * GIB  # of 8B parameters in bf16
 _NO_P2P = "set NCCL_P2P_DISABLE=1 for every run (ranks then exchange through host memory)"
 REMEDIES = {
-    "package-version": "install a version of that range, with pip; of torchao the one that its release notes name for "
-    "this torch",
-    "torchao": "install the torchao that its release notes name for this torch, or the newest in the range",
+    "package-version": (
+        "install a version of that range, with pip; of torchao the one that its release notes name"
+        " for this torch"
+    ),
+    "torchao": (
+        "install the torchao that its release notes name for this torch, or the newest in the range"
+    ),
     "torch-broken": "install it anew, and restart the machine if its driver does not answer",
-    "gpu-unseen": "install a torch with CUDA, see pytorch.org/get-started, and a driver for that CUDA or a newer one",
-    "gpu-broken": "of `no kernel image` install a torch built for the card; else look for its errors in `dmesg`, and "
-    "leave it out with CUDA_VISIBLE_DEVICES",
-    "gpu-in-use": "end the programs that `nvidia-smi` shows, or plan with `tune plan --reserve-gib`",
+    "gpu-unseen": (
+        "install a torch with CUDA, see pytorch.org/get-started, and a driver for that CUDA or a"
+        " newer one"
+    ),
+    "gpu-broken": (
+        "of `no kernel image` install a torch built for the card; else look for its errors in"
+        " `dmesg`, and leave it out with CUDA_VISIBLE_DEVICES"
+    ),
+    "gpu-in-use": (
+        "end the programs that `nvidia-smi` shows, or plan with `tune plan --reserve-gib`"
+    ),
     "gpu-slow": "look at its clocks, temperature and power limit (`nvidia-smi -q -d PERFORMANCE`)",
     "gpus-unlike": "leave out a weaker card with CUDA_VISIBLE_DEVICES",
     "peer-copies-wrong": _NO_P2P,
-    "peer-copies-hang": f"{_NO_P2P}; switch the IOMMU off in the BIOS where the machine is your own",
-    "collectives-fail": "of gloo see that the machine's name leads to one of its addresses (/etc/hosts), or set "
-    "GLOO_SOCKET_IFNAME=lo; of NCCL try again with NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1, and see what "
-    "NCCL_DEBUG=INFO says",
+    "peer-copies-hang": (
+        f"{_NO_P2P}; switch the IOMMU off in the BIOS where the machine is your own"
+    ),
+    "collectives-fail": (
+        "of gloo see that the machine's name leads to one of its addresses (/etc/hosts), or set"
+        " GLOO_SOCKET_IFNAME=lo; of NCCL try again with NCCL_P2P_DISABLE=1, then"
+        " NCCL_SHM_DISABLE=1, and see what NCCL_DEBUG=INFO says"
+    ),
     "host-memory": "end other programs, or raise the container's limit",
     "shared-memory": "start the container with --shm-size=8g or --ipc=host",
-    "folder-unwritable": "make it writable, or set output_dir, HF_HUB_CACHE or data.cache_dir to another folder",
-    "disk-full": "free some space, or set output_dir, HF_HUB_CACHE or data.cache_dir to another folder",
+    "folder-unwritable": (
+        "make it writable, or set output_dir, HF_HUB_CACHE or data.cache_dir to another folder"
+    ),
+    "disk-full": (
+        "free some space, or set output_dir, HF_HUB_CACHE or data.cache_dir to another folder"
+    ),
     "not-measured": "try again; if it stays, what else is found here may be why",
-    "not-fused": "install Triton (`pip install triton`) and gcc or clang; CC names another compiler",
+    "not-fused": (
+        "install Triton (`pip install triton`) and gcc or clang; CC names another compiler"
+    ),
 }
-ADVICE = ("not-fused", "gpus-unlike")  # worth knowing, and no reason for an exit code: all works as it should
+ADVICE = (
+    "not-fused",
+    "gpus-unlike",
+)  # worth knowing, and no reason for an exit code: all works as it should
 # How the name of a step begins -> what it is called when it failed; other steps were not measured.
 _BROKEN = {
     "torchao": "torchao",
@@ -86,22 +118,43 @@ def _judge_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """GPUs that torch does not see or shares with other programs, and those that are slower than others."""
+    """GPUs that torch does not see or shares with other programs, and those that are slower than
+    others.
+    """
     torch = facts["steps"].get("torch")
     gpus = _list_gpus(facts)
     listed = facts["machine"]["listed_gpus"]
     if listed and torch and not gpus:
-        why = f"it says: {torch['error'] or 'nothing'}" if torch["cuda"] else "it is built without CUDA"
-        yield "gpu-unseen", f"the driver lists {counted(len(listed), 'GPU')}, torch {torch['version']} sees none; {why}"
+        why = (
+            f"it says: {torch['error'] or 'nothing'}"
+            if torch["cuda"]
+            else "it is built without CUDA"
+        )
+        yield (
+            "gpu-unseen",
+            (
+                f"the driver lists {counted(len(listed), 'GPU')}, torch {torch['version']} sees"
+                f" none; {why}"
+            ),
+        )
     for number, gpu in enumerate(gpus):
         used = gpu["memory"] - gpu["free"]
         if used > IN_USE:  # without what this process holds of it, some hundred MiB
-            yield "gpu-in-use", f"GPU {number}: {format_bytes(used)} of {format_bytes(gpu['memory'])} are in use"
+            yield (
+                "gpu-in-use",
+                f"GPU {number}: {format_bytes(used)} of {format_bytes(gpu['memory'])} are in use",
+            )
     steps = facts["steps"]
-    rates = {number: steps[name]["bf16"] for number in range(len(gpus)) if (name := f"rates of GPU {number}") in steps}
+    rates = {
+        number: steps[name]["bf16"]
+        for number in range(len(gpus))
+        if (name := f"rates of GPU {number}") in steps
+    }
     for number, rate in rates.items():
         best = max(rates.values())
-        best_alike = max(rates[other] for other in rates if gpus[other]["name"] == gpus[number]["name"])
+        best_alike = max(
+            rates[other] for other in rates if gpus[other]["name"] == gpus[number]["name"]
+        )
         if rate < SLOW_GPU * best:
             line = f"bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, another one at {best / 1e12:.0f}"
             name = "gpu-slow" if rate < SLOW_GPU * best_alike else "gpus-unlike"
@@ -109,14 +162,19 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Copies between GPUs that deliver something else; collectives that hang, break or give wrong numbers."""
+    """Copies between GPUs that deliver something else; collectives that hang, break or give wrong
+    numbers.
+    """
     copies = _list_copies(facts)
     wrong = [f"{name}: {way['wrong'][0]}" for name, way in copies.items() if way["wrong"]]
     if wrong:
         yield "peer-copies-wrong", f"{wrong[0]}; {len(wrong)} of {len(copies)} ways are wrong"
     links = facts["links"]
     if links and links["failed"]:
-        line = f"collectives among {links['ranks']} ranks ({links['backend']}): {'; '.join(links['failed'][:2])}"
+        line = (
+            f"collectives among {links['ranks']} ranks ({links['backend']}):"
+            f" {'; '.join(links['failed'][:2])}"
+        )
         yield "collectives-fail", line
 
 
@@ -124,17 +182,26 @@ def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
     if memory and memory["free"] < MEMORY:
-        line = f"host memory: {format_bytes(memory['free'])} {memory['what']}, torch alone takes about as much a rank"
+        line = (
+            f"host memory: {format_bytes(memory['free'])} {memory['what']}, torch alone takes about"
+            " as much a rank"
+        )
         yield "host-memory", line
     shared = facts["machine"]["shared_memory"]["free"]
     if len(_list_gpus(facts)) > 1 and shared < SHARED_MEMORY:
-        yield "shared-memory", f"/dev/shm: {format_bytes(shared)} is free, NCCL exchanges through it"
+        yield (
+            "shared-memory",
+            f"/dev/shm: {format_bytes(shared)} is free, NCCL exchanges through it",
+        )
     for folder in facts["machine"]["folders"]:
         place = f"{folder['use']} ({folder['path']})"
         if folder["fault"]:
             yield "folder-unwritable", f"{place}: {folder['fault']}"
         elif folder["free"] < DISK:
-            line = f"{place}: {format_bytes(folder['free'])} are free; a saved 8B model takes {format_bytes(SAVED)}"
+            line = (
+                f"{place}: {format_bytes(folder['free'])} are free; a saved 8B model takes"
+                f" {format_bytes(SAVED)}"
+            )
             yield "disk-full", line
 
 
@@ -171,12 +238,23 @@ def _list_software(facts: dict[str, Any]) -> list[tuple[str, str]]:
     machine = facts["machine"]
     packages = machine["packages"]
     torch = facts["steps"].get("torch", {})
-    build = f"CUDA {torch['cuda']}, NCCL {torch['nccl']}" if torch.get("cuda") else "built without CUDA"
+    build = (
+        f"CUDA {torch['cuda']}, NCCL {torch['nccl']}" if torch.get("cuda") else "built without CUDA"
+    )
     return [
         ("python", f"{machine['python']} on {machine['system']}"),
-        ("torch", f"{torch.get('version') or packages['torch']}, {build if torch else 'which does not start'}"),
+        (
+            "torch",
+            (
+                f"{torch.get('version') or packages['torch']},"
+                f" {build if torch else 'which does not start'}"
+            ),
+        ),
         ("driver", machine["driver"] or "none"),
-        ("packages", ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name != "torch")),
+        (
+            "packages",
+            ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name != "torch"),
+        ),
     ]
 
 
@@ -189,18 +267,29 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
         parts += [format_bytes(gpu["memory"]), f"{format_bytes(gpu['free'])} free"]
         rates = steps.get(f"rates of GPU {number}")
         if rates:
-            copied = f"to it {per_second(rates['copy_to_device'])}, from it {per_second(rates['copy_to_host'])}"
+            copied = (
+                f"to it {per_second(rates['copy_to_device'])}, from it"
+                f" {per_second(rates['copy_to_host'])}"
+            )
             parts += [f"bf16 matmuls {rates['bf16'] / 1e12:.1f} TFLOP/s", copied]
         rows.append((f"GPU {number}", ", ".join(parts)))
     measured = steps.get("calibration")
-    if measured and not measured["dry_run"]:  # of a CPU they are of one core and tiny shapes, no figures to plan with
-        rates = {tuple(point["shape"]): point["rate"] / 1e12 for point in measured["matmul"]["bf16"]}
+    if (
+        measured and not measured["dry_run"]
+    ):  # of a CPU they are of one core and tiny shapes, no figures to plan with
+        rates = {
+            tuple(point["shape"]): point["rate"] / 1e12 for point in measured["matmul"]["bf16"]
+        }
         rate = rates.get(LARGE_MATMUL, max(rates.values()))
         share = measured.get("step_share")
         in_steps = f", {share * rate:.1f} in steps" if share else ""
         rows += [
             ("GPU 0 loaded", f"bf16 matmuls {rate:.1f} TFLOP/s{in_steps}, for plans"),
-            *((name, f"{steps[name] / 1e12:.1f} TFLOP/s") for name in _LOW_MATMULS if name in steps),
+            *(
+                (name, f"{steps[name] / 1e12:.1f} TFLOP/s")
+                for name in _LOW_MATMULS
+                if name in steps
+            ),
             ("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"),
             ("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"),
         ]
@@ -215,24 +304,37 @@ def _describe_links(facts: dict[str, Any]) -> Section:
     if copies:
         rates = [way["rate"] for way in copies]
         whole = f"{sum(not way['wrong'] for way in copies)} of {len(copies)} arrive whole"
-        section.facts = [("copies", f"{whole}; {per_second(min(rates))} to {per_second(max(rates))}")]
+        section.facts = [
+            ("copies", f"{whole}; {per_second(min(rates))} to {per_second(max(rates))}")
+        ]
     if links and not links["failed"]:
         section.table = _tabulate_collectives(links)
     return section
 
 
 def _tabulate_collectives(measured: dict[str, Any]) -> Table:
-    """Return a line for each size, two columns for each operation: the time, and what goes over the links."""
-    points = {(point["bytes"], point["operation"]): point["seconds"] for point in measured["points"]}
+    """Return a line for each size, two columns for each operation: the time, and what goes over the
+    links.
+    """
+    points = {
+        (point["bytes"], point["operation"]): point["seconds"] for point in measured["points"]
+    }
     rows = []
     for size in sorted({size for size, _ in points}):
         row = [format_bytes(size).replace(".00 ", " ")]
         for operation in OPERATIONS:
             seconds = points[size, operation]
-            row += [format_duration(seconds), per_second(wire_bytes(operation, size, measured["ranks"]) / seconds)]
+            row += [
+                format_duration(seconds),
+                per_second(wire_bytes(operation, size, measured["ranks"]) / seconds),
+            ]
         rows.append(row)
     header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]
-    where = "the CPU, over gloo (which says nothing of GPUs)" if measured["backend"] == "gloo" else "GPUs, over NCCL"
+    where = (
+        "the CPU, over gloo (which says nothing of GPUs)"
+        if measured["backend"] == "gloo"
+        else "GPUs, over NCCL"
+    )
     note = f"{measured['ranks']} ranks on {where}: time of one, and what a rank sends a second"
     return Table("collectives", header, rows, (), notes=(note,))
 

@@ -1,4 +1,6 @@
-"""`tune download REPO`: what training needs of a model on the Hugging Face hub; never code, never pickles."""
+"""`tune download REPO`: what training needs of a model on the Hugging Face hub; never code, never
+pickles.
+"""
 
 import glob
 import hashlib
@@ -24,7 +26,10 @@ Prints the folder that it is in. A model that asks for consent needs a token: `h
 
 OPTIONS: Options = {
     "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
-    "--output-dir": {"metavar": "FOLDER", "help": "where to; default: the hub's cache, found by its name"},
+    "--output-dir": {
+        "metavar": "FOLDER",
+        "help": "where to; default: the hub's cache, found by its name",
+    },
     "--revision": {"help": "branch, tag or commit; default: main"},
     "--include": {
         "nargs": "+",
@@ -46,18 +51,29 @@ def run(words: list[str]) -> int:
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
         check_folder(output, "--output-dir")
-        if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
-            raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
+        if (
+            output.is_dir()
+            and any(output.iterdir())
+            and not (output / ".cache" / "huggingface").is_dir()
+        ):
+            raise ConfigError(
+                f"{show(str(output))}: holds other files; --output-dir expects a new or an empty"
+                " folder"
+            )
     repo = arguments.repo
 
     from huggingface_hub import HfApi, snapshot_download
 
     with one_line(repo, arguments.revision):
-        info = HfApi().model_info(repo, revision=arguments.revision, files_metadata=True, timeout=20)
+        info = HfApi().model_info(
+            repo, revision=arguments.revision, files_metadata=True, timeout=20
+        )
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
         wanted = choose(repo, list(sizes), arguments.include)
         if output is not None:
-            check_unchanged(output, [sibling for sibling in info.siblings or [] if sibling.rfilename in wanted])
+            check_unchanged(
+                output, [sibling for sibling in info.siblings or [] if sibling.rfilename in wanted]
+            )
         check_space(repo, {name: sizes[name] for name in wanted}, str(info.sha), output)
         folder = snapshot_download(
             repo,
@@ -84,40 +100,58 @@ def next_command(repo: str, output: Path | None) -> str:
 
 
 def check_unchanged(output: Path, siblings: list[Any]) -> None:
-    """Refuses to fetch over a file that was changed since it was fetched, or that no download wrote."""
+    """Refuses to fetch over a file that was changed since it was fetched, or that no download
+    wrote.
+    """
     for sibling in siblings:
         path = output / sibling.rfilename
-        if path.is_file() and not _is_as_fetched(output, sibling.rfilename) and not _is_the_hubs(path, sibling):
+        if (
+            path.is_file()
+            and not _is_as_fetched(output, sibling.rfilename)
+            and not _is_the_hubs(path, sibling)
+        ):
             raise ConfigError(
-                f"{path}: is not what was downloaded, or was changed since; move it away, or choose another "
-                "--output-dir"
+                f"{path}: is not what was downloaded, or was changed since; move it away, or choose"
+                " another --output-dir"
             )
 
 
 def _is_as_fetched(output: Path, name: str) -> bool:
-    """Whether the file is as old as its download, of which the third line of the hub's own notes has the time."""
+    """Whether the file is as old as its download, of which the third line of the hub's own notes
+    has the time.
+    """
     try:
-        notes = read_text(output / ".cache" / "huggingface" / "download" / f"{name}.metadata", 2**16).splitlines()
+        notes = read_text(
+            output / ".cache" / "huggingface" / "download" / f"{name}.metadata", 2**16
+        ).splitlines()
         return (output / name).stat().st_mtime <= float(notes[2]) + 1
     except (OSError, ValueError, IndexError):
         return False
 
 
 def _is_the_hubs(path: Path, sibling: Any) -> bool:
-    """Whether the file is what would be fetched: of one in git its blob's hash, of a large one the content's."""
+    """Whether the file is what would be fetched: of one in git its blob's hash, of a large one the
+    content's.
+    """
     if path.stat().st_size != sibling.size:
         return False
     if sibling.lfs is not None:
         return sha256_of(path) == sibling.lfs.sha256
-    blob = hashlib.sha1(f"blob {sibling.size}\0".encode() + read_bytes(path, sibling.size), usedforsecurity=False)
+    blob = hashlib.sha1(
+        f"blob {sibling.size}\0".encode() + read_bytes(path, sibling.size), usedforsecurity=False
+    )
     return blob.hexdigest() == sibling.blob_id
 
 
 def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
-    """The files of a repository to fetch. CheckpointError if there are no weights that can be read safely."""
+    """The files of a repository to fetch. CheckpointError if there are no weights that can be read
+    safely.
+    """
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = list(filter_repo_objects(names, allow_patterns=MODEL_FILES, ignore_patterns=NEVER_DOWNLOADED))
+    wanted = list(
+        filter_repo_objects(names, allow_patterns=MODEL_FILES, ignore_patterns=NEVER_DOWNLOADED)
+    )
     if include:
         chosen = list(filter_repo_objects(wanted, allow_patterns=include))
         if not chosen:
@@ -127,11 +161,13 @@ def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
     if not any(name.endswith(".safetensors") for name in wanted):
         if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
             raise CheckpointError(
-                f"{repo}: has its weights as .bin, .pt or .pth files only, which can run code when loaded; "
-                "expected .safetensors: look for a converted copy of the model"
+                f"{repo}: has its weights as .bin, .pt or .pth files only, which can run code when"
+                " loaded; expected .safetensors: look for a converted copy of the model"
             )
         kinds = "GGUF files only" if any(name.endswith(".gguf") for name in names) else "no weights"
-        raise CheckpointError(f"{repo}: has {kinds}; expected .safetensors files: look for the model's original")
+        raise CheckpointError(
+            f"{repo}: has {kinds}; expected .safetensors files: look for the model's original"
+        )
     return wanted
 
 

@@ -1,10 +1,20 @@
-"""`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out samples, and its base."""
+"""`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out
+samples, and its base.
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
-from recipe_lib.cli.arguments import DRAW_OPTIONS, SWITCH, Options, Parser, draw_faults, find_low_numbers, tell_lone
+from recipe_lib.cli.arguments import (
+    DRAW_OPTIONS,
+    SWITCH,
+    Options,
+    Parser,
+    draw_faults,
+    find_low_numbers,
+    tell_lone,
+)
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.torchrun_flags import check_launch, take_flags, with_rendezvous
 from recipe_lib.config.local_files import check_model_there
@@ -29,16 +39,28 @@ model, among ranks.
 --lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all this."""
 STORAGES = ("auto", "none", "nf4", "int8")
 OPTIONS: Options = {
-    "what": {"metavar": "WHAT", "help": "output_dir, model, adapter, or a hub id that was downloaded"},
+    "what": {
+        "metavar": "WHAT",
+        "help": "output_dir, model, adapter, or a hub id that was downloaded",
+    },
     "overrides": {
         "nargs": "*",
         "metavar": "key=value",
         "help": "keys of a config, such as batch_size=16 or dtype=fp32",
     },
-    "--data": {"metavar": "SOURCE", "help": "held-out samples, as data.source; default: the run's validation.source"},
-    "--format": {"metavar": "FORMAT", "help": "of --data, as data.format; default: found by its columns"},
+    "--data": {
+        "metavar": "SOURCE",
+        "help": "held-out samples, as data.source; default: the run's validation.source",
+    },
+    "--format": {
+        "metavar": "FORMAT",
+        "help": "of --data, as data.format; default: found by its columns",
+    },
     "--max-samples": {"type": int, "metavar": "N", "help": "only the first N samples"},
-    "--base": {"metavar": "MODEL", "help": "the model before training; default: the one that run or adapter names"},
+    "--base": {
+        "metavar": "MODEL",
+        "help": "the model before training; default: the one that run or adapter names",
+    },
     "--no-base": SWITCH | {"help": "measure what was trained alone"},
     "--quantize-base": {
         "default": "auto",
@@ -59,11 +81,25 @@ OPTIONS: Options = {
     },
     "--no-generate": SWITCH | {"help": "likelihoods alone, no answers"},
     **DRAW_OPTIONS,
-    "--lm-eval": {"metavar": "TASKS", "help": "tasks of lm-evaluation-harness, separated by commas"},
+    "--lm-eval": {
+        "metavar": "TASKS",
+        "help": "tasks of lm-evaluation-harness, separated by commas",
+    },
     "--include-path": {"metavar": "DIR", "help": "--lm-eval: a folder with tasks of your own"},
-    "--num-fewshot": {"type": int, "metavar": "N", "help": "--lm-eval: examples before each question"},
-    "--limit": {"type": int, "metavar": "N", "help": "--lm-eval: only the first N documents of each task"},
-    "--out": {"metavar": "DIR", "help": "where to write; default: eval/ in the run's folder, else nothing is written"},
+    "--num-fewshot": {
+        "type": int,
+        "metavar": "N",
+        "help": "--lm-eval: examples before each question",
+    },
+    "--limit": {
+        "type": int,
+        "metavar": "N",
+        "help": "--lm-eval: only the first N documents of each task",
+    },
+    "--out": {
+        "metavar": "DIR",
+        "help": "where to write; default: eval/ in the run's folder, else nothing is written",
+    },
     "--json": SWITCH | {"help": "the numbers as one JSON object"},
     "--recipe": {"metavar": "RECIPE", "help": "a recipe of your own that the run was made with"},
 }
@@ -104,7 +140,11 @@ def parser() -> Parser:
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses what makes no sense, all at once; plugins are imported. ConfigError."""
-    harness = [name for name in ("include_path", "num_fewshot", "limit") if getattr(arguments, name) is not None]
+    harness = [
+        name
+        for name in ("include_path", "num_fewshot", "limit")
+        if getattr(arguments, name) is not None
+    ]
     faults = choose_lines(
         (
             arguments.base and arguments.no_base,
@@ -112,7 +152,10 @@ def check(arguments: argparse.Namespace) -> None:
         ),
         (
             arguments.format and not arguments.data,
-            "--format: is of --data, which is missing; write validation.format=... for the run's own samples",
+            (
+                "--format: is of --data, which is missing; write validation.format=... for the"
+                " run's own samples"
+            ),
         ),
         (
             arguments.metric and arguments.no_generate,
@@ -131,6 +174,9 @@ def check(arguments: argparse.Namespace) -> None:
     for name in arguments.metric:
         if name not in names("metric"):
             known = names("metric")
-            hint = did_you_mean(name, known) or f"; expected one of {', '.join(known)}, or register it in a --plugin"
+            hint = (
+                did_you_mean(name, known)
+                or f"; expected one of {', '.join(known)}, or register it in a --plugin"
+            )
             raise ConfigError(f"--metric: unknown metric {show(name)}{hint}")
     check_model_there(arguments.what)

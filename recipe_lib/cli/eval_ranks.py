@@ -20,7 +20,13 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import DataConfig, validation_source
 from recipe_lib.config.suggest import show
-from recipe_lib.data import Dataset, build_validation_dataset, report_lines, settle_formats, warn_of_positions
+from recipe_lib.data import (
+    Dataset,
+    build_validation_dataset,
+    report_lines,
+    settle_formats,
+    warn_of_positions,
+)
 from recipe_lib.errors import ConfigError, OutOfMemoryError
 from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
@@ -34,7 +40,12 @@ from recipe_lib.evaluation.results import (
     Measured,
     score_sequences,
 )
-from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
+from recipe_lib.generation.answer_questions import (
+    Question,
+    generate_answers,
+    metric_of_answers,
+    questions_of,
+)
 from recipe_lib.generation.source import GenerationSource, choose_dtype, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.spec import ExternalSpec
@@ -50,8 +61,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes; rank 0 does both. Raises UserError."""
     run = run_of(arguments.what)
     named = Path(arguments.what).expanduser()
-    is_adapter = any((folder / ADAPTER_CONFIG).is_file() for folder in (named, named / ADAPTER_FOLDER))
-    source = find_source(arguments.what, arguments.base if is_adapter else None)  # a full model's is read later
+    is_adapter = any(
+        (folder / ADAPTER_CONFIG).is_file() for folder in (named, named / ADAPTER_FOLDER)
+    )
+    source = find_source(
+        arguments.what, arguments.base if is_adapter else None
+    )  # a full model's is read later
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
@@ -75,13 +90,17 @@ def evaluate(arguments: argparse.Namespace) -> None:
             models = _measure(placed, cfg, arguments, dataset, questions, tokenizer, world)
         if not world.is_main:
             return
-        names = {TUNED: str(source.adapter or source.folder)} | ({BASE: str(placed.base)} if BASE in models else {})
+        names = {TUNED: str(source.adapter or source.folder)} | (
+            {BASE: str(placed.base)} if BASE in models else {}
+        )
         settings = settings_of(cfg, arguments, world.size)
         _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, out)
 
 
 def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> Dataset:
-    """Return the held-out samples, tokenized, after a word on what was read. Raises ConfigError and DataError."""
+    """Return the held-out samples, tokenized, after a word on what was read. Raises ConfigError and
+    DataError.
+    """
     dataset = build_validation_dataset(cfg, tokenizer)
     assert dataset is not None
     for line in report_lines(dataset.report):
@@ -89,13 +108,15 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
     warn_of_positions(source.spec.max_positions, dataset)
     if dataset.group != 1:
         raise ConfigError(
-            f"validation.source: {cfg.validation.source} holds pairs of answers, expected one answer a sample; give "
-            "others with --data FILE"
+            f"validation.source: {cfg.validation.source} holds pairs of answers, expected one"
+            " answer a sample; give others with --data FILE"
         )
     return dataset
 
 
-def _placed(arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World) -> PlacedModel:
+def _placed(
+    arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World
+) -> PlacedModel:
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with _fits(source, world), world.heartbeat.phase("loading weights"):
         return place_model(cfg, source, world, storage, _base_folder(arguments, cfg, source))
@@ -113,7 +134,12 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
 
         def measured(model: Any, which: str) -> dict[tuple[str, str], float]:
             ours = harness_model(
-                model, spec=source.spec, tokenizer=tokenizer, device=world.device, batch_size=size, seed=arguments.seed
+                model,
+                spec=source.spec,
+                tokenizer=tokenizer,
+                device=world.device,
+                batch_size=size,
+                seed=arguments.seed,
             )
             with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
                 return metric_rows(run_tasks(ours, tasks, **options))
@@ -124,7 +150,10 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
                    for which, rows in found.items()}  # fmt: skip
         sys.stdout.write(json.dumps(numbers) + "\n")
         return
-    rows = [[task, name, *(f"{each[task, name]:.4f}" for each in found.values())] for task, name in found[TUNED]]
+    rows = [
+        [task, name, *(f"{each[task, name]:.4f}" for each in found.values())]
+        for task, name in found[TUNED]
+    ]
     table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
     print("\n".join(table_lines(table, terminal_width())))
 
@@ -156,8 +185,9 @@ def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
     for name in ("tensor", "context", "pipeline"):
         if questions and getattr(cfg.parallel, name) > 1:
             raise ConfigError(
-                f"parallel.{name}={getattr(cfg.parallel, name)}: answers are generated by whole layers on each rank; "
-                f"measure likelihoods alone with --no-generate, or leave parallel.{name} at 1"
+                f"parallel.{name}={getattr(cfg.parallel, name)}: answers are generated by whole"
+                " layers on each rank; measure likelihoods alone with --no-generate, or leave"
+                f" parallel.{name} at 1"
             )
 
 
@@ -167,8 +197,9 @@ def _fits(source: GenerationSource, world: World) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"{show(str(source.folder))}: the evaluation does not fit on {world.device}; try a smaller "
-            "validation.batch_size, fewer --max-new-tokens, --no-generate, or more ranks (--nproc_per_node)"
+            f"{show(str(source.folder))}: the evaluation does not fit on {world.device}; try a"
+            " smaller validation.batch_size, fewer --max-new-tokens, --no-generate, or more ranks"
+            " (--nproc_per_node)"
         ) from error
 
 
@@ -181,14 +212,21 @@ def _measure(
     tokenizer: Tokenizer,
     world: World,
 ) -> dict[str, Measured]:
-    """The tuned model, then its base, whose weights may take the place of the tuned ones; in the order of the table."""
+    """The tuned model, then its base, whose weights may take the place of the tuned ones; in the
+    order of the table.
+    """
 
     def measured(model: Any, which: str) -> Measured:
         found = Measured()
         with world.heartbeat.phase(f"likelihoods ({which})"):
-            found.scores = score_sequences(model, placed.parallel, dataset, cfg, world, tokenizer.pad_id)
+            found.scores = score_sequences(
+                model, placed.parallel, dataset, cfg, world, tokenizer.pad_id
+            )
         if questions:
-            options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+            options = {
+                name: getattr(arguments, name)
+                for name in ("max_new_tokens", "temperature", "top_k", "top_p")
+            }
             with world.heartbeat.phase(f"answers ({which})"):
                 found.answers = generate_answers(
                     model, placed.source.spec, questions, world,
@@ -205,7 +243,9 @@ def _measure(
 def _measure_both(
     placed: PlacedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
 ) -> dict[str, Result]:
-    """Measure the tuned model, then its base, whose weights may take its place; return both in a table's order."""
+    """Measure the tuned model, then its base, whose weights may take its place; return both in a
+    table's order.
+    """
     tuned = measure(placed.model, TUNED)
     if arguments.no_base or placed.base is None:
         return {TUNED: tuned}
@@ -222,7 +262,10 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
     print("\n".join(table_lines(evaluation.table(), terminal_width())))
     if not is_quiet():
         summary = evaluation.summary()
-        print(f"{summary['sequences']} sequences, {summary['label_tokens']} label tokens, {summary['answers']} answers")
+        print(
+            f"{summary['sequences']} sequences, {summary['label_tokens']} label tokens,"
+            f" {summary['answers']} answers"
+        )
         for which, name in evaluation.names.items():
             print(f"{which}: {name}")
         if out is not None:
@@ -235,13 +278,24 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
 
 _BATCH = 8  # sequences, where nothing else is said
 # What of a run's section `data` does not hold for held-out samples, or is said in another way.
-_NOT_CARRIED = ("source", "sources", "format", "split", "columns", "max_samples", "packing", "shuffle")
+_NOT_CARRIED = (
+    "source",
+    "sources",
+    "format",
+    "split",
+    "columns",
+    "max_samples",
+    "packing",
+    "shuffle",
+)
 # Of a run, besides its model: how its weights are computed with.
 _OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
-def eval_config(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> FullFinetuneConfig:
+def eval_config(
+    arguments: argparse.Namespace, source: GenerationSource, run: Path | None
+) -> FullFinetuneConfig:
     """The config; its validation.source is what is looked at. ConfigError if there is none."""
     trained = None if run is None else load_run_config(run, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
@@ -256,7 +310,11 @@ def _of_model(source: GenerationSource, trained: FullFinetuneConfig | None) -> l
     """Model, dtype, seed: of the run, or what the files say."""
     if trained is not None:
         model = dataclasses.asdict(trained.model)
-        words = [f"model.{name}={json.dumps(value)}" for name, value in model.items() if value is not None]
+        words = [
+            f"model.{name}={json.dumps(value)}"
+            for name, value in model.items()
+            if value is not None
+        ]
         words += [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
         return words
     words = [f"model.path={json.dumps(str(source.folder))}"]
@@ -282,17 +340,30 @@ def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | Non
     if arguments.data:
         given = {"source": arguments.data, "format": arguments.format or "auto"}
     elif held is not None:
-        given = {"source": held.source, "format": held.format, "split": held.split, "columns": held.columns}
+        given = {
+            "source": held.source,
+            "format": held.format,
+            "split": held.split,
+            "columns": held.columns,
+        }
     elif named := [word for word in arguments.overrides if word.startswith("validation.source=")]:
         given = {"source": named[-1].partition("=")[2]}
     elif arguments.lm_eval:
         return [*words, "data.source=none.jsonl"]  # tasks have samples of their own
     else:
-        whose = "its config has no validation.source" if trained is not None else "is no run, which would name them"
-        raise ConfigError(f"{show(arguments.what)}: {whose}; give held-out samples with --data FILE")
+        whose = (
+            "its config has no validation.source"
+            if trained is not None
+            else "is no run, which would name them"
+        )
+        raise ConfigError(
+            f"{show(arguments.what)}: {whose}; give held-out samples with --data FILE"
+        )
     words += [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
     words.append(f"validation.source={json.dumps(given['source'])}")
-    most = arguments.max_samples or (held.max_samples if held is not None and not arguments.data else None)
+    most = arguments.max_samples or (
+        held.max_samples if held is not None and not arguments.data else None
+    )
     return words if most is None else [*words, f"validation.max_samples={most}"]
 
 
@@ -308,5 +379,7 @@ def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str
     }
     if not arguments.no_generate:
         drawn = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-        found |= {name: getattr(arguments, name) for name in drawn if getattr(arguments, name) is not None}
+        found |= {
+            name: getattr(arguments, name) for name in drawn if getattr(arguments, name) is not None
+        }
     return found

@@ -1,4 +1,6 @@
-"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: what was trained, as others load it."""
+"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: what was trained, as
+others load it.
+"""
 
 import argparse
 
@@ -22,25 +24,47 @@ and for these also a model folder, of a run or not:
 
 An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the export differs."""
 OPTIONS: Options = {
-    "checkpoint": {"metavar": "CHECKPOINT", "help": "output_dir, state/step_N, or an adapter's folder"},
+    "checkpoint": {
+        "metavar": "CHECKPOINT",
+        "help": "output_dir, state/step_N, or an adapter's folder",
+    },
     "--merge": SWITCH | {"help": "base and adapter as one model"},
     "--adapter": SWITCH | {"help": "the adapter"},
     "--hf": SWITCH | {"help": "all weights"},
     "--gguf": {"choices": GGUF_KINDS, "help": "a GGUF file, its matrices in this type"},
-    "--pre": {"metavar": "NAME", "help": "--gguf: llama.cpp's pre-tokenizer, if it is not recognized"},
-    "--quantize": {"choices": QUANTIZED_KINDS, "help": "a Hugging Face folder with quantized linears"},
+    "--pre": {
+        "metavar": "NAME",
+        "help": "--gguf: llama.cpp's pre-tokenizer, if it is not recognized",
+    },
+    "--quantize": {
+        "choices": QUANTIZED_KINDS,
+        "help": "a Hugging Face folder with quantized linears",
+    },
     "--group-size": {
         "type": int,
         "metavar": "N",
-        "help": f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's qat_group_size",
+        "help": (
+            f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's"
+            " qat_group_size"
+        ),
     },
     "--out": {
         "metavar": "PATH",
         "help": "a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
     },
-    "--base": {"metavar": "MODEL", "help": "the adapter's base; default: the one that run or adapter names"},
-    "--dtype": {"choices": ("fp32", "bf16"), "help": "--merge: type of what is written; default: the run's"},
-    "--device": {"default": "cpu", "choices": ("auto", "cpu", "cuda"), "help": "for the check; default: cpu"},
+    "--base": {
+        "metavar": "MODEL",
+        "help": "the adapter's base; default: the one that run or adapter names",
+    },
+    "--dtype": {
+        "choices": ("fp32", "bf16"),
+        "help": "--merge: type of what is written; default: the run's",
+    },
+    "--device": {
+        "default": "cpu",
+        "choices": ("auto", "cpu", "cuda"),
+        "help": "for the check; default: cpu",
+    },
     "--recipe": {"help": "a recipe of your own that the run was made with"},
 }
 
@@ -70,7 +94,9 @@ def read(words: list[str]) -> argparse.Namespace:
     kinds = ("merge", "adapter", "hf", "gguf", "quantize")
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
         *others, last = (f"--{kind}" for kind in kinds)
-        raise ConfigError(f"tune export: expected one of {', '.join(others)} and {last}; see `tune export --help`")
+        raise ConfigError(
+            f"tune export: expected one of {', '.join(others)} and {last}; see `tune export --help`"
+        )
     faults = choose_lines(
         (
             arguments.pre and not arguments.gguf,
@@ -82,11 +108,17 @@ def read(words: list[str]) -> argparse.Namespace:
         ),
         (
             arguments.device != "cpu" and (arguments.gguf or arguments.quantize),
-            f"--device: found {arguments.device}, but this export is made and checked on cpu; leave it out",
+            (
+                f"--device: found {arguments.device}, but this export is made and checked on cpu;"
+                " leave it out"
+            ),
         ),
         (
             arguments.dtype and not arguments.merge,
-            "--dtype: only a merged model may have another type; use it with --merge, or leave it out",
+            (
+                "--dtype: only a merged model may have another type; use it with --merge, or leave"
+                " it out"
+            ),
         ),
         (
             arguments.base and arguments.hf,

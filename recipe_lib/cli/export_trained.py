@@ -1,6 +1,8 @@
-"""`tune export` of an adapter, a merged model, or the model of a run: what CHECKPOINT is, what is written, and a check.
+"""`tune export` of an adapter, a merged model, or the model of a run: what CHECKPOINT is, what is
+written, and a check.
 
-The run, state or adapter that a folder is, its base, and what goes into the export; imported with torch.
+The run, state or adapter that a folder is, its base, and what goes into the export; imported with
+torch.
 """
 
 import argparse
@@ -65,7 +67,13 @@ from recipe_lib.reading import find_object
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training.export_model import run_card
 from recipe_lib.training.metrics import SUMMARY_FILE
-from recipe_lib.training.next_commands import ANYWHERE, adapter_commands, merge_command, model_commands, print_next
+from recipe_lib.training.next_commands import (
+    ANYWHERE,
+    adapter_commands,
+    merge_command,
+    model_commands,
+    print_next,
+)
 from recipe_lib.units import GIB
 
 CONFIG = "config.yaml"
@@ -73,8 +81,9 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What CHECKPOINT is. run: the output_dir it is in, cfg: the config of the run that made it, records: the folder
-    with that and its metrics; adapter or state: one of the two."""
+    """What CHECKPOINT is. run: the output_dir it is in, cfg: the config of the run that made it,
+    records: the folder with that and its metrics; adapter or state: one of the two.
+    """
 
     run: Path | None
     cfg: Any
@@ -84,17 +93,24 @@ class ExportSource:
 
 
 def run_of(name: str) -> Path | None:
-    """Return the output_dir of the run that wrote a folder: itself, or the one that its model/ or adapter/ is in."""
+    """Return the output_dir of the run that wrote a folder: itself, or the one that its model/ or
+    adapter/ is in.
+    """
     folder = Path(name).expanduser()
     if (folder / CONFIG).is_file():
         return folder
-    if folder.absolute().name in (MODEL_FOLDER, ADAPTER_FOLDER) and (folder.absolute().parent / CONFIG).is_file():
+    if (
+        folder.absolute().name in (MODEL_FOLDER, ADAPTER_FOLDER)
+        and (folder.absolute().parent / CONFIG).is_file()
+    ):
         return folder.absolute().parent
     return None
 
 
 def load_run_config(folder: Path, recipe: str | None) -> Any:
-    """Return the config of the run that a folder is of. recipe: that it was made with; None: the one that it names."""
+    """Return the config of the run that a folder is of. recipe: that it was made with; None: the
+    one that it names.
+    """
     path = folder / CONFIG
     return load_config(path, [], recipe_for(str(path), recipe).schema())
 
@@ -103,55 +119,88 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     """Look at the folder; a state is verified byte by byte. Raises CheckpointError, ConfigError."""
     path, shown = Path(arguments.checkpoint).expanduser(), show(arguments.checkpoint)
     if not path.is_dir():
-        raise CheckpointError(f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter")
+        raise CheckpointError(
+            f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
+        )
     if (path / ADAPTER_CONFIG).is_file():
-        return ExportSource(*_run_at(path.parent, arguments, path.name == ADAPTER_FOLDER), adapter=path, state=None)
+        return ExportSource(
+            *_run_at(path.parent, arguments, path.name == ADAPTER_FOLDER), adapter=path, state=None
+        )
     if (path / "manifest.json").is_file():
         is_best = path.absolute().parent.name == BEST_FOLDER
-        folder, cfg, records = _run_at(path.parent.parent.parent if is_best else path.parent.parent, arguments)
+        folder, cfg, records = _run_at(
+            path.parent.parent.parent if is_best else path.parent.parent, arguments
+        )
         if cfg is None:
-            raise CheckpointError(f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir")
-        return ExportSource(folder, cfg, records, None, find_state(path.parent, str(path), SingleRank()))
+            raise CheckpointError(
+                f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir"
+            )
+        return ExportSource(
+            folder, cfg, records, None, find_state(path.parent, str(path), SingleRank())
+        )
     folder, cfg, records = _run_at(path, arguments)
     is_model = (path / "config.json").is_file()
     if folder is None:
         what = "is a model folder already" if is_model else "is no run, state or adapter"
-        raise CheckpointError(f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder")
+        raise CheckpointError(
+            f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder"
+        )
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
     if has_adapter and not arguments.hf:
         folder, cfg, records = _run_at(path, arguments, adapter=True)
-        saved = {file.stat().st_mtime: file.parent for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")}
-        if saved and max(saved) > (adapter / ADAPTER_CONFIG).stat().st_mtime:  # the run was gone on with, and not ended
+        saved = {
+            file.stat().st_mtime: file.parent
+            for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
+        }
+        if (
+            saved and max(saved) > (adapter / ADAPTER_CONFIG).stat().st_mtime
+        ):  # the run was gone on with, and not ended
             print_wrapped(
-                f"note: {saved[max(saved)]} is newer than {adapter}, which is taken; name the state to export it"
+                f"note: {saved[max(saved)]} is newer than {adapter}, which is taken; name the state"
+                " to export it"
             )
         return ExportSource(folder, cfg, records, adapter, None)
     state = _find_state_of_run(path / STATE_FOLDER, cfg) if (path / STATE_FOLDER).is_dir() else None
     if state is None:
-        what = "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps to have states"
+        what = (
+            "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps"
+            " to have states"
+        )
         if (path / MODEL_FOLDER / "config.json").is_file():
-            what = f"has no state to export; {path / MODEL_FOLDER} is its trained model, exported already"
+            what = (
+                f"has no state to export; {path / MODEL_FOLDER} is its trained model, exported"
+                " already"
+            )
         elif has_adapter:
             what = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
         raise CheckpointError(f"{shown}: {what}")
     return ExportSource(folder, cfg, records, None, state)
 
 
-def _run_at(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> tuple[Path | None, Any, Path | None]:
+def _run_at(
+    folder: Path, arguments: argparse.Namespace, adapter: bool = False
+) -> tuple[Path | None, Any, Path | None]:
     """The run's folder, its config and where that is, if the folder is a run's."""
     records = folder
     record = read_record(folder) if adapter else None
-    if record is not None and ADAPTER_FOLDER in record.earlier and record.kept:  # a run that replaces it is under way
+    if (
+        record is not None and ADAPTER_FOLDER in record.earlier and record.kept
+    ):  # a run that replaces it is under way
         records = folder / record.kept[0]
-        print_wrapped(f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see {records}")
+        print_wrapped(
+            f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see"
+            f" {records}"
+        )
     if not (records / CONFIG).is_file():
         return None, None, None
     return folder, load_run_config(records, arguments.recipe), records
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
-    """Of a run that keeps its best step the weights of that, as the newest state has it; else the newest state."""
+    """Of a run that keeps its best step the weights of that, as the newest state has it; else the
+    newest state.
+    """
     best = best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
         return find_state(root, "latest", SingleRank())
@@ -167,11 +216,19 @@ def implementation_of(found: ExportSource) -> str | None:
     """Of the run's model, or what the adapter says of its base; None: see `read_trained_spec`."""
     if found.cfg is not None:
         return str(found.cfg.model.implementation)
-    return None if found.adapter is None else read_adapter(found.adapter).metadata.get(BASE_IMPLEMENTATION)
+    return (
+        None
+        if found.adapter is None
+        else read_adapter(found.adapter).metadata.get(BASE_IMPLEMENTATION)
+    )
 
 
-def beside_weights(found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool) -> dict[str, Any]:
-    """Arguments of an export: the tokenizer's files, the template and stop tokens that the run used, and the card."""
+def beside_weights(
+    found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
+) -> dict[str, Any]:
+    """Arguments of an export: the tokenizer's files, the template and stop tokens that the run
+    used, and the card.
+    """
     if found.cfg is None:
         return _beside_strange_adapter(found, base, spec, is_adapter)
     cfg, run = found.cfg, found.records
@@ -188,21 +245,29 @@ def beside_weights(found: ExportSource, base: Path | None, spec: ModelSpec, is_a
         step = summary.get("exported_step")
         exported = summary.get("outcome")
     shown = public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
-    commands = _list_commands(spec, shown, cfg.trained_adapters if is_adapter else None, template is not None)
+    commands = _list_commands(
+        spec, shown, cfg.trained_adapters if is_adapter else None, template is not None
+    )
     return {
         "tokenizer_folder": folder,
         "chat_template": template,
         "stop_ids": tokenizer.stop_ids,
-        "card": run_card(cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported)
-        if run
-        else None,
+        "card": (
+            run_card(
+                cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported
+            )
+            if run
+            else None
+        ),
     }
 
 
 def _beside_strange_adapter(
     found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained with."""
+    """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained
+    with.
+    """
     assert found.adapter is not None
     held = read_adapter(found.adapter)
     assert base is not None
@@ -210,37 +275,57 @@ def _beside_strange_adapter(
     own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
     shown, template = public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
     commands = _list_commands(spec, shown, lora if is_adapter else None, template)
-    card = model_card(None, base=named, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands)
+    card = model_card(
+        None, base=named, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands
+    )
     return {"tokenizer_folder": found.adapter if own else base, "card": card}
 
 
-def _list_commands(spec: ModelSpec, base: str, adapter: LoraConfig | None, template: bool) -> list[str]:
+def _list_commands(
+    spec: ModelSpec, base: str, adapter: LoraConfig | None, template: bool
+) -> list[str]:
     """Return what the card says to do with a model, or with an adapter on its base."""
     if adapter is None:
         return model_commands(ANYWHERE)
-    return adapter_commands(ANYWHERE, base, adapter, rank=file_rank(spec, adapter), template=template)
+    return adapter_commands(
+        ANYWHERE, base, adapter, rank=file_rank(spec, adapter), template=template
+    )
 
 
 def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
-    """The folder of an adapter's base: the one that --base, its run or the adapter itself names. CheckpointError."""
+    """The folder of an adapter's base: the one that --base, its run or the adapter itself names.
+    CheckpointError.
+    """
     if arguments.base:
         return find_checkpoint(arguments.base)
-    # The adapter's own name of it is found from any folder, the config's may be a path from where the run was started.
+    # The adapter's own name of it is found from any folder, the config's may be a path from where
+    # the run was started.
     name = "" if found.adapter is None else read_adapter_config(found.adapter).base
     if found.cfg is not None and not name:
         model = found.cfg.model
-        return find_adapter_base(arguments.checkpoint, model.path or str(model.preset), is_preset=not model.path)
+        return find_adapter_base(
+            arguments.checkpoint, model.path or str(model.preset), is_preset=not model.path
+        )
     if not name:
-        raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
+        raise CheckpointError(
+            f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base"
+        )
     return find_adapter_base(arguments.checkpoint, name)
 
 
 def write_merged(
-    found: ExportSource, base: Path, adapter: Path, out: Path, dtype: torch.dtype, out_dtype: torch.dtype
+    found: ExportSource,
+    base: Path,
+    adapter: Path,
+    out: Path,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
 ) -> None:
-    """The adapter merged into its base, as the folder `out`. dtype: of the base while the adapter was trained.
+    """The adapter merged into its base, as the folder `out`. dtype: of the base while the adapter
+    was trained.
 
-    CheckpointError, StorageError; then there is no folder."""
+    CheckpointError, StorageError; then there is no folder.
+    """
     implementation = implementation_of(found)
     merge_adapter(
         base,
@@ -252,7 +337,10 @@ def write_merged(
         ranks=SingleRank(),
         implementation=implementation,
         **beside_weights(
-            found, base, read_trained_spec(read_config(base), str(base), implementation), is_adapter=False
+            found,
+            base,
+            read_trained_spec(read_config(base), str(base), implementation),
+            is_adapter=False,
         ),
     )
 
@@ -265,7 +353,11 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
         out = found.run / f"{kind}_{found.state.name}"
     else:
         assert found.adapter is not None
-        out = found.run / kind if found.run else found.adapter.with_name(f"{found.adapter.absolute().name}-{kind}")
+        out = (
+            found.run / kind
+            if found.run
+            else found.adapter.with_name(f"{found.adapter.absolute().name}-{kind}")
+        )
     if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another folder with --out, or remove it")
     return out
@@ -274,7 +366,9 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
 def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
     if found.state is None or holds_adapters(found.state):
-        raise CheckpointError(f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter")
+        raise CheckpointError(
+            f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter"
+        )
     cfg, out = found.cfg, _target(found, "model", arguments)
     device = choose_device(arguments.device)
     base = find_checkpoint(cfg.model.path) if cfg.model.path else None
@@ -292,7 +386,12 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
         tell_left_out(spec, base, "export")
     trained = prompt_logits(model)
     del model
-    tell(f"model: {out}", compare(trained, prompt_logits(load_model(spec, out, dtype, device))), dtype, out)
+    tell(
+        f"model: {out}",
+        compare(trained, prompt_logits(load_model(spec, out, dtype, device))),
+        dtype,
+        out,
+    )
     print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
     print_next(model_commands(out))
 
@@ -312,10 +411,14 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
         out = _target(found, "model", arguments)
     elif rewrite:
         out = _target(found, "adapter", arguments)
-    if rewrite and found.adapter is not None and (parts := check_fits(read_adapter(found.adapter), spec).parts):
+    if (
+        rewrite
+        and found.adapter is not None
+        and (parts := check_fits(read_adapter(found.adapter), spec).parts)
+    ):
         raise CheckpointError(
-            f"{found.adapter}: brings {min(parts)} of its base along, which --adapter would not write; copy the folder "
-            "as it is, or merge it (--merge)"
+            f"{found.adapter}: brings {min(parts)} of its base along, which --adapter would not"
+            " write; copy the folder as it is, or merge it (--merge)"
         )
     model, dtype = _trained_model(found, spec, base, config, device)
     trained = (prompt_logits(model), prompt_logits(model, with_adapters=False))
@@ -350,7 +453,12 @@ def _trained_model(
 
 
 def _write_adapter(
-    model: Decoder, spec: ModelSpec, found: ExportSource, base: Path, config: dict[str, Any], out: Path
+    model: Decoder,
+    spec: ModelSpec,
+    found: ExportSource,
+    base: Path,
+    config: dict[str, Any],
+    out: Path,
 ) -> None:
     if found.state is not None:
         lora, name = found.cfg.lora, str(found.cfg.model.path)
@@ -382,16 +490,24 @@ def _check_adapter(
 ) -> None:
     model, filled = model_of_adapter(adapter, spec, base, dtype, device)
     held = read_adapter(adapter)
-    print_wrapped(f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is left over")
+    print_wrapped(
+        f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is"
+        " left over"
+    )
     if held.config.dora:
-        print_wrapped("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
+        print_wrapped(
+            "note: vLLM does not load DoRA adapters; serve the merged model there (tune export"
+            " --merge)"
+        )
     logits = prompt_logits(model)
     del model  # PEFT's comes in its place
     tell(f"adapter: {adapter}", compare(trained[0], logits, trained[1]), dtype, adapter)
     print_wrapped(check_with_peft(adapter, base, spec, dtype, device, trained))
 
 
-def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: ModelSpec, adapter: Path) -> None:
+def _tell_next(
+    found: ExportSource, arguments: argparse.Namespace, spec: ModelSpec, adapter: Path
+) -> None:
     """The commands that go on from an adapter, each of which works with its folder as it is."""
     held = read_adapter(adapter)
     if held.extras:  # which neither vLLM nor PEFT knows
@@ -399,10 +515,14 @@ def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: ModelSp
     lora, base = adapter_settings_of(held, spec), arguments.base or held.config.base
     template = (adapter / CHAT_TEMPLATE).is_file()
     given = bool(arguments.base) and os.path.abspath(arguments.base) != held.config.base
-    commands = adapter_commands(adapter, base, lora, rank=lora.rank, with_base=given, template=template)
+    commands = adapter_commands(
+        adapter, base, lora, rank=lora.rank, with_base=given, template=template
+    )
     # vLLM loads A and B alone: what else the file has of the base it would leave out or refuse.
     print_next(commands[:1] if check_fits(held, spec).parts else commands)
-    is_of_run = found.run is not None and adapter.parent == found.run  # where a merged model would be the run's
+    is_of_run = (
+        found.run is not None and adapter.parent == found.run
+    )  # where a merged model would be the run's
     if not (is_of_run and (adapter.parent / "model").exists()):
         print_next([merge_command(adapter, arguments.base, arguments.recipe)])
 
@@ -421,21 +541,31 @@ def _check_merged(
     wanted = DTYPES[arguments.dtype] if arguments.dtype else dtype
     write_merged(found, base, adapter, out, dtype, wanted)
     spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
-    print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
-    comparison = compare(trained[0], prompt_logits(load_model(spec, out, wanted, device)), trained[1])
+    print_wrapped(
+        f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there"
+    )
+    comparison = compare(
+        trained[0], prompt_logits(load_model(spec, out, wanted, device)), trained[1]
+    )
     coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
     tell(f"model: {out}", comparison, coarser, out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(
-            "note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and adapter apart"
+            "note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and"
+            " adapter apart"
         )
     print_next(model_commands(out))
 
 
 def tell(written: str, comparison: Comparison, dtype: torch.dtype, out: Path) -> None:
-    """Prints what was written and how it compares; CheckpointError if it differs by more than rounding."""
+    """Prints what was written and how it compares; CheckpointError if it differs by more than
+    rounding.
+    """
     print_wrapped(written)
     if not comparison.agrees(dtype):
-        raise CheckpointError(f"{out}: does not compute what was trained: {comparison}; do not use it, and report this")
+        raise CheckpointError(
+            f"{out}: does not compute what was trained: {comparison}; do not use it, and report"
+            " this"
+        )
     print_wrapped(f"check: {comparison}, read with tune")

@@ -1,4 +1,5 @@
-"""`tune export WHAT --gguf KIND` and `--quantize KIND`: a file, or a folder, of a model as others compute with it.
+"""`tune export WHAT --gguf KIND` and `--quantize KIND`: a file, or a folder, of a model as others
+compute with it.
 
 Both start from a model's folder, or a run's, and read back and compare what they write.
 """
@@ -61,7 +62,9 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
 
 
 def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending: str) -> Path:
-    """Where to write: --out, or next to the folder, its name with the ending. ConfigError: something is there."""
+    """Where to write: --out, or next to the folder, its name with the ending. ConfigError:
+    something is there.
+    """
     if arguments.out:
         out = Path(arguments.out).expanduser()
     elif is_hub_snapshot(found.folder, arguments.checkpoint):
@@ -77,15 +80,23 @@ def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending
 
 @contextmanager
 def merged_folder(found: ExportedModel, arguments: argparse.Namespace, out: Path) -> Iterator[Path]:
-    """The model's folder; of a run of adapters, a temporary one next to `out` with base and adapter merged."""
+    """The model's folder; of a run of adapters, a temporary one next to `out` with base and adapter
+    merged.
+    """
     if found.adapter is None:
         yield found.folder
         return
     source = find_export(arguments)
     if source.adapter is None:
-        raise CheckpointError(f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter")
+        raise CheckpointError(
+            f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter"
+        )
     base = base_of(source, arguments)
-    dtype = DTYPES[source.cfg.dtype] if source.cfg is not None else choose_dtype("auto", read_config(base))
+    dtype = (
+        DTYPES[source.cfg.dtype]
+        if source.cfg is not None
+        else choose_dtype("auto", read_config(base))
+    )
     final = out.with_name(f"{out.name}.merged")
     with storage_faults():
         remove_leftovers(out.parent, final.name)
@@ -99,8 +110,9 @@ def merged_folder(found: ExportedModel, arguments: argparse.Namespace, out: Path
 
 
 def export_gguf(arguments: argparse.Namespace) -> None:
-    """Writes the file and prints what it is, what differs in llama.cpp, and the check. CheckpointError, StorageError,
-    SetupError without the package."""
+    """Writes the file and prints what it is, what differs in llama.cpp, and the check.
+    CheckpointError, StorageError, SetupError without the package.
+    """
     package()
     found = find_exported(arguments)
     kind = arguments.gguf
@@ -108,8 +120,9 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     if found.adapter is not None and found.alone:
         if kind not in ADAPTER_KINDS:
             raise CheckpointError(
-                f"--gguf: found {kind}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter by itself; merge it "
-                f"first (tune export {found.adapter} --merge), and export the merged model"
+                f"--gguf: found {kind}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter"
+                f" by itself; merge it first (tune export {found.adapter} --merge), and export the"
+                " merged model"
             )
         if arguments.pre:
             raise CheckpointError("--pre: the file of an adapter has no tokenizer; leave it out")
@@ -117,7 +130,10 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     else:
         with merged_folder(found, arguments, out) as folder:
             report = write_gguf_model(folder, out, kind, name=found.name, pre=arguments.pre)
-    print_wrapped(f"{'adapter' if found.alone else 'model'}: {out} ({kind}, {format_bytes(out.stat().st_size)})")
+    print_wrapped(
+        f"{'adapter' if found.alone else 'model'}: {out} ({kind},"
+        f" {format_bytes(out.stat().st_size)})"
+    )
     for note in report.notes:
         print_wrapped(f"note: {note}")
     print_wrapped(f"check: {report.check}")
@@ -125,13 +141,14 @@ def export_gguf(arguments: argparse.Namespace) -> None:
 
 
 def export_quantized(arguments: argparse.Namespace) -> None:
-    """Writes the folder and prints what it is and how far it is from the model. CheckpointError, StorageError,
-    SetupError without transformers."""
+    """Writes the folder and prints what it is and how far it is from the model. CheckpointError,
+    StorageError, SetupError without transformers.
+    """
     found = find_exported(arguments)
     if found.alone:
         raise CheckpointError(
-            f"{found.adapter}: is an adapter; merge it first (tune export {found.adapter} --merge), and quantize the "
-            "merged model"
+            f"{found.adapter}: is an adapter; merge it first (tune export {found.adapter} --merge),"
+            " and quantize the merged model"
         )
     kind = arguments.quantize
     trained = _read_rounding(run_of(arguments.checkpoint))
@@ -154,7 +171,8 @@ def export_quantized(arguments: argparse.Namespace) -> None:
 
 
 def _read_rounding(run: Path | None) -> tuple[str, int] | None:
-    """Return `qat` and `qat_group_size` of a run's config as it is written, whatever other keys its recipe has.
+    """Return `qat` and `qat_group_size` of a run's config as it is written, whatever other keys its
+    recipe has.
 
     None without `qat`.
     """

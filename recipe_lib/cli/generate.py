@@ -1,9 +1,10 @@
-"""`tune generate WHAT`: answers of a model, or of an adapter beside its base, as they are made: one, or a conversation.
+"""`tune generate WHAT`: answers of a model, or of an adapter beside its base, as they are made:
+one, or a conversation.
 
 Standard output carries the text and one newline after it; everything else goes to standard error.
 
-Without --prompt it is a conversation: lines of a terminal, or of a pipe, one a turn. A terminal's prompt and every note
-go to where they can be seen.
+Without --prompt it is a conversation: lines of a terminal, or of a pipe, one a turn. A terminal's
+prompt and every note go to where they can be seen.
 """
 
 import argparse
@@ -50,14 +51,30 @@ STORAGES = ("auto", "none", "nf4", "int8")
 SUFFIXES = (".txt", ".jsonl")  # of --prompts
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 OPTIONS: Options = {
-    "checkpoint": {"metavar": "WHAT", "help": "model, adapter or output_dir, or a hub id that was downloaded"},
-    "--prompt": {"metavar": "TEXT", "help": "what to answer or to continue; without it: a conversation"},
+    "checkpoint": {
+        "metavar": "WHAT",
+        "help": "model, adapter or output_dir, or a hub id that was downloaded",
+    },
+    "--prompt": {
+        "metavar": "TEXT",
+        "help": "what to answer or to continue; without it: a conversation",
+    },
     "--prompts": {"metavar": "FILE", "help": "prompts to answer: .txt, one a line, or .jsonl"},
-    "--out": {"metavar": "FILE", "help": "--prompts: where the answers go; default: standard output"},
-    "--batch-size": {"type": int, "metavar": "N", "help": "--prompts: answered at a time; default: 8"},
+    "--out": {
+        "metavar": "FILE",
+        "help": "--prompts: where the answers go; default: standard output",
+    },
+    "--batch-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "--prompts: answered at a time; default: 8",
+    },
     "--system": {"metavar": "TEXT", "help": "the system's message, before everything else"},
     "--raw": SWITCH | {"help": "continue the prompt as it stands, without a template"},
-    "--base": {"metavar": "MODEL", "help": "an adapter's base; default: the one that the adapter names"},
+    "--base": {
+        "metavar": "MODEL",
+        "help": "an adapter's base; default: the one that the adapter names",
+    },
     "--quantize-base": {
         "default": "auto",
         "choices": STORAGES,
@@ -65,7 +82,11 @@ OPTIONS: Options = {
     },
     **DRAW_OPTIONS,
     "--dtype": {"default": "auto", "choices": DTYPES, "help": "auto: the checkpoint's"},
-    "--device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "auto: cuda if there is one"},
+    "--device": {
+        "default": "auto",
+        "choices": ("auto", "cpu", "cuda"),
+        "help": "auto: cuda if there is one",
+    },
 }
 
 
@@ -93,10 +114,20 @@ def check(arguments: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, all at once."""
     prompt, prompts = arguments.prompt, arguments.prompts
     raw, system = arguments.raw, arguments.system
-    lone = [name for name in ("out", "batch_size") if getattr(arguments, name) is not None and prompts is None]
+    lone = [
+        name
+        for name in ("out", "batch_size")
+        if getattr(arguments, name) is not None and prompts is None
+    ]
     faults = choose_lines(
-        (prompt == "" and not raw, "--prompt: is empty; give a text, or begin from nothing with --raw"),
-        (prompt is not None and prompts, "--prompt: --prompts has prompts already; leave one of the two out"),
+        (
+            prompt == "" and not raw,
+            "--prompt: is empty; give a text, or begin from nothing with --raw",
+        ),
+        (
+            prompt is not None and prompts,
+            "--prompt: --prompts has prompts already; leave one of the two out",
+        ),
         (
             prompts is not None and Path(prompts).suffix not in SUFFIXES,
             f"--prompts: found {show(str(prompts))}, expected a file {' or '.join(SUFFIXES)}",
@@ -105,13 +136,18 @@ def check(arguments: argparse.Namespace) -> None:
             raw and prompt is None and prompts is None,
             "--raw: continues a text, and there is none; give it with --prompt",
         ),
-        (raw and system is not None, "--system: --raw writes no messages; leave one of the two out"),
+        (
+            raw and system is not None,
+            "--system: --raw writes no messages; leave one of the two out",
+        ),
         (system == "", "--system: is empty; give a text, or leave it out"),
         (_is_broken(prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
         (_is_broken(system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
     )
     low = find_low_numbers(arguments, **({} if lone else {"batch_size": 1}))
-    raise_faults(ConfigError, [*draw_faults(arguments), *tell_lone(lone, "--prompts"), *low, *faults])
+    raise_faults(
+        ConfigError, [*draw_faults(arguments), *tell_lone(lone, "--prompts"), *low, *faults]
+    )
     arguments.batch_size = arguments.batch_size or 8
     if arguments.out is not None:
         out = str(Path(arguments.out).expanduser())
@@ -126,7 +162,8 @@ def is_terminal() -> bool:
 def talk(chat: "Chat", name: str) -> None:
     """Answers line by line until the lines end. name: of the model, for a terminal's first line.
 
-    A line that cannot be answered is told at a terminal; in a pipe it ends the conversation (ConfigError, DataError).
+    A line that cannot be answered is told at a terminal; in a pipe it ends the conversation
+    (ConfigError, DataError).
     """
     if is_terminal():
         _tell(f"{name}; {HELP}")
@@ -144,8 +181,10 @@ def talk(chat: "Chat", name: str) -> None:
 
 
 def _answer(chat: "Chat", question: str, number: int) -> None:
-    """Prints an answer as it is made. At a terminal what goes wrong with one question is told, and the next one may be
-    asked; who reads the answers to a pipe would take the next one for this. number: of the line."""
+    """Prints an answer as it is made. At a terminal what goes wrong with one question is told, and
+    the next one may be asked; who reads the answers to a pipe would take the next one for this.
+    number: of the line.
+    """
     begun = False
     try:
         with contextlib.closing(chat.answer(question)) as pieces:
@@ -158,7 +197,9 @@ def _answer(chat: "Chat", question: str, number: int) -> None:
             raise
         if not is_terminal():
             again = "; a line /reset before it begins anew" if chat.messages else ""
-            raise type(error)(*(f"standard input: line {number}: {fault}{again}" for fault in error.faults)) from error
+            raise type(error)(
+                *(f"standard input: line {number}: {fault}{again}" for fault in error.faults)
+            ) from error
         _tell(f"note: {error}; this line was left out, /reset begins anew")
         return
     except KeyboardInterrupt:

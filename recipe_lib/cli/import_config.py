@@ -28,7 +28,12 @@ OPTIONS: Options = {
     "--from": {"choices": ("torchtune",), "help": argparse.SUPPRESS},
     "--out": {"metavar": "FILE", "help": "write the config there; no file is replaced"},
     "--model": {"metavar": "MODEL", "help": "model.path: a folder, or a name on the hub"},
-    "--without": {"metavar": "KEY", "action": "append", "default": [], "help": "a key of the file to leave out"},
+    "--without": {
+        "metavar": "KEY",
+        "action": "append",
+        "default": [],
+        "help": "a key of the file to leave out",
+    },
 }
 
 
@@ -41,7 +46,10 @@ def run(words: list[str]) -> int:
     """Print the config and the table of keys; write nothing unless all of it can be."""
     arguments = parser().parse(words)
     out = None if arguments.out is None else _place(arguments.out)
-    overrides = [*([f"model.path={arguments.model}"] if arguments.model else []), *arguments.overrides]
+    overrides = [
+        *([f"model.path={arguments.model}"] if arguments.model else []),
+        *arguments.overrides,
+    ]
     imported = import_file(arguments.file, overrides=overrides, omitted=arguments.without)
     text = imported.yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
@@ -57,7 +65,9 @@ def run(words: list[str]) -> int:
 def _place(name: str) -> Path:
     path = expand(name)
     if path.suffix not in CONFIG_SUFFIXES:
-        raise ConfigError(f"--out: {show(name)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}")
+        raise ConfigError(
+            f"--out: {show(name)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}"
+        )
     if os.path.lexists(path):
         raise ConfigError(f"--out: {show(name)} is there already; choose another name")
     check_place("--out", str(path))
@@ -66,7 +76,11 @@ def _place(name: str) -> Path:
 
 def _explained(imported: Imported) -> str:
     """The table, and what to do next; broken between words on a terminal."""
-    lines = [f"{imported.source}: a config of torchtune's", *imported.table().splitlines(), *imported.notes]
+    lines = [
+        f"{imported.source}: a config of torchtune's",
+        *imported.table().splitlines(),
+        *imported.notes,
+    ]
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size((80, 24)).columns
         lines = [wrapped(line, columns) for line in lines]

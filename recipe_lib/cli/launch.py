@@ -1,9 +1,10 @@
 """torchrun from inside `tune run`: signals reach the ranks, and the ranks' exit codes come out.
 
 torchrun answers a signal by killing ranks that take longer than 30 seconds to end, and by a traceback. Here it runs in
-a thread, where it installs no signal handlers; the main thread takes the signals and hands them to the ranks, which
-save and end by themselves. The ranks leave their process ids in a temporary folder that both sides know by
-`FOLDER_VARIABLE`; a rank that starts after the signal finds the mark `stop` there.
+a thread, where it installs no signal handlers; the main thread takes the signals and hands them to
+the ranks, which save and end by themselves. The ranks leave their process ids in a temporary folder
+that both sides know by `FOLDER_VARIABLE`; a rank that starts after the signal finds the mark `stop`
+there.
 """
 
 import logging
@@ -77,9 +78,11 @@ class Rank:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has this process killed when `parent`, the process id of the one that started it, ends in whatever way (Linux).
+    """Has this process killed when `parent`, the process id of the one that started it, ends in
+    whatever way (Linux).
 
-    A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to the run's folder.
+    A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to the
+    run's folder.
     """
     if sys.platform != "linux":
         return
@@ -94,9 +97,18 @@ def end_with_parent(parent: int) -> None:
 class Launcher:
     """The launcher's side: runs torchrun's agent in a thread and hands signals on to the ranks."""
 
-    def __init__(self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path) -> None:
-        """flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch alone."""
-        self.flags, self.script, self.arguments, self.folder = list(flags), script, list(arguments), folder
+    def __init__(
+        self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path
+    ) -> None:
+        """flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch
+        alone.
+        """
+        self.flags, self.script, self.arguments, self.folder = (
+            list(flags),
+            script,
+            list(arguments),
+            folder,
+        )
         self.received: list[int] = []
         self.outcome: BaseException | None = None
         self.finished = threading.Event()
@@ -106,7 +118,9 @@ class Launcher:
         (self.folder / "pids").mkdir()
         former = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in former.items():
-            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # `nohup` asks to outlive the terminal
+            if (
+                number != signal.SIGHUP or handler != signal.SIG_IGN
+            ):  # `nohup` asks to outlive the terminal
                 signal.signal(number, self._on_signal)
         try:
             with phase("starting the ranks", leaves_line=False):
@@ -138,8 +152,10 @@ class Launcher:
             self.finished.set()
 
     def _wait(self) -> None:
-        """Until torchrun's agent has finished. It gives ranks that do not end 30 seconds, those that are stopped too;
-        if one has said that the run is over, the others are killed before that."""
+        """Until torchrun's agent has finished. It gives ranks that do not end 30 seconds, those
+        that are stopped too; if one has said that the run is over, the others are killed before
+        that.
+        """
         said = None
         while not self.finished.wait(0.2):
             if said is None and (self.folder / SAID_FILE).exists():
@@ -178,7 +194,11 @@ class Launcher:
             return code
         # What torchrun says of flags that it cannot use, and of nodes that do not meet.
         if isinstance(self.outcome, RendezvousError | DistError | ValueError | AssertionError):
-            reason = str(self.outcome).splitlines()[0] if str(self.outcome) else type(self.outcome).__name__
+            reason = (
+                str(self.outcome).splitlines()[0]
+                if str(self.outcome)
+                else type(self.outcome).__name__
+            )
             raise SetupError(f"torchrun: {reason}; check {' '.join(self.flags)}") from self.outcome
         raise self.outcome
 
@@ -186,17 +206,24 @@ class Launcher:
 def judge(codes: dict[int, int], stopped_by: int | None, said: bool = False) -> tuple[int, str]:
     """The exit code of the whole and, where the ranks have not said it, a line about what happened.
 
-    codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed by that signal.
-    stopped_by: the signal that the launcher received, if any. said: whether a rank has said why all end.
+    codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed
+    by that signal. stopped_by: the signal that the launcher received, if any. said: whether a rank
+    has said why all end.
     """
     for code in (OUT_OF_MEMORY, STORAGE, DIVERGED, USER_ERROR, STOPPED_AND_SAVED):
         if code in codes.values():
             return code, ""
-    if said:  # of a rank that was stopped, or is elsewhere; who was killed here, by the launcher, is not the cause
+    # Of a rank that was stopped, or is elsewhere; who was killed here, by the launcher, is not the
+    # cause
+    if said:
         return PEER_FAILED, ""
     if stopped_by is not None:
-        return 128 + stopped_by, f"stopped by {signal.Signals(stopped_by).name} before a state was saved"
-    # Ranks that ended, or that the agent ended with SIGTERM, because another had failed, are not the cause.
+        return (
+            128 + stopped_by,
+            f"stopped by {signal.Signals(stopped_by).name} before a state was saved",
+        )
+    # Ranks that ended, or that the agent ended with SIGTERM, because another had failed, are not
+    # the cause.
     order = {PEER_FAILED: 1, -signal.SIGTERM: 2}
     rank, code = min(codes.items(), key=lambda item: (order.get(item[1], 0), item[0]))
     if code == PEER_FAILED:
@@ -209,7 +236,9 @@ def judge(codes: dict[int, int], stopped_by: int | None, said: bool = False) -> 
 
 
 def parse_flags(words: list[str]) -> Any:
-    """torchrun's own reading of its command line, thread count chosen and loggers quiet; ConfigError if it refuses."""
+    """torchrun's own reading of its command line, thread count chosen and loggers quiet;
+    ConfigError if it refuses.
+    """
     from torch.distributed import run
 
     def refuse(message: str) -> NoReturn:
@@ -249,7 +278,9 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
-    """Runs a recipe's file on the ranks that torchrun's flags ask for; returns the exit code of the whole."""
+    """Runs a recipe's file on the ranks that torchrun's flags ask for; returns the exit code of the
+    whole.
+    """
     worker = Path(__file__).with_name("worker.py")
     with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
         with environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):

@@ -1,4 +1,6 @@
-"""The GPUs of this machine, as nvidia-smi lists them: asked without a CUDA context, and where none is to be made."""
+"""The GPUs of this machine, as nvidia-smi lists them: asked without a CUDA context, and where none
+is to be made.
+"""
 
 import csv
 import os
@@ -11,7 +13,9 @@ from recipe_lib.units import MIB
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIMEOUT_SECONDS = 10  # a driver that hangs must not hold anything up
-SHARE_OF_TOTAL = 0.98  # of what nvidia-smi shows, CUDA reports this much or a little more: the driver keeps some
+SHARE_OF_TOTAL = (
+    0.98  # of what nvidia-smi shows, CUDA reports this much or a little more: the driver keeps some
+)
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 
 
@@ -19,7 +23,9 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 def own_gpus() -> list[tuple[str, int]]:
     """(name, bytes) of each GPU that a process started here would see; empty without a driver."""
     try:
-        listed = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
+        listed = subprocess.run(
+            QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+        ).stdout
         rows = [
             (row[0], row[1], row[2], int(row[3]) * MIB)
             for row in csv.reader(listed.splitlines(), skipinitialspace=True)
@@ -41,7 +47,8 @@ def own_gpus() -> list[tuple[str, int]]:
 def own_device() -> Hardware | None:
     """The first of them as a device to plan for; None without one.
 
-    A card that is not in the table is planned with its own memory and the rates of a common card of that size.
+    A card that is not in the table is planned with its own memory and the rates of a common card of
+    that size.
     """
     gpus = own_gpus()
     if not gpus:
@@ -55,5 +62,7 @@ def own_device() -> Hardware | None:
 
 def is_expandable() -> bool:
     """Whether the run's allocator has expandable segments."""
-    configured = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES).lower().replace(" ", "")
+    configured = (
+        "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES).lower().replace(" ", "")
+    )
     return "expandable_segments:true" in configured

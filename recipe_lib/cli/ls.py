@@ -1,4 +1,5 @@
-"""`tune ls [WORD ...]`: the recipes, what each does, and their configs, with the memory that they are planned to take.
+"""`tune ls [WORD ...]`: the recipes, what each does, and their configs, with the memory that they
+are planned to take.
 
 The figures are those that each config's file has at its head.
 """
@@ -18,7 +19,9 @@ DESCRIPTION = """Lists the recipes and the configs of each, with the memory that
   tune ls qwen3 8B lora     configs whose name has all these words
   tune ls dpo_distributed   those of a recipe"""
 
-_PLANNED = re.compile(r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+ \w+) reserved \((\d+) ranks?,")
+_PLANNED = re.compile(
+    r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+ \w+) reserved \((\d+) ranks?,"
+)
 _MEANT = re.compile(r"Meant for ([^:]+):")
 
 OPTIONS: Options = {
@@ -55,14 +58,19 @@ def run(words: list[str]) -> int:
 
 
 def matches(config: str, word: str) -> bool:
-    """Whether a part of the config's name begins with the word: `qwen3/8B_lora` has qwen3, 8B and lora; with `qwen3/`
-    begins no other family than that."""
+    """Whether a part of the config's name begins with the word: `qwen3/8B_lora` has qwen3, 8B and
+    lora; with `qwen3/` begins no other family than that.
+    """
     name, wanted = config.lower().replace(".", "_"), word.lower().replace(".", "_").lstrip("/")
-    return any(part.startswith(wanted) for part in (name, *name.split("/"), *re.split(r"[/_]", name)))
+    return any(
+        part.startswith(wanted) for part in (name, *name.split("/"), *re.split(r"[/_]", name))
+    )
 
 
 def planned(config: Path) -> str:
-    """What stands at the head of the file: `6.84 GiB a GPU, 1 GPU of 24 GB`; nothing where it has no plan."""
+    """What stands at the head of the file: `6.84 GiB a GPU, 1 GPU of 24 GB`; nothing where it has
+    no plan.
+    """
     text = config.read_text(encoding="utf-8").partition("\nrecipe:")[0].replace("\n# ", " ")
     size, cards = _PLANNED.search(text), _MEANT.search(text)
     if not size:
@@ -78,7 +86,10 @@ def _none_of(words: Sequence[str]) -> str:
     unknown = next((word for word in words if not any(matches(name, word) for name in names)), None)
     if unknown is None:
         return f"no config has {' and '.join(show(word) for word in words)}; `tune ls` lists all"
-    return f"{show(unknown)}: no such recipe, and no config with it{did_you_mean(unknown, [*list_recipes(), *parts])}"
+    return (
+        f"{show(unknown)}: no such recipe, and no config with"
+        f" it{did_you_mean(unknown, [*list_recipes(), *parts])}"
+    )
 
 
 def first_line(recipe: Path) -> str:

@@ -1,7 +1,8 @@
 """The entry point `tune`: finds the verb and hands it the rest of the command line.
 
-A verb is a module here with `run(words) -> exit code`. Only the verb that was asked for is imported, and none of them
-imports torch before it needs it. What it does meanwhile is shown on a terminal; parts of it say more.
+A verb is a module here with `run(words) -> exit code`. Only the verb that was asked for is
+imported, and none of them imports torch before it needs it. What it does meanwhile is shown on a
+terminal; parts of it say more.
 """
 
 import errno
@@ -30,14 +31,18 @@ VERBS = {
     "doctor": "look at this machine: GPUs, links, memory, folders; what is wrong, and what to set",
     "run": "run a recipe, on one process or many",
     "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
-    "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
+    "export": (
+        "write what was trained as others load it: adapter, merged model, Hugging Face folder"
+    ),
     "upload": "put a trained model or adapter with its card on the Hugging Face hub",
     "generate": "talk to what was trained, or complete a prompt",
     "completion": "what a shell completes after `tune`",
 }
 # Verbs whose word cannot be the name of a module.
 # Verbs that there are no more -> what to do instead.
-REMOVED = {"teach": "the teacher runs with the model: `tune run distill_distributed` with distill.teacher"}
+REMOVED = {
+    "teach": "the teacher runs with the model: `tune run distill_distributed` with distill.teacher"
+}
 MODULES = {"import": "import_config"}
 # What a verb does, for who waits; the others are done in a moment, or say it themselves.
 WAITS = {
@@ -63,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         say("interrupted\n")
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output is gone (`tune ls | head`). Nothing more can be said on that pipe.
+        # The reader of our output is gone (`tune ls | head`). Nothing more can be said on that
+        # pipe.
         send_nowhere(sys.stdout)
         return 128 + signal.SIGPIPE
     finally:
@@ -71,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare_output() -> None:
-    """Standard output and error that are closed lead nowhere; a letter that they have no code for is written out."""
+    """Standard output and error that are closed lead nowhere; a letter that they have no code for
+    is written out.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -91,7 +99,9 @@ def _run_to_the_end(words: list[str]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        send_nowhere(sys.stdout)  # a descriptor has no name: it is our output, redirected to a full disk
+        send_nowhere(
+            sys.stdout
+        )  # a descriptor has no name: it is our output, redirected to a full disk
         raise StorageError("standard output: No space left on device; free some space") from error
     return code
 
@@ -148,7 +158,10 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "-q says warnings and errors alone, -v more; -V the version. `tune help VERB` explains a verb.",
+            (
+                "-q says warnings and errors alone, -v more; -V the version. `tune help VERB`"
+                " explains a verb."
+            ),
             "Start with: tune run demo/full",
         ]
     )

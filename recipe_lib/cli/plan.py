@@ -1,4 +1,6 @@
-"""`tune plan`: what a run will take, before it is started and on a machine that need not have a GPU."""
+"""`tune plan`: what a run will take, before it is started and on a machine that need not have a
+GPU.
+"""
 
 import argparse
 import gc
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 NO_ROOM = 3  # exit codes
 MISTAKE = 2
-# Objects before Python's collector of cycles looks at them: a plan makes a million that stay, and torch's import half
-# as many; at Python's own number of 700 it takes a tenth of the time.
+# Objects before Python's collector of cycles looks at them: a plan makes a million that stay, and
+# torch's import half as many; at Python's own number of 700 it takes a tenth of the time.
 COLLECT_AFTER = 100_000
 _IMPORTED = time.monotonic()
 
@@ -73,8 +75,12 @@ def run(words: list[str]) -> int:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Without loggers of torch's that speak of its own code, where a model of another library is simulated."""
-    loggers = [logging.getLogger(name) for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor")]
+    """Without loggers of torch's that speak of its own code, where a model of another library is
+    simulated.
+    """
+    loggers = [
+        logging.getLogger(name) for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor")
+    ]
     for logger in loggers:
         logger.disabled = True  # not its level, which is set anew when the compiler is imported
     try:
@@ -109,7 +115,9 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[P
 
     with explained(recipe, cfg):
         if arguments.advice:
-            tried = try_levers(planned, shaped, settings)  # before the plan: from here it can use all cores
+            tried = try_levers(
+                planned, shaped, settings
+            )  # before the plan: from here it can use all cores
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
             plan.advice = advise(plan, *tried)
@@ -124,18 +132,28 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[P
 
 
 def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Plan:
-    """Return the plan to compare with: a file's, or that of another config for the same device and processes."""
+    """Return the plan to compare with: a file's, or that of another config for the same device and
+    processes.
+    """
     if arguments.diff.endswith(".json"):
         return read_plan(Path(arguments.diff))
     wanted = argparse.Namespace(
-        **vars(arguments) | {"config": arguments.diff, "overrides": [], "advice": False, "full": False}
+        **vars(arguments)
+        | {
+            "config": arguments.diff,
+            "overrides": [],
+            "advice": False,
+            "full": False,
+        }
     )
     other = recipe_for(arguments.diff) if recipe.shipped else recipe
     return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
 
 
 def stream_check(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return what the streams, waits and collectives look like, and whether there is nothing to correct."""
+    """Return what the streams, waits and collectives look like, and whether there is nothing to
+    correct.
+    """
     planned, shaped, settings = prepare(recipe, cfg, arguments, decides=True)
     from recipe_lib.plan.streams.check_recipe import check_streams, render_check
 
@@ -150,7 +168,9 @@ def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple
     from recipe_lib.plan.search.fastest_settings import render_search
     from recipe_lib.plan.search.fastest_settings import search as find_settings
 
-    keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays
+    keys = {
+        word.partition("=")[0].removeprefix("~") for word in arguments.overrides
+    }  # what was asked for stays
     with explained(recipe, cfg):
         result = find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
     return render_search(result), bool(result.found)
@@ -178,5 +198,8 @@ def calibrate(path: Path) -> str:
     rates = measure()
     replace_text(path, json.dumps(rates, indent=2) + "\n")
     if rates["dry_run"]:
-        return f"{path}: rates of this CPU, for `--device cpu` alone; measure on a machine with the GPU to plan for one"
+        return (
+            f"{path}: rates of this CPU, for `--device cpu` alone; measure on a machine with the"
+            " GPU to plan for one"
+        )
     return f"{path}: rates of {rates['device']}; `tune plan --calibration {path}` uses the file"

@@ -1,7 +1,9 @@
-"""The plan that `tune run` shows: made during the run in a separate process, compared with what the run measured.
+"""The plan that `tune run` shows: made during the run in a separate process, compared with what the
+run measured.
 
-The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends with the run. It prints the figures
-itself, and leaves them in a file for the end of the run. Whatever goes wrong in it is one line, and nothing to the run.
+The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends with the run. It
+prints the figures itself, and leaves them in a file for the end of the run. Whatever goes wrong in
+it is one line, and nothing to the run.
 """
 
 import json
@@ -52,19 +54,26 @@ COMPILED_CPU_SECONDS = 40  # of a run with compile=true, whose own compiling tak
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")
-# With more layers, times the micro-batches that a plan goes through, two steps take longer than there is time for.
+# With more layers, times the micro-batches that a plan goes through, two steps take longer than
+# there is time for.
 MAX_LAYERS = 36
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
     """The words without --plan and --no-plan, and whether a plan is to be shown."""
     choices = [word for word in words if word in ("--plan", "--no-plan")]
-    wanted = choices[-1] == "--plan" if choices else os.environ.get(VARIABLE, "").lower() not in ("off", "0", "no")
+    wanted = (
+        choices[-1] == "--plan"
+        if choices
+        else os.environ.get(VARIABLE, "").lower() not in ("off", "0", "no")
+    )
     return [word for word in words if word not in choices], wanted
 
 
 @contextmanager
-def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> Iterator[Callable[[int], None]]:
+def plan_beside(
+    flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
+) -> Iterator[Callable[[int], None]]:
     """Starts the plan of a run; with the run's exit code, what is yielded compares both.
 
     flags: torchrun's. words: the recipe's arguments.
@@ -93,8 +102,9 @@ def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) 
 
 
 def _compare(figures: Path, began: float, code: int) -> None:
-    """Prints planned against measured peaks, and keeps both as a receipt; nothing if the run failed or was over before
-    its plan."""
+    """Prints planned against measured peaks, and keeps both as a receipt; nothing if the run failed
+    or was over before its plan.
+    """
     if code not in (DONE, STOPPED_AND_SAVED) or not figures.exists():
         return
     planned = read_object(figures)
@@ -108,23 +118,31 @@ def _compare(figures: Path, began: float, code: int) -> None:
 
 
 def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Lines on planned and measured peaks. planned: the figures. summary: of the run's summary.json, which rank 0
-    writes."""
+    """Lines on planned and measured peaks. planned: the figures. summary: of the run's
+    summary.json, which rank 0 writes.
+    """
     planned = planned | (planned.get("first") or {})
     if summary.get("memory_kind") != "device":
         active = format_bytes(planned["active"])
-        return [f"planned active {active} on a GPU; the resident set that a CPU run measures is no comparison for it"]
+        return [
+            f"planned active {active} on a GPU; the resident set that a CPU run measures is no"
+            " comparison for it"
+        ]
     parts = []
     for kind in MEMORY_KINDS:
         real = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
         if real and planned[kind]:
             error = planned[kind] / real - 1
-            parts.append(f"{kind} {format_bytes(planned[kind])} / {format_bytes(real)} ({error:+.1%})")
+            parts.append(
+                f"{kind} {format_bytes(planned[kind])} / {format_bytes(real)} ({error:+.1%})"
+            )
     return [f"planned / measured: {', '.join(parts)}"] if parts else []
 
 
 def figures_of_plan(plan: "Plan") -> dict[str, Any]:
-    """What is shown, bytes and seconds: peaks of the heaviest rank in its steps; and those of rank 0, to compare."""
+    """What is shown, bytes and seconds: peaks of the heaviest rank in its steps; and those of rank
+    0, to compare.
+    """
     first = min(plan.rank_plans, key=lambda rank: rank.rank)
     return _peaks(plan.heaviest) | {
         "first": _peaks(first),
@@ -141,19 +159,23 @@ def _peaks(rank: "RankPlan") -> dict[str, int]:
     return {
         "active": max(peak.active for peak in peaks),
         "allocated": max(peak.allocated for peak in peaks),
-        "reserved": max(peak.reserved_expandable if is_expandable() else peak.reserved for peak in peaks),
+        "reserved": max(
+            peak.reserved_expandable if is_expandable() else peak.reserved for peak in peaks
+        ),
     }
 
 
 def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
     """The plan as a line. own: the device is one of this machine's."""
     memory = settings.hardware.memory
-    where = f"{settings.ranks} x {settings.hardware.name}" + ("" if own else ", as there is no GPU here")
+    where = f"{settings.ranks} x {settings.hardware.name}" + (
+        "" if own else ", as there is no GPU here"
+    )
     text = (
-        f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])}, "
-        f"{'about ' if figures.get('is_short') else ''}{format_bytes(figures['reserved'])} reserved + "
-        f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; sequences of "
-        f"{settings.sequence.tokens:,} tokens"
+        f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])},"
+        f" {'about ' if figures.get('is_short') else ''}{format_bytes(figures['reserved'])}"
+        f" reserved + {format_bytes(memory - figures['usable'])} outside torch, of"
+        f" {format_bytes(memory)}; sequences of {settings.sequence.tokens:,} tokens"
     )
     if figures["seconds"] is not None and own:
         text += f"; a step {format_seconds(figures['seconds'])} (uncalibrated)"
@@ -162,15 +184,18 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
 
 
 class _TooSlow(BaseException):  # nothing on the way is to catch it
-    """The CPU time is used up. came: whether it ever was. allowed: seconds; the kernel raises its own number as it
-    goes on."""
+    """The CPU time is used up. came: whether it ever was. allowed: seconds; the kernel raises its
+    own number as it goes on.
+    """
 
     came = False
     allowed = 0
 
 
 def main(argv: list[str]) -> int:
-    """The separate process: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
+    """The separate process: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its
+    arguments]`.
+    """
     say = _quiet()
     _be_modest()
     gpus = hide_gpus()
@@ -184,15 +209,24 @@ def main(argv: list[str]) -> int:
     except UserError:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
-        if _TooSlow.came:  # torch makes it a RuntimeError where it comes in the midst of its own code
-            say(f"plan: takes more than {_TooSlow.allowed} s of CPU; `tune plan` with the same arguments makes it")
+        if (
+            _TooSlow.came
+        ):  # torch makes it a RuntimeError where it comes in the midst of its own code
+            say(
+                f"plan: takes more than {_TooSlow.allowed} s of CPU; `tune plan` with the same"
+                " arguments makes it"
+            )
         else:
-            say(f"plan: none ({type(error).__name__}); `tune plan` with the same arguments says why")
+            say(
+                f"plan: none ({type(error).__name__}); `tune plan` with the same arguments says why"
+            )
     return DONE
 
 
 def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
-    """(figures, what they are for). Of a model whose many layers are all simulated, one step alone is."""
+    """(figures, what they are for). Of a model whose many layers are all simulated, one step alone
+    is.
+    """
     recipe, cfg = read_config(arguments)
     if cfg.compile:
         _allow(COMPILED_CPU_SECONDS)
@@ -223,7 +257,8 @@ def _quiet() -> Callable[[str], None]:
     os.dup2(nowhere, 2)
 
     def say(line: str) -> None:
-        # On a terminal the run may be drawing rows at this moment: ours takes their place, they are drawn again below.
+        # On a terminal the run may be drawing rows at this moment: ours takes their place, they are
+        # drawn again below.
         text = visible(line)
         if is_terminal:
             text = ERASE + wrapped(text, os.get_terminal_size(terminal).columns or 80)
@@ -252,7 +287,9 @@ def _allow(seconds: int) -> None:
 
 
 def _end_with_the_run() -> None:
-    """The run holds the other end of standard input; it closes when that process is gone, however it went."""
+    """The run holds the other end of standard input; it closes when that process is gone, however
+    it went.
+    """
     os.read(0, 1)
     os._exit(0)
 

@@ -1,4 +1,6 @@
-"""What `tune plan`, and the plan of a run, are asked for: command line, device, settings and recipe."""
+"""What `tune plan`, and the plan of a run, are asked for: command line, device, settings and
+recipe.
+"""
 
 import argparse
 import dataclasses
@@ -9,7 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, read_numbers
+from recipe_lib.cli.arguments import (
+    SWITCH,
+    Options,
+    Parser,
+    check_output,
+    find_low_numbers,
+    read_numbers,
+)
 from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
@@ -38,8 +47,14 @@ Needs no GPU and no weights. Takes the command line of `tune run`, with the flag
 Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to correct."""
 
 
-_DEVICES = "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU, else 24GB"
-_STREAMS = "find races between streams, waits of the host and collectives that do not meet, in place of a plan"
+_DEVICES = (
+    "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU,"
+    " else 24GB"
+)
+_STREAMS = (
+    "find races between streams, waits of the host and collectives that do not meet, in place of a"
+    " plan"
+)
 # Memory outside of torch -> what it is.
 OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
 # Torchrun's are taken out before.
@@ -54,7 +69,10 @@ OPTIONS: Options = {
         "metavar": "CONFIG",
         "help": "a name of `tune ls`, or a path; of several the later win",
     },
-    "--nproc_per_node --nproc-per-node": {"metavar": "N", "help": "processes on each machine; default: 1"},
+    "--nproc_per_node --nproc-per-node": {
+        "metavar": "N",
+        "help": "processes on each machine; default: 1",
+    },
     "--nnodes": {"metavar": "M", "help": "machines; default: 1"},
     "--device": {"metavar": "NAME", "help": _DEVICES},
     "--fit": {"metavar": "4x24GB", "help": "processes and device in one word"},
@@ -67,7 +85,9 @@ OPTIONS: Options = {
         "metavar": "R,...",
         "help": "ranks to plan; default: 0, or the first rank of each place in a pipeline",
     },
-    "--full": SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"},
+    "--full": (
+        SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"}
+    ),
     "--depth": {
         "type": int,
         "metavar": "N",
@@ -86,12 +106,21 @@ OPTIONS: Options = {
     "--advice": SWITCH | {"help": "also try levers one by one, and fewer ranks"},
     "--search": SWITCH | {"help": "find the fastest settings that fit, in place of a plan"},
     "--check-streams": SWITCH | {"help": _STREAMS},
-    "--receipts": SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"},
-    "--calibrate": {"metavar": "FILE", "help": "first measure this machine's device, write its rates, and use them"},
+    "--receipts": (
+        SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"}
+    ),
+    "--calibrate": {
+        "metavar": "FILE",
+        "help": "first measure this machine's device, write its rates, and use them",
+    },
     "--calibration": {"metavar": "FILE", "help": "use the rates that --calibrate wrote"},
     "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
     **{
-        f"--{name}-gib": {"type": float, "metavar": "X", "help": f"device memory for {what}, GiB; default: a table's"}
+        f"--{name}-gib": {
+            "type": float,
+            "metavar": "X",
+            "help": f"device memory for {what}, GiB; default: a table's",
+        }
         for name, what in OUTSIDE.items()
     },
 }
@@ -116,19 +145,27 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if names and is_config(names[0]):
         arguments.config = [names.pop(0), *(arguments.config or [])]
     if len(names) > 1:
-        raise ConfigError(f"tune plan: unexpected argument {show(names[1])}; see `tune plan --help`")
+        raise ConfigError(
+            f"tune plan: unexpected argument {show(names[1])}; see `tune plan --help`"
+        )
     arguments.recipe = names[0] if names else None
     if arguments.config is None and (names or not arguments.calibrate):
         if names:
             check_is_known(names[0])
-        raise ConfigError("tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)")
+        raise ConfigError(
+            "tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)"
+        )
     raise_faults(ConfigError, find_low_numbers(arguments, depth=1))
     for name in OUTSIDE:
         size = getattr(arguments, f"{name}_gib")
         if size is not None and not 0 <= size < 2**20:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
-    if arguments.fit and (arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))):
-        raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
+    if arguments.fit and (
+        arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))
+    ):
+        raise ConfigError(
+            "--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out"
+        )
     _check_no_plan(arguments)
     if arguments.device:
         find_hardware(arguments.device)
@@ -145,12 +182,18 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 def _check_no_plan(arguments: argparse.Namespace) -> None:
     """ConfigError for what a plan is asked to do with an option that makes none."""
-    unused = [name for name in ("json", "html", "snapshot", "diff", "advice", "full") if getattr(arguments, name)]
+    unused = [
+        name
+        for name in ("json", "html", "snapshot", "diff", "advice", "full")
+        if getattr(arguments, name)
+    ]
     if arguments.search and arguments.check_streams:
         unused.append("search")
     for name, what in (("check_streams", "follows streams"), ("search", "looks for settings")):
         if getattr(arguments, name) and unused:
-            raise ConfigError(f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out")
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out"
+            )
 
 
 def _check_receipts(arguments: argparse.Namespace) -> None:
@@ -173,15 +216,21 @@ def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     return recipe, loaded.cfg
 
 
-def planning_process(module: str, answer: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of a separate process that plans: `module ANSWER [torchrun flags] RECIPE ...`."""
+def planning_process(
+    module: str, answer: Path, words: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of a separate process that plans: `module ANSWER [torchrun flags]
+    RECIPE ...`.
+    """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(answer.parent)}
     return [sys.executable, "-P", "-m", module, str(answer), *words], {**os.environ, **own}
 
 
 def hide_gpus() -> bool:
-    """In such a process: no GPU and no network from here on. Whether the machine has GPUs, which are asked before."""
+    """In such a process: no GPU and no network from here on. Whether the machine has GPUs, which
+    are asked before.
+    """
     gpus = own_gpus()
     os.environ[VISIBLE] = ""
     os.environ.update(OFFLINE)
@@ -197,7 +246,9 @@ def known_ranks(arguments: argparse.Namespace) -> int:
 
 
 def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
-    """Return (ranks, device, what was assumed): what is named, else what --calibration is of, else this machine's."""
+    """Return (ranks, device, what was assumed): what is named, else what --calibration is of, else
+    this machine's.
+    """
     if arguments.fit:
         return *parse_fit(arguments.fit), []
     here, machines = rank_count(arguments.flags)
@@ -219,7 +270,9 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]
     return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 
-def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
+def settings_for(
+    recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
+) -> tuple["PlanSettings", list[str]]:
     """What a plan needs besides recipe and config, and what was assumed for it."""
     from recipe_lib.plan.world.sequence_lengths import planned_sequence
 
@@ -254,15 +307,17 @@ def prepare(
 ) -> tuple[type, Any, "PlanSettings"]:
     """Return (recipe class, plannable config, settings) of what a command line plans.
 
-    decides: `parallel.strategy: auto` becomes what `tune run` would choose. What concerns this machine is added to
-    `arguments.notes`.
+    decides: `parallel.strategy: auto` becomes what `tune run` would choose. What concerns this
+    machine is added to `arguments.notes`.
     """
     from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, said = plannable(cfg)
     planned = recipe_class(recipe)
     settings, assumed = settings_for(recipe, cfg, arguments)
-    if decides and shaped.parallel.strategy == "auto" and settings.ranks > 1:  # one rank shards nothing
+    if (
+        decides and shaped.parallel.strategy == "auto" and settings.ranks > 1
+    ):  # one rank shards nothing
         from recipe_lib.plan.search.advice import choose_strategy
         from recipe_lib.plan.search.trials import STRATEGY_KEY, changed
 
@@ -276,39 +331,63 @@ def prepare(
 
 def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
     """Return `0,3` as numbers; none without a text."""
-    return read_numbers("--rank", text, range(ranks), f"numbers below {ranks}, commas between them") if text else ()
+    return (
+        read_numbers("--rank", text, range(ranks), f"numbers below {ranks}, commas between them")
+        if text
+        else ()
+    )
 
 
 def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int) -> Any:
     """Memory outside of torch where the command line says something about it, else None."""
-    given = {name: int(size * GIB) for name in OUTSIDE if (size := getattr(arguments, f"{name}_gib")) is not None}
+    given = {
+        name: int(size * GIB)
+        for name in OUTSIDE
+        if (size := getattr(arguments, f"{name}_gib")) is not None
+    }
     if not given:
         return None
     from recipe_lib.plan.allocation.untraced_memory import outside_torch
     from recipe_lib.plan.search.trials import communicator_sizes
 
-    return dataclasses.replace(outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given)
+    return dataclasses.replace(
+        outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given
+    )
 
 
 def recipe_class(recipe: RecipeFile) -> type:
-    """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if there is not one."""
+    """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if
+    there is not one.
+    """
     module = load_module(recipe.path)
-    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-    found = [value for value in own if all(callable(getattr(value, name, None)) for name in METHODS)]
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    found = [
+        value for value in own if all(callable(getattr(value, name, None)) for name in METHODS)
+    ]
     if len(found) == 1:
         return found[0]
     place = show(str(recipe.path))
     methods = " and ".join([", ".join(METHODS[:-1]), METHODS[-1]])
     if found:
         names = ", ".join(value.__name__ for value in found)
-        raise ConfigError(f"{place}: found several classes with {methods} ({names}), expected one; move the others out")
-    raise ConfigError(f"{place}: found no class with {methods}; expected one, like the shipped recipes")
+        raise ConfigError(
+            f"{place}: found several classes with {methods} ({names}), expected one; move the"
+            " others out"
+        )
+    raise ConfigError(
+        f"{place}: found no class with {methods}; expected one, like the shipped recipes"
+    )
 
 
 @contextmanager
 def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
-    """What a recipe of the user's own raises on the simulated device becomes a line that says where; and what a model's
-    class of another library does, a line that names it."""
+    """What a recipe of the user's own raises on the simulated device becomes a line that says
+    where; and what a model's class of another library does, a line that names it.
+    """
     try:
         yield
     except UserError:
@@ -319,15 +398,17 @@ def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
         said = (str(error).strip().splitlines() or [""])[0]
         if recipe.shipped:
             raise ConfigError(
-                f"model.implementation={cfg.model.implementation}: its class raised {type(error).__name__} on the "
-                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another dtype (found "
-                f"dtype={cfg.dtype})"
+                f"model.implementation={cfg.model.implementation}: its class raised"
+                f" {type(error).__name__} on the simulated device ({show(said, 160)}); a run may"
+                f" still work; for a plan try another dtype (found dtype={cfg.dtype})"
             ) from error
         lines = lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"
         if type(error).__name__.startswith("DataDependentOutput"):
             raise ConfigError(
-                f"{place}: reads a number back from the device, which a plan cannot know; keep .item(), .tolist() and "
-                f"conditions on tensors out of {', '.join(METHODS)}"
+                f"{place}: reads a number back from the device, which a plan cannot know; keep"
+                f" .item(), .tolist() and conditions on tensors out of {', '.join(METHODS)}"
             ) from error
-        raise ConfigError(f"{place}: raised {type(error).__name__} while it was planned: {show(said, 200)}") from error
+        raise ConfigError(
+            f"{place}: raised {type(error).__name__} while it was planned: {show(said, 200)}"
+        ) from error

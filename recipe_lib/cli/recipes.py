@@ -1,4 +1,6 @@
-"""A recipe on the command line: its file, the class its config is checked against, and running it in this process."""
+"""A recipe on the command line: its file, the class its config is checked against, and running it
+in this process.
+"""
 
 import argparse
 import ast
@@ -37,20 +39,31 @@ _ELSEWHERE = {
     "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
     "reward": "did you mean reward_distributed?",
     "generate": "did you mean `tune generate MODEL`?",
-    "quantize": "did you mean `tune export WHAT --quantize int4`? While they are read: lora.quantize_base=nf4",
+    "quantize": (
+        "did you mean `tune export WHAT --quantize int4`? While they are read:"
+        " lora.quantize_base=nf4"
+    ),
     "eleuther_eval": "did you mean `tune eval OUTPUT_DIR --lm-eval TASKS`?",
     "qat_distributed": "did you mean full_finetune_distributed with qat=int4?",
-    "qat_single_device": "did you mean full_finetune_distributed with qat=int4? It runs on one device too",
+    "qat_single_device": (
+        "did you mean full_finetune_distributed with qat=int4? It runs on one device too"
+    ),
     "qat_lora_finetune_distributed": "did you mean lora_finetune_distributed with qat=int4?",
-    "knowledge_distillation_single_device": "did you mean distill_distributed? It runs on one device too",
+    "knowledge_distillation_single_device": (
+        "did you mean distill_distributed? It runs on one device too"
+    ),
     "knowledge_distillation_distributed": "did you mean distill_distributed?",
-    "ppo_full_finetune_single_device": "there is none for reinforcement learning; dpo_distributed trains on pairs",
+    "ppo_full_finetune_single_device": (
+        "there is none for reinforcement learning; dpo_distributed trains on pairs"
+    ),
 }
 
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's file. shipped: it is one of ours, whose config class is known without running the file."""
+    """A recipe's file. shipped: it is one of ours, whose config class is known without running the
+    file.
+    """
 
     name: str
     path: Path
@@ -66,17 +79,24 @@ class RecipeFile:
         return cls(path.stem, path, shipped)
 
     def reads_as_ours(self) -> bool:
-        """Return whether its words are ours. Another file may be any program, and is imported only to be run."""
+        """Return whether its words are ours. Another file may be any program, and is imported only
+        to be run.
+        """
         return self.shipped or _find_parsed_class(self.path) is not None
 
     def schema(self) -> type:
-        """The dataclass that a config of this recipe is checked against; a recipe of the user's own is imported."""
+        """The dataclass that a config of this recipe is checked against; a recipe of the user's own
+        is imported.
+        """
         if self.shipped:
             return RECIPE_CONFIGS[self.name]
         name = _find_parsed_class(self.path) or "Config"
         schema = getattr(load_module(self.path), name, None)
         if not isinstance(schema, type):
-            raise ConfigError(f"{show(str(self.path))}: has no class `{name}`; expected one, like the shipped recipes")
+            raise ConfigError(
+                f"{show(str(self.path))}: has no class `{name}`; expected one, like the shipped"
+                " recipes"
+            )
         return schema
 
 
@@ -89,7 +109,9 @@ def check_is_known(name: str) -> None:
 
 
 def recipe_of(config: Path) -> str | None:
-    """The recipe that a config says it is for; None if it does not say. What is wrong with the file is found later."""
+    """The recipe that a config says it is for; None if it does not say. What is wrong with the file
+    is found later.
+    """
     try:
         found = _RECIPE_KEY.search(read_text(config))
     except (OSError, ValueError):
@@ -103,9 +125,11 @@ def is_config(name: str) -> bool:
 
 
 def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
-    """The recipe to check a config against: `recipe` where given, else the one that the (last) config names.
+    """The recipe to check a config against: `recipe` where given, else the one that the (last)
+    config names.
 
-    A config that names no recipe is checked against the first of ours. ConfigError for one that names none of ours.
+    A config that names no recipe is checked against the first of ours. ConfigError for one that
+    names none of ours.
     """
     if recipe is not None:
         return RecipeFile.find(recipe)
@@ -114,19 +138,24 @@ def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> Recip
         if name := recipe_of(path):
             if name not in RECIPE_CONFIGS:
                 near = [known for known in RECIPE_CONFIGS if known.startswith(name)] or [""]
-                hint = did_you_mean(name, RECIPE_CONFIGS) or (f"; did you mean {near[0]}?" if near[0] else "")
+                hint = did_you_mean(name, RECIPE_CONFIGS) or (
+                    f"; did you mean {near[0]}?" if near[0] else ""
+                )
                 raise ConfigError(
-                    f"{show(str(config))}: recipe: found {quote(name)}, expected {', '.join(RECIPE_CONFIGS)}{hint}; "
-                    "one of your own comes before --config, and as --recipe FILE for validate and data"
+                    f"{show(str(config))}: recipe: found {quote(name)}, expected"
+                    f" {', '.join(RECIPE_CONFIGS)}{hint}; one of your own comes before --config,"
+                    " and as --recipe FILE for validate and data"
                 )
             return RecipeFile.find(name)
     return RecipeFile.find(next(iter(RECIPE_CONFIGS)))
 
 
 def open_config(configs: Sequence[str], arguments: argparse.Namespace) -> tuple[RecipeFile, Loaded]:
-    """Return the recipe of a verb's configs, and the config that they and its overrides make, plugins imported.
+    """Return the recipe of a verb's configs, and the config that they and its overrides make,
+    plugins imported.
 
-    arguments: `recipe` (None: the one that a config names), `overrides` and `plugin`. Raises ConfigError.
+    arguments: `recipe` (None: the one that a config names), `overrides` and `plugin`. Raises
+    ConfigError.
     """
     for plugin in arguments.plugin:
         load_plugin(plugin)
@@ -135,7 +164,8 @@ def open_config(configs: Sequence[str], arguments: argparse.Namespace) -> tuple[
 
 
 def _find_parsed_class(path: Path) -> str | None:
-    """Return the name of the class that a recipe's `main(argv)` reads its words with, as they are, like ours do.
+    """Return the name of the class that a recipe's `main(argv)` reads its words with, as they are,
+    like ours do.
 
     That is by `run_recipe(..., parse_arguments(argv, Config))`. None for any other program.
     """
@@ -143,17 +173,26 @@ def _find_parsed_class(path: Path) -> str | None:
         module = ast.parse(read_bytes(path, TEXT_LIMIT))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
         return None
-    mains = [line for line in module.body if isinstance(line, ast.FunctionDef) and line.name == "main"]
+    mains = [
+        line for line in module.body if isinstance(line, ast.FunctionDef) and line.name == "main"
+    ]
     if len(mains) != 1 or not mains[0].args.args:
         return None
     nodes = list(ast.walk(mains[0]))
-    changed = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    changed = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     changed |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     for node in nodes:
         match node:
             case ast.Call(
                 func=ast.Name("run_recipe") | ast.Attribute(attr="run_recipe"),
-                args=[_, ast.Call(func=ast.Name("parse_arguments"), args=[ast.Name(words), ast.Name(config)])],
+                args=[
+                    _,
+                    ast.Call(
+                        func=ast.Name("parse_arguments"), args=[ast.Name(words), ast.Name(config)]
+                    ),
+                ],
             ) if words == mains[0].args.args[0].arg and not changed & {words, config}:
                 return config
     return None
@@ -169,14 +208,17 @@ class _ProgramLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Return the file's code.
 
-        Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run.
+        Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails
+        while it is run.
         """
         try:
             code: CodeType = self.source_to_code(read_bytes(Path(self.path), TEXT_LIMIT), self.path)
         except OSError as error:
             raise SyntaxError(str(error.strerror)) from error
         except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
-            raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
+            raise SyntaxError(
+                f"cannot be read as Python ({str(error) or type(error).__name__})"
+            ) from error
         return code
 
 
@@ -184,11 +226,17 @@ def load_module(path: Path) -> ModuleType:
     """Imports a recipe's file. Modules next to a user's recipe can be imported by it."""
     name = f"recipe_{path.stem}"
     loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ and Path(loaded.__file__).absolute() == path.absolute():
+    if (
+        loaded is not None
+        and loaded.__file__
+        and Path(loaded.__file__).absolute() == path.absolute()
+    ):
         return loaded
     folder = str(path.parent.resolve())
     if not _is_shipped(path) and folder not in sys.path:
-        sys.path.append(folder)  # last, so that a file there cannot take an installed package's place
+        sys.path.append(
+            folder
+        )  # last, so that a file there cannot take an installed package's place
     loader = _ProgramLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:
@@ -201,10 +249,14 @@ def load_module(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError):
-            place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # of one that could not be parsed
+            place = (  # of one that could not be parsed
+                f"{show(str(error.filename or path))}:{error.lineno or 1}"
+            )
             raise ConfigError(f"{place}: {error.msg}") from error
         if isinstance(error, SystemExit):  # its exit code would be taken for one of ours
-            raise ConfigError(f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe") from error
+            raise ConfigError(
+                f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe"
+            ) from error
         raise
     return module
 
@@ -217,7 +269,10 @@ def run_recipe(path: Path, argv: list[str]) -> int:
 def _call_main(path: Path, argv: list[str]) -> int | None:
     main = getattr(load_module(path), "main", None)
     if not callable(main):
-        raise ConfigError(f"{show(str(path))}: has no function `main(argv)`; expected one, like the shipped recipes")
+        raise ConfigError(
+            f"{show(str(path))}: has no function `main(argv)`; expected one, like the shipped"
+            " recipes"
+        )
     return main(argv)
 
 
@@ -240,7 +295,12 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
                 if hint:
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
             if is_config(word):
-                raise ConfigError(f"tune run: unexpected argument {show(word)}; did you mean --config {show(word)}?")
+                raise ConfigError(
+                    f"tune run: unexpected argument {show(word)}; did you mean --config"
+                    f" {show(word)}?"
+                )
         name = recipe.name if recipe.shipped else show(str(recipe.path))
-        raise ConfigError(f"tune run: no config; expected: tune run {name} --config CONFIG (see `tune ls`)")
+        raise ConfigError(
+            f"tune run: no config; expected: tune run {name} --config CONFIG (see `tune ls`)"
+        )
     return parse_arguments(list(words), recipe.schema(), quiet=True)

@@ -1,7 +1,8 @@
-"""`tune run [torchrun flags] [RECIPE --config] CONFIG [overrides]`: a recipe on one process or many.
+"""`tune run [torchrun flags] [RECIPE --config] CONFIG [overrides]`: a recipe on one process or
+many.
 
-What stands before RECIPE is torchrun's and is handed on untouched; what stands after it is the recipe's. Without RECIPE
-it is the one that the config names.
+What stands before RECIPE is torchrun's and is handed on untouched; what stands after it is the
+recipe's. Without RECIPE it is the one that the config names.
 """
 
 import json
@@ -18,7 +19,14 @@ from recipe_lib.cli.launch import launch
 from recipe_lib.cli.local_gpus import is_expandable
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
 from recipe_lib.cli.plan_request import hide_gpus, planning_process, prepare, read, read_config
-from recipe_lib.cli.recipes import RecipeFile, check_arguments, check_is_known, is_config, recipe_for, run_recipe
+from recipe_lib.cli.recipes import (
+    RecipeFile,
+    check_arguments,
+    check_is_known,
+    is_config,
+    recipe_for,
+    run_recipe,
+)
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.cli.torchrun_flags import (
     WITH_VALUE,
@@ -62,9 +70,19 @@ gone, stopped or hangs."""
 
 OPTIONS: Options = {
     "words": {"nargs": "*", "metavar": "CONFIG", "help": "a config, or a recipe before --config"},
-    "--config": {"action": "append", "metavar": "CONFIG", "help": "of several the later win, key by key"},
-    "--plugin": {"action": "append", "metavar": "FILE", "help": "a Python file of yours, imported first"},
-    **dict.fromkeys(("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}),
+    "--config": {
+        "action": "append",
+        "metavar": "CONFIG",
+        "help": "of several the later win, key by key",
+    },
+    "--plugin": {
+        "action": "append",
+        "metavar": "FILE",
+        "help": "a Python file of yours, imported first",
+    },
+    **dict.fromkeys(
+        ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
+    ),
     **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
     **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
     "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
@@ -72,7 +90,9 @@ OPTIONS: Options = {
 
 
 def parser() -> Parser:
-    """Return the options, for a shell's completion; `run` takes them apart itself, as torchrun's are handed on."""
+    """Return the options, for a shell's completion; `run` takes them apart itself, as torchrun's
+    are handed on.
+    """
     return Parser("run", "Runs a recipe.", OPTIONS)
 
 
@@ -103,7 +123,9 @@ def run(words: list[str]) -> int:
 
 
 def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:
-    """The recipe, and its arguments, with --config where `name` is a config or nothing. ConfigError."""
+    """The recipe, and its arguments, with --config where `name` is a config or nothing.
+    ConfigError.
+    """
     configs = configs_in(rest)
     if name and not is_config(name):
         if not configs:
@@ -111,14 +133,18 @@ def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]
         return RecipeFile.find(name), rest
     if not name:  # `--config CONFIG RECIPE`
         values = {at + 1 for at, word in enumerate(rest) if word in ("--config", "--plugin")}
-        named = [at for at, word in enumerate(rest) if word in list_recipes() or word.endswith(".py")]
+        named = [
+            at for at, word in enumerate(rest) if word in list_recipes() or word.endswith(".py")
+        ]
         place = next((at for at in named if at not in values), None)
         if place is not None:
             return RecipeFile.find(rest[place]), rest[:place] + rest[place + 1 :]
     rest = ["--config", name, *rest] if name else rest
     configs = [name, *configs] if name else configs
     if not configs:
-        raise ConfigError("tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)")
+        raise ConfigError(
+            "tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
+        )
     return recipe_for(configs), rest
 
 
@@ -130,7 +156,9 @@ def configs_in(words: list[str]) -> list[str]:
 
 
 def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
-    """The recipe in this process, or on the ranks that torchrun's flags ask for; returns the exit code."""
+    """The recipe in this process, or on the ranks that torchrun's flags ask for; returns the exit
+    code.
+    """
     if not flags:
         return run_recipe(recipe.path, rest)
     return launch(with_rendezvous(flags), recipe.path, rest)
@@ -149,31 +177,43 @@ STRATEGY_KEY = "parallel.strategy"
 TIMEOUT_SECONDS = 180
 
 
-def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str], cfg: Any) -> list[str]:
-    """Return the recipe's arguments, where these ask for `auto` with the strategy that is chosen; say which and why.
+def with_strategy(
+    flags: Sequence[str], recipe: RecipeFile, words: Sequence[str], cfg: Any
+) -> list[str]:
+    """Return the recipe's arguments, where these ask for `auto` with the strategy that is chosen;
+    say which and why.
 
-    flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen. cfg: that the words
-    make; None: of a recipe of the user's own that reads them itself.
+    flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
+    cfg: that the words make; None: of a recipe of the user's own that reads them itself.
     """
     if not flags or ranks_of(flags) == 1 or cfg is None or cfg.parallel.strategy != "auto":
         return list(words)
     if shows_plan(flags):
         get_logger().info(
-            f"{STRATEGY_KEY}=auto: planning fsdp and ddp for this machine; {STRATEGY_KEY}=fsdp, or ddp, saves the time"
+            f"{STRATEGY_KEY}=auto: planning fsdp and ddp for this machine; {STRATEGY_KEY}=fsdp, or"
+            " ddp, saves the time"
         )
     with phase("planning fsdp and ddp"):
         chosen, line = _choose_apart(flags, recipe, words)
     if shows_plan(flags):
         get_logger().info(line)
-    others = [word for word in words if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY]
+    others = [
+        word
+        for word in words
+        if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY
+    ]
     return [*others, f"{STRATEGY_KEY}={chosen}"]
 
 
-def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> tuple[str, str]:
+def _choose_apart(
+    flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
+) -> tuple[str, str]:
     """(strategy, the line that says so), from a separate process."""
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
-        command, environment = planning_process("recipe_lib.cli.run", answer, [*flags, str(recipe.path), *words])
+        command, environment = planning_process(
+            "recipe_lib.cli.run", answer, [*flags, str(recipe.path), *words]
+        )
         try:
             subprocess.run(
                 command,
@@ -194,7 +234,9 @@ def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 
 
 def main(argv: list[str]) -> int:
-    """The process that plans: `choose_strategy.py ANSWER [torchrun flags] RECIPE [its arguments]`."""
+    """The process that plans: `choose_strategy.py ANSWER [torchrun flags] RECIPE [its
+    arguments]`.
+    """
     gpus = hide_gpus()
     arguments = read(argv[1:])
     recipe, cfg = read_config(arguments)

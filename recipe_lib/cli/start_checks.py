@@ -1,7 +1,9 @@
-"""What would stop a run before its first step, as far as config, names of files and numbers of ranks tell it.
+"""What would stop a run before its first step, as far as config, names of files and numbers of
+ranks tell it.
 
-The same checks, in the words of the code that would find it later, for `tune validate`, `tune plan` and `tune run`,
-before torch is imported. Whether a model fits the ranks that share it, its shape says; that alone imports torch.
+The same checks, in the words of the code that would find it later, for `tune validate`, `tune plan`
+and `tune run`, before torch is imported. Whether a model fits the ranks that share it, its shape
+says; that alone imports torch.
 """
 
 import os
@@ -32,17 +34,23 @@ from recipe_lib.config.schema_data import is_hub, sources_by_section
 from recipe_lib.errors import CheckpointError, ConfigError, UserError, raise_faults
 
 
-def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False) -> list[str]:
-    """Return notes on what has to be there before the run, if it is not: a model to download, or that of another run.
+def check_start(
+    cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False
+) -> list[str]:
+    """Return notes on what has to be there before the run, if it is not: a model to download, or
+    that of another run.
 
-    ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a fault. plans: only a
-    plan is made, perhaps for another machine: it does without what rows and kernels need, which is a note. Raises
-    ConfigError with all faults, a line each.
+    ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a
+    fault. plans: only a plan is made, perhaps for another machine: it does without what rows and
+    kernels need, which is a note. Raises ConfigError with all faults, a line each.
     """
     looks: list[Callable[[], Any]] = [
         partial(check_folder, Path(cfg.output_dir)) if plans else partial(_check_output, cfg),
         partial(_check_model, cfg, with_weights=not plans),
-        *(partial(_check_other_model, cfg, key, with_weights=not plans) for key in cfg.other_models),
+        *(
+            partial(_check_other_model, cfg, key, with_weights=not plans)
+            for key in cfg.other_models
+        ),
         partial(_check_adapter, cfg),
         partial(_check_resume, cfg),
         *(partial(check_tracker, name) for name in dict.fromkeys(cfg.log.trackers)),
@@ -54,25 +62,33 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
         found = _look(looks)
         why = [
             line
-            for line, is_fault in _look([partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources])
+            for line, is_fault in _look(
+                [partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources]
+            )
             if is_fault
         ]
         found += [(f"`tune run` refuses to start on this machine: {line}", False) for line in why]
     else:
-        found = _look([*looks, partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources])
+        found = _look(
+            [*looks, partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources]
+        )
     raise_faults(ConfigError, dict.fromkeys(line for line, is_fault in found if is_fault or starts))
     return list(dict.fromkeys(line for line, _ in found))
 
 
 def check_data(cfg: Any) -> None:
-    """Check what looking at samples needs: the samples, and a tokenizer. Raises ConfigError, a line for each fault."""
+    """Check what looking at samples needs: the samples, and a tokenizer. Raises ConfigError, a line
+    for each fault.
+    """
     looks = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
     found = _look([*looks, partial(_check_tokenizer_of_model, cfg)])
     raise_faults(ConfigError, dict.fromkeys(line for line, _ in found))
 
 
 def _look(looks: Iterable[Callable[[], Any]]) -> list[tuple[str, bool]]:
-    """Return the lines of all that is missing, and whether it is a fault: raised by a look, or a note that it gives."""
+    """Return the lines of all that is missing, and whether it is a fault: raised by a look, or a
+    note that it gives.
+    """
     found: list[tuple[str, bool]] = []
     for look in looks:
         try:
@@ -96,15 +112,17 @@ def _check_tokenizer_of_model(cfg: Any) -> str | None:
         return None
     files = " ".join(f"'{pattern}'" for pattern in TOKENIZER_PATTERNS)
     return (
-        f"{name}: no such folder, and not in the hub cache; its tokenizer is enough to look at samples: "
-        f"`tune download {name} --include {files}`"
+        f"{name}: no such folder, and not in the hub cache; its tokenizer is enough to look at"
+        f" samples: `tune download {name} --include {files}`"
     )
 
 
 def _sources(cfg: Any) -> dict[str, str]:
     """The sources of samples by the keys that name them; a dataset of the hub once."""
     found: dict[str, str] = {}
-    named = {f"{section}.source": one.source for section, one in sources_by_section(cfg.data).items()}
+    named = {
+        f"{section}.source": one.source for section, one in sources_by_section(cfg.data).items()
+    }
     for key, source in (named | {"validation.source": cfg.validation.source}).items():
         if source and not (is_hub(source) and source in found.values()):
             found[key] = source
@@ -112,7 +130,9 @@ def _sources(cfg: Any) -> dict[str, str]:
 
 
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
-    """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
+    """Its folder and config.json, and the files of its weights; a native one is of a family that is
+    known.
+    """
     from recipe_lib.models import preset_config
     from recipe_lib.models.families import spec_of_run
 
@@ -128,7 +148,9 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
 
 
 def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
-    """A further checkpoint of the recipe, by the key that names it; in the words of `_check_model`."""
+    """A further checkpoint of the recipe, by the key that names it; in the words of
+    `_check_model`.
+    """
     from recipe_lib.models import spec_from_config
 
     section, _, word = key.partition(".")
@@ -147,7 +169,10 @@ def _check_checkpoint(
     from recipe_lib.models import read_config
 
     if _is_made_by_a_run(name, MODEL_FOLDER):
-        return f"{name}: no such folder; expected the model that a run with output_dir={Path(name).parent} leaves there"
+        return (
+            f"{name}: no such folder; expected the model that a run with"
+            f" output_dir={Path(name).parent} leaves there"
+        )
     folder = model_folder(name) or downloaded_model(name)
     if folder is None:
         return not_downloaded(name)
@@ -163,7 +188,10 @@ def _check_adapter(cfg: Any) -> str | None:
         return None
     if _is_made_by_a_run(adapter, ADAPTER_FOLDER):
         made = Path(adapter).parent
-        return f"{adapter}: no such folder; expected the adapter that a run with output_dir={made} leaves there"
+        return (
+            f"{adapter}: no such folder; expected the adapter that a run with output_dir={made}"
+            " leaves there"
+        )
     check_adapter(Path(adapter))
     return None
 
@@ -187,7 +215,9 @@ def _check_text(cfg: Any) -> None:
 
 
 def _check_own_tokenizer(cfg: Any) -> str | None:
-    """That of the model's folder, where no other is set; a note for a model of the hub, of which more may come."""
+    """That of the model's folder, where no other is set; a note for a model of the hub, of which
+    more may come.
+    """
     name = cfg.model.path
     if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
         return None
@@ -201,7 +231,9 @@ def _check_own_tokenizer(cfg: Any) -> str | None:
 
 
 def _as_note(name: str, look: Callable[[], Any]) -> str | None:
-    """What `look` finds to be missing of a model: a fault of a folder; of a model of the hub a note."""
+    """What `look` finds to be missing of a model: a fault of a folder; of a model of the hub a
+    note.
+    """
     try:
         look()
     except UserError as error:
@@ -212,7 +244,9 @@ def _as_note(name: str, look: Callable[[], Any]) -> str | None:
 
 
 def check_shape(cfg: Any) -> None:
-    """Whether the ranks of `parallel.tensor`, `context` and `pipeline` can share the model, if its shape is known."""
+    """Whether the ranks of `parallel.tensor`, `context` and `pipeline` can share the model, if its
+    shape is known.
+    """
     if same_batch_ranks(cfg.parallel) > 1:
         from recipe_lib.training.resolve_model import (
             validate_parallelism_if_local,  # imports torch, which takes seconds

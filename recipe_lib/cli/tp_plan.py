@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, put_json, read_numbers
+from recipe_lib.cli.arguments import (
+    SWITCH,
+    Options,
+    Parser,
+    check_output,
+    find_low_numbers,
+    put_json,
+    read_numbers,
+)
 from recipe_lib.config.local_files import has_package, install_line, is_hub_id
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import nearest, show
@@ -15,7 +23,14 @@ from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code
 # Entries of config.json that say how weights are stored, not what the model is.
-STORED = ("architectures", "auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version")
+STORED = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
 DESCRIPTION = """Shows how tensor parallel would shard a model: the dimension that each parameter is sharded in, the
 collectives, what each rank holds, and what is replicated and why. The plan comes from one forward of transformers'
 model on the meta device: needs config.json, no weights and no GPU.
@@ -29,10 +44,22 @@ Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove on
 or no plan for any of the sizes."""
 OPTIONS: Options = {
     "model": {"metavar": "MODEL", "help": "folder, config.json, hub id in the cache, or preset"},
-    "--tensor": {"default": "2,4,8", "metavar": "T,...", "help": "ranks of a group; default: 2,4,8"},
-    "--tokens": {"type": int, "default": 8192, "metavar": "N", "help": "tokens of a micro-batch, b x s; default: 8192"},
+    "--tensor": {
+        "default": "2,4,8",
+        "metavar": "T,...",
+        "help": "ranks of a group; default: 2,4,8",
+    },
+    "--tokens": {
+        "type": int,
+        "default": 8192,
+        "metavar": "N",
+        "help": "tokens of a micro-batch, b x s; default: 8192",
+    },
     "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
-    "--json": {"metavar": "FILE", "help": "also write the plan and its numbers as JSON; -: in place of the report"},
+    "--json": {
+        "metavar": "FILE",
+        "help": "also write the plan and its numbers as JSON; -: in place of the report",
+    },
 }
 
 
@@ -41,7 +68,9 @@ def run(words: list[str]) -> int:
     arguments = read(words)
     held = config_of(arguments.model)
     if not has_package("transformers"):
-        raise SetupError(f"tune tp-plan: found no package transformers; {install_line('transformers')}")
+        raise SetupError(
+            f"tune tp-plan: found no package transformers; {install_line('transformers')}"
+        )
     silence_torchao()
     from recipe_lib.checkpoint.verify import quiet_transformers
 
@@ -53,7 +82,9 @@ def run(words: list[str]) -> int:
         config = transformers_config(shape, show(arguments.model))
         whole, plans, illegal = plans_for(config, arguments.tensor)
         proofs = certificates(config, plans) if arguments.certify else []
-        if any(proof["failures"] for proof in proofs) and any(plan.shared_tokens for plan in plans.values()):
+        if any(proof["failures"] for proof in proofs) and any(
+            plan.shared_tokens for plan in plans.values()
+        ):
             without = plans_for(config, arguments.tensor, tokens=False)  # as a run would
             proven = certificates(config, without[1])
             if not any(proof["failures"] for proof in proven):
@@ -81,7 +112,9 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
+    """The contents of MODEL's config.json. Raises ConfigError where there is none on this
+    machine.
+    """
     from recipe_lib.models.spec import preset_config, read_config
     from recipe_lib.plan.world.shape_only_model import in_hub_cache
 
@@ -97,8 +130,15 @@ def config_of(name: str) -> dict[str, Any]:
     near = nearest(name, presets)
     if not near and not is_hub_id(name):
         raise ConfigError(
-            f"tune tp-plan: {show(name)}: no such folder; expected a model folder, a preset, or a hub id such as "
-            "OWNER/NAME"
+            f"tune tp-plan: {show(name)}: no such folder; expected a model folder, a preset, or a"
+            " hub id such as OWNER/NAME"
         )
-    hint = f"did you mean {near}?" if near else f"fetch it with `tune download {show(name)}`, or name a preset"
-    raise ConfigError(f"tune tp-plan: {show(name)}: found no folder, no preset and nothing in the hub cache; {hint}")
+    hint = (
+        f"did you mean {near}?"
+        if near
+        else f"fetch it with `tune download {show(name)}`, or name a preset"
+    )
+    raise ConfigError(
+        f"tune tp-plan: {show(name)}: found no folder, no preset and nothing in the hub cache;"
+        f" {hint}"
+    )

@@ -31,8 +31,9 @@ from recipe_lib.units import Bytes, Count, counted
 _MOST_SIZES = 12  # legal ones that are named
 WIDTH = 160  # columns where there is no terminal to ask
 FORMULA = (
-    "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes (ring); "
-    "an all-gather or a reduce-scatter: half of that; activation checkpointing repeats the forward's"
+    "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes"
+    " (ring); an all-gather or a reduce-scatter: half of that; activation checkpointing repeats the"
+    " forward's"
 )
 
 
@@ -41,8 +42,8 @@ def plans_for(
 ) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
     """The plan that cuts every axis; size to plan; and size to why there is none.
 
-    A size that cannot share every axis gets a plan of its own, around those that it can share. tokens: shares out
-    tokens, too.
+    A size that cannot share every axis gets a plan of its own, around those that it can share.
+    tokens: shares out tokens, too.
 
     Raises ConfigError if no size has a plan.
     """
@@ -50,7 +51,11 @@ def plans_for(
     plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
-        plan = whole if size in whole.legal_sizes else transformers_models.plan_for_config(config, size, tokens)
+        plan = (
+            whole
+            if size in whole.legal_sizes
+            else transformers_models.plan_for_config(config, size, tokens)
+        )
         if size in plan.legal_sizes:
             plans[size] = plan
         else:
@@ -58,15 +63,21 @@ def plans_for(
     if not plans:
         legal = ", ".join(map(str, whole.legal_sizes)) or "none"
         reasons = dict.fromkeys(illegal.values())
-        raise ConfigError(*(f"--tensor {','.join(map(str, sizes))}: {why}; legal sizes: {legal}" for why in reasons))
+        raise ConfigError(
+            *(
+                f"--tensor {','.join(map(str, sizes))}: {why}; legal sizes: {legal}"
+                for why in reasons
+            )
+        )
     return whole, plans, illegal
 
 
 def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
-    """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures (lines).
+    """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures
+    (lines).
 
-    The copy has a plan of its own, which has to hold every parameter as the model's does. ranks: fewer than
-    size where it has fewer heads.
+    The copy has a plan of its own, which has to hold every parameter as the model's does. ranks:
+    fewer than size where it has fewer heads.
     """
     elements = held_elements(next(iter(plans.values())), 1)
     small = config if elements <= SMALL_MODEL else shrink(config)
@@ -88,7 +99,15 @@ def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, 
         if not failures:
             certificate = certify(model, copied, ranks, inputs)
             failures, checked = list(certificate.failures), certificate.checked
-        found.append({"size": size, "ranks": ranks, "plan": copied.hash(), "checked": checked, "failures": failures})
+        found.append(
+            {
+                "size": size,
+                "ranks": ranks,
+                "plan": copied.hash(),
+                "checked": checked,
+                "failures": failures,
+            }
+        )
     return found
 
 
@@ -129,12 +148,18 @@ def report(
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> None:
-    """Print plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of every axis."""
-    console = terminal.open_console(terminal.terminal_width(WIDTH), terminal.wants_color(sys.stdout))
+    """Print plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of
+    every axis.
+    """
+    console = terminal.open_console(
+        terminal.terminal_width(WIDTH), terminal.wants_color(sys.stdout)
+    )
     unlike = {plan.hash(): plan for plan in plans.values()}
     for name, plan in unlike.items():
         sizes = [size for size, other in plans.items() if other.hash() == name]
-        named = ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
+        named = (
+            ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
+        )
         _line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
         tables = [*_parameter_tables(plan), _boundaries(plan), _collectives(plan, sizes, tokens)]
         for table in [*tables, _held(plan, sizes)]:
@@ -145,9 +170,16 @@ def report(
             _line(console, f"note: {reason}")
         if set(sizes) <= set(whole.legal_sizes):
             shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
-            _line(console, f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}")
+            _line(
+                console,
+                f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
+            )
         else:  # made for this size alone, around what its ranks cannot share
-            _line(console, f"replicated for {named} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
+            _line(
+                console,
+                f"replicated for {named} ranks: {why_not(whole, sizes[0])}",
+                terminal.WARNING,
+            )
             _line(console, "")
     for size, why in illegal.items():
         _line(console, f"not legal: {size}: {why}", terminal.WARNING)
@@ -160,14 +192,18 @@ def _line(console: Console, text: str, style: str = "") -> None:
     terminal.put(console, text, style, wrap=False)
 
 
-def _table(title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = "") -> Table:
+def _table(
+    title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
+) -> Table:
     """Return a table of which the last `numbers` columns are numbers."""
     left = tuple(header[: len(header) - numbers])
     return Table(title, header, rows, left, notes=(note,) if note else (), fold=True)
 
 
 def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
-    """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks once a step."""
+    """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks
+    once a step.
+    """
     cut, whole = [], []
     groups = parameter_groups(plan)
     for each, names in groups.items():
@@ -176,7 +212,9 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
             added = ", added after the sum" if each.after_reduction else ""
             whole.append([each.name, len(names), shape, each.gradient + added, each.reason])
             continue
-        lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
+        lengths = [
+            f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)
+        ]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
         cut.append([each.name, len(names), shape, each.role, each.dim, segments, each.unit])
     return (
@@ -202,7 +240,9 @@ def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
     totals = {size: step_bytes(plan, size, tokens) for size in sizes}
     for phase, title in _PHASES.items():
         if any(total[phase] for total in totals.values()):
-            what = ", ".join(counted(count, name) for (of, name), count in sorted(counts.items()) if of == phase)
+            what = ", ".join(
+                counted(count, name) for (of, name), count in sorted(counts.items()) if of == phase
+            )
             rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]
     return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
@@ -231,5 +271,8 @@ def _proof(console: Console, proof: dict[str, Any]) -> None:
             _line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
-        said = f"passed, {proof['checked']} comparisons of forward and gradients on a small model{shared}"
+        said = (
+            f"passed, {proof['checked']} comparisons of forward and gradients on a small"
+            f" model{shared}"
+        )
         _line(console, f"{what}: {said}", terminal.GOOD)

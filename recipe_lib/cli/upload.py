@@ -1,4 +1,6 @@
-"""`tune upload WHAT REPO`: what a run has made, with its model card, to the Hugging Face hub; never states or data."""
+"""`tune upload WHAT REPO`: what a run has made, with its model card, to the Hugging Face hub; never
+states or data.
+"""
 
 import argparse
 import glob
@@ -25,13 +27,21 @@ model card (README.md) are sent, each listed with its bytes before; other files 
 It takes a token that may write: `hf auth login`, or HF_TOKEN."""
 
 _CARD = "README.md"
-# All that is ever sent. States, optimizer states, metrics, logs and data have other names and other folders.
+# All that is ever sent. States, optimizer states, metrics, logs and data have other names and other
+# folders.
 _SENT = (
     "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", _CARD,
 )  # fmt: skip
-_READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
+_READ = (
+    _CARD,
+    "config.json",
+    "generation_config.json",
+    ADAPTER_CONFIG,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 _LARGEST_READ = 16 * MIB
 
 OPTIONS: Options = {
@@ -52,14 +62,18 @@ def run(words: list[str]) -> int:
     """Lists the files, sends them in one commit and prints its address."""
     arguments = parser().parse(words)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
-        raise ConfigError(f"{show(arguments.repo)}: is not a repository on the hub; expected OWNER/NAME")
+        raise ConfigError(
+            f"{show(arguments.repo)}: is not a repository on the hub; expected OWNER/NAME"
+        )
     folder = find_folder(arguments.checkpoint)
     names = choose_files(folder)
     sizes = {name: (folder / name).stat().st_size for name in names}
     width = max(len(format_bytes(size)) for size in sizes.values())
     for name, size in sizes.items():
         print(f"{format_bytes(size):>{width}}  {name}")
-    print_wrapped(f"{len(sizes)} files of {folder}, {format_bytes(sum(sizes.values()))}, to {arguments.repo}")
+    print_wrapped(
+        f"{len(sizes)} files of {folder}, {format_bytes(sum(sizes.values()))}, to {arguments.repo}"
+    )
     for note in _notes(folder, names):
         print_wrapped(f"note: {note}")
     if arguments.dry_run:
@@ -70,17 +84,25 @@ def run(words: list[str]) -> int:
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a model or an adapter that is named, or the newer of a run's. CheckpointError."""
+    """The folder of a model or an adapter that is named, or the newer of a run's.
+    CheckpointError.
+    """
     named = Path(name).expanduser()
     if not named.is_dir():
-        raise CheckpointError(f"{show(name)}: no such folder; expected a run's output_dir, a model or an adapter")
+        raise CheckpointError(
+            f"{show(name)}: no such folder; expected a run's output_dir, a model or an adapter"
+        )
     folder = exported_folder(named)
     for file, kind in ((ADAPTER_CONFIG, "adapter"), ("config.json", "model")):
         if (folder / file).is_file():
             if not any(folder.glob("*.safetensors")):
-                raise CheckpointError(f"{show(str(folder))}: is a {kind} without weights; expected .safetensors files")
+                raise CheckpointError(
+                    f"{show(str(folder))}: is a {kind} without weights; expected .safetensors files"
+                )
             return folder
-    raise CheckpointError(f"{show(name)}: is no model, adapter or run; expected config.json or {ADAPTER_CONFIG} in it")
+    raise CheckpointError(
+        f"{show(name)}: is no model, adapter or run; expected config.json or {ADAPTER_CONFIG} in it"
+    )
 
 
 def choose_files(folder: Path) -> list[str]:
@@ -92,7 +114,10 @@ def choose_files(folder: Path) -> list[str]:
         if name in _READ:
             text = _read(read_bytes, path).decode(errors="replace")
             if redact(text) != text:
-                raise ConfigError(f"{path}: holds what looks like a token or a password; take it out, nothing was sent")
+                raise ConfigError(
+                    f"{path}: holds what looks like a token or a password; take it out, nothing was"
+                    " sent"
+                )
     return names
 
 
@@ -100,37 +125,53 @@ def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
     try:
         return reader(path, _LARGEST_READ)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {describe_fault(error)}; nothing was sent") from error
+        raise CheckpointError(
+            f"{path}: cannot be read: {describe_fault(error)}; nothing was sent"
+        ) from error
 
 
 def _notes(folder: Path, names: list[str]) -> Iterator[str]:
     """What stays here, and what whoever loads it will miss."""
-    others = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir() if path.name not in names)
+    others = sorted(
+        path.name + ("/" if path.is_dir() else "")
+        for path in folder.iterdir()
+        if path.name not in names
+    )
     if others:
         yield f"stays here, being neither weights, tokenizer nor card: {', '.join(others)}"
     if _CARD not in names:
-        yield f"there is no model card; write {folder / _CARD}, or export again from the run, which writes one"
+        yield (
+            f"there is no model card; write {folder / _CARD}, or export again from the run, which"
+            " writes one"
+        )
     if ADAPTER_CONFIG in names:
         base = str(_read(read_object, folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
         if Path(base).is_absolute() or Path(base).exists():
             yield (
-                f"{ADAPTER_CONFIG} names the base by a folder of this machine, {base}; others find it by "
-                "base_model_name_or_path, an id on the hub"
+                f"{ADAPTER_CONFIG} names the base by a folder of this machine, {base}; others find"
+                " it by base_model_name_or_path, an id on the hub"
             )
 
 
 def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
-    """Makes the repository and one commit; returns the commit's address. ConfigError, SetupError."""
+    """Makes the repository and one commit; returns the commit's address. ConfigError,
+    SetupError.
+    """
     from huggingface_hub import HfApi, get_token
 
     repo, revision = arguments.repo, arguments.revision
     if get_token() is None:
-        raise SetupError(f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN")
+        raise SetupError(
+            f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
+        )
     api: Any = HfApi()
     with one_line(repo, uploads=True):
         api.create_repo(repo, private=arguments.private, exist_ok=True)
         if arguments.private and not api.model_info(repo).private:
-            raise ConfigError(f"{repo}: is there already and is public; make it private on its page, or choose another")
+            raise ConfigError(
+                f"{repo}: is there already and is public; make it private on its page, or choose"
+                " another"
+            )
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         done = api.upload_folder(
@@ -138,6 +179,8 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
             folder_path=folder,
             allow_patterns=[glob.escape(name) for name in names],
             revision=revision,
-            commit_message=f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes",
+            commit_message=(
+                f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes"
+            ),
         )
     return str(done.commit_url)

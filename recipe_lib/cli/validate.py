@@ -1,4 +1,6 @@
-"""`tune validate CONFIG`: every fault of a config, and what a run of it would miss, without running anything."""
+"""`tune validate CONFIG`: every fault of a config, and what a run of it would miss, without running
+anything.
+"""
 
 from collections.abc import Sequence
 
@@ -11,14 +13,18 @@ from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 
 OPTIONS: Options = {
-    "--recipe": {"help": "check against this recipe (name or path), not the one that the config names"},
+    "--recipe": {
+        "help": "check against this recipe (name or path), not the one that the config names"
+    },
     "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
 }
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
     """Return the options of the verb."""
-    options = Parser("validate", "Checks a config against its recipe and reports every fault.", OPTIONS)
+    options = Parser(
+        "validate", "Checks a config against its recipe and reports every fault.", OPTIONS
+    )
     add_configs(options, words)
     return options
 

@@ -11,7 +11,8 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 
 def _mend_import_path() -> None:
-    # Python puts the script's own folder first; its modules (`run`, `cat`, ...) must not shadow anyone's.
+    # Python puts the script's own folder first; its modules (`run`, `cat`, ...) must not shadow
+    # anyone's.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     if _ROOT not in sys.path:

@@ -1,4 +1,6 @@
-"""The typed config of every recipe: its schema, loading, checks, and the names a config may use. No torch."""
+"""The typed config of every recipe: its schema, loading, checks, and the names a config may use. No
+torch.
+"""
 
 from recipe_lib.config.load import load_config, parse_arguments
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig

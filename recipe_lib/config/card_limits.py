@@ -1,4 +1,6 @@
-"""What a card cannot compute, by its compute capability, and so is refused before a kernel raises. No torch."""
+"""What a card cannot compute, by its compute capability, and so is refused before a kernel raises.
+No torch.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CardLimit:
-    """key, value: of the config, which it applies to. capability: the least that can. cards: in words. remedy: for a
-    card with less."""
+    """key, value: of the config, which it applies to. capability: the least that can. cards: in
+    words. remedy: for a card with less.
+    """
 
     key: str
     value: str
@@ -23,18 +26,28 @@ class CardLimit:
 CARD_LIMITS = (
     # Tensor cores, and torch's flash and memory-efficient attention in bf16.
     CardLimit("dtype", "bf16", (8, 0), "Ampere and later", "set dtype=fp32, or use a newer card"),
-    CardLimit("matmul_dtype", "fp8", (8, 9), "Ada, Hopper and later", "choose int8, or remove matmul_dtype"),
+    CardLimit(
+        "matmul_dtype",
+        "fp8",
+        (8, 9),
+        "Ada, Hopper and later",
+        "choose int8, or remove matmul_dtype",
+    ),
     CardLimit("matmul_dtype", "int8", (7, 5), "Turing and later", "remove matmul_dtype"),
 )
-VARLEN_CAPABILITY = (8, 0)  # of the flash kernel for documents of packed sequences; below it they take a mask
+VARLEN_CAPABILITY = (
+    8,
+    0,
+)  # of the flash kernel for documents of packed sequences; below it they take a mask
 
 
 def card_faults(cfg: Any, name: str, capability: tuple[int, int]) -> list[str]:
     """What of a config a card cannot compute, a line each. name: of the card."""
     found = ".".join(map(str, capability))
     return [
-        f"{limit.key}: found {limit.value} for {name} of compute capability {found}, expected a GPU of compute "
-        f"capability {'.'.join(map(str, limit.capability))} or more ({limit.cards}); {limit.remedy}"
+        f"{limit.key}: found {limit.value} for {name} of compute capability {found}, expected a GPU"
+        f" of compute capability {'.'.join(map(str, limit.capability))} or more ({limit.cards});"
+        f" {limit.remedy}"
         for limit in CARD_LIMITS
         if limit.applies(cfg) and capability < limit.capability
     ]

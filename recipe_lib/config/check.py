@@ -1,11 +1,20 @@
-"""Compares what a file and a command line set with the schema, and gathers every fault instead of the first."""
+"""Compares what a file and a command line set with the schema, and gathers every fault instead of
+the first.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError
 from typing import Any
 
-from recipe_lib.config.aliases import ANSWERS, GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
+from recipe_lib.config.aliases import (
+    ANSWERS,
+    GENERIC,
+    KEY_ALIASES,
+    NOTHING_LIKE_IT,
+    OF_PAIRS,
+    SECTION_ALIASES,
+)
 from recipe_lib.config.interpolation import (
     IN_A_CIRCLE,
     InterpolationError,
@@ -37,7 +46,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Source:
-    """Where values are from. name: of a file, as in errors, or COMMAND_LINE. override: as in errors."""
+    """Where values are from. name: of a file, as in errors, or COMMAND_LINE. override: as in
+    errors.
+    """
 
     name: str
     override: str = ""
@@ -65,9 +76,9 @@ class Pending:
 class Checked:
     """What sources and overrides came to.
 
-    settings: dotted key -> what was set. pending: dotted key -> a value with `${key}` in it. doubtful: keys that a
-    fault has touched; they keep their default here, so that no combination is judged by them. full: there are more
-    faults than are kept.
+    settings: dotted key -> what was set. pending: dotted key -> a value with `${key}` in it.
+    doubtful: keys that a fault has touched; they keep their default here, so that no combination is
+    judged by them. full: there are more faults than are kept.
     """
 
     schema: Schema
@@ -78,7 +89,9 @@ class Checked:
     full: bool = False
 
     def fault(self, place: str, name: str, what: str, *, doubt: bool = True) -> None:
-        """Notes a fault, and unless `doubt` is false doubts its key (no name: nothing, the line says all)."""
+        """Notes a fault, and unless `doubt` is false doubts its key (no name: nothing, the line
+        says all).
+        """
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{place}: {show(name)}: {what}" if name else f"{place}: {what}")
         else:
@@ -89,12 +102,15 @@ class Checked:
     def doubt(self, name: str) -> None:
         """Marks a key, or all keys of a section."""
         prefix = f"{name}." if name else ""
-        self.doubtful.update(key for key in self.schema.keys if key == name or key.startswith(prefix))
+        self.doubtful.update(
+            key for key in self.schema.keys if key == name or key.startswith(prefix)
+        )
 
     def sort_by_line(self, file: str, start: int) -> None:
         """Puts the faults noted from `start` on, all of one file, in its order."""
         self.faults[start:] = sorted(
-            self.faults[start:], key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0])
+            self.faults[start:],
+            key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0]),
         )
 
     def all_faults(self) -> list[str]:
@@ -107,14 +123,19 @@ class Checked:
         return set(self.schema.keys) - self.doubtful
 
     def place_of(self, names: Iterable[str], otherwise: str) -> str:
-        """Where the last of these keys was set in each file, and the command line, if one was set there."""
+        """Where the last of these keys was set in each file, and the command line, if one was set
+        there.
+        """
         last: dict[str, int] = {}
         for name in names:
             for place in self.settings[name].where.split(", ") if name in self.settings else ():
                 file, _, line = place.rpartition(":")
                 last[file] = max(last.get(file, 0), int(line) if file else 0)
         return (
-            ", ".join(f"{file}:{line}" if file else COMMAND_LINE for file, line in sorted(last.items(), reverse=True))
+            ", ".join(
+                f"{file}:{line}" if file else COMMAND_LINE
+                for file, line in sorted(last.items(), reverse=True)
+            )
             or otherwise
         )
 
@@ -131,7 +152,9 @@ def check_file(checked: Checked, top: YamlNode, file: Source) -> None:
             checked.doubt("")
         return
     if top.kind != "mapping":
-        checked.fault(file.at(top.line), "", f"found {describe(top)}, expected lines of `key: value`")
+        checked.fault(
+            file.at(top.line), "", f"found {describe(top)}, expected lines of `key: value`"
+        )
         checked.doubt("")
         return
     check_section(checked, "", top, file)
@@ -152,7 +175,9 @@ def check_section(checked: Checked, section: str, node: YamlNode, source: Source
             unknown_key(checked, source, line, name, value)
 
 
-def check_section_value(checked: Checked, name: str, value: YamlNode, source: Source, line: int) -> None:
+def check_section_value(
+    checked: Checked, name: str, value: YamlNode, source: Source, line: int
+) -> None:
     """What stands under a section's name."""
     if value.kind == "mapping":
         check_section(checked, name, value, source)
@@ -176,7 +201,8 @@ def check_value(
 ) -> None:
     """Checks a key's value and takes it. typed: it is an override's own, whose text says the key.
 
-    A value that names other keys waits for `fill_pending`, which gives it filled in, and as it was written.
+    A value that names other keys waits for `fill_pending`, which gives it filled in, and as it was
+    written.
     """
     if written is None and value.is_interpolated:
         checked.pending[key.name] = Pending(value, source, line, typed)
@@ -188,10 +214,14 @@ def check_value(
         checked.doubt(key.name)
         return
     try:
-        checked.set(key.name, convert(value, key, typed=typed or written is not None), source.where(line))
+        checked.set(
+            key.name, convert(value, key, typed=typed or written is not None), source.where(line)
+        )
     except MismatchError as mismatch:
         what = f"found {quote(written)}, which is " if written else "found "
-        checked.fault(source.at(line), "" if typed else key.name, str(mismatch).replace("found ", what, 1))
+        checked.fault(
+            source.at(line), "" if typed else key.name, str(mismatch).replace("found ", what, 1)
+        )
         checked.doubt(key.name)
 
 
@@ -217,7 +247,9 @@ def fill_pending(checked: Checked) -> None:
                 names.pop(key)
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
-    named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}")
+    named = NamedValues(
+        values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}"
+    )
     for key in order:
         one = checked.pending.pop(key)
         if any(are_related(name, other) for name in names[key] for other in checked.doubtful):
@@ -228,7 +260,15 @@ def fill_pending(checked: Checked) -> None:
         except InterpolationError as fault:
             _refuse_pending(checked, key, one, str(fault), fault.line)
             continue
-        check_value(checked, schema.keys[key], node, one.source, one.line, typed=one.typed, written=one.node.text)
+        check_value(
+            checked,
+            schema.keys[key],
+            node,
+            one.source,
+            one.line,
+            typed=one.typed,
+            written=one.node.text,
+        )
         if key in checked.settings:
             named.put(key, checked.settings[key].value)
 
@@ -239,11 +279,16 @@ def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: i
 
 
 def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
-    """Return a value of a file with those of the keys that it names, as if they had been written there."""
+    """Return a value of a file with those of the keys that it names, as if they had been written
+    there.
+    """
     if node.kind == "list":
         return replace(node, items=[_fill_node(item, key, named) for item in node.items])
     if node.kind == "mapping":
-        entries = {word: (line, _fill_node(inner, key, named)) for word, (line, inner) in node.entries.items()}
+        entries = {
+            word: (line, _fill_node(inner, key, named))
+            for word, (line, inner) in node.entries.items()
+        }
         return replace(node, entries=entries)
     if not node.is_interpolated:
         return node
@@ -259,14 +304,20 @@ def _write_node(value: Any, line: int) -> YamlNode:
         return YamlNode("list", line, items=[_write_node(item, line) for item in value])
     if isinstance(value, dict):
         return YamlNode(
-            "mapping", line, entries={word: (line, _write_node(item, line)) for word, item in value.items()}
+            "mapping",
+            line,
+            entries={word: (line, _write_node(item, line)) for word, item in value.items()},
         )
-    quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
+    quoted = isinstance(value, str) and (
+        value == "" or value.lower() in ("null", "true", "false", "~")
+    )
     return YamlNode("scalar", line, to_word(value), quoted=quoted)
 
 
 def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, line: int) -> None:
-    """Checks a list of sections and takes it if all are right; a fault names its own line and key inside."""
+    """Checks a list of sections and takes it if all are right; a fault names its own line and key
+    inside.
+    """
     items = []
     for number, node in enumerate(value.items):
         inner = Checked(item_schema(key, number), faults=checked.faults)
@@ -276,7 +327,11 @@ def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, lin
             inner.doubt(name)
         elif node.kind != "mapping":
             words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
-            inner.fault(source.at(node.line), name, f"found {describe(node)}, expected a section of keys ({words})")
+            inner.fault(
+                source.at(node.line),
+                name,
+                f"found {describe(node)}, expected a section of keys ({words})",
+            )
         else:
             check_section(inner, name, node, source)
             check_required(inner, source.at(node.line))
@@ -284,7 +339,9 @@ def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, lin
         if len(checked.faults) > before or inner.doubtful:
             checked.doubt(key.name)
         else:
-            set_here = {word.rpartition(".")[2]: setting.value for word, setting in inner.settings.items()}
+            set_here = {
+                word.rpartition(".")[2]: setting.value for word, setting in inner.settings.items()
+            }
             items.append(inner.schema.config_class(**set_here))
     if key.name not in checked.doubtful:
         checked.set(key.name, items, source.where(line))
@@ -308,14 +365,22 @@ def unknown_key(
 ) -> None:
     """Notes a key that the schema does not have, with the nearest that it has.
 
-    value: what stands there. A section that only other tools have, as torchtitan's `training`, is gone through.
+    value: what stands there. A section that only other tools have, as torchtitan's `training`, is
+    gone through.
     """
-    if value is not None and value.kind == "mapping" and value.entries and _plain(name) in SECTION_ALIASES:
+    if (
+        value is not None
+        and value.kind == "mapping"
+        and value.entries
+        and _plain(name) in SECTION_ALIASES
+    ):
         for word, (inner_line, inner) in value.entries.items():
             unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
         return
     hint, meant = hint_for(name, checked.schema, in_file=not typed)
-    checked.fault(source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
+    checked.fault(
+        source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False
+    )
     for key in meant:
         checked.doubt(key)
 
@@ -337,7 +402,9 @@ def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, 
     section, _, word = name.rpartition(".")
     if meant == [name] and section and in_file:
         return f"; write {word}: under {section}:", meant
-    answer = ANSWERS.get(_plain(name)) or (None if meant else ANSWERS.get(_plain(word)) or _owner(name, schema))
+    answer = ANSWERS.get(_plain(name)) or (
+        None if meant else ANSWERS.get(_plain(word)) or _owner(name, schema)
+    )
     if answer:
         return f"; {answer}", []
     if meant:
@@ -350,7 +417,9 @@ def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, 
 
 
 def meant_by(name: str, schema: Schema) -> list[str]:
-    """Our names for an unknown one: another tool's word, the right section, or the nearest spelling; mostly one."""
+    """Our names for an unknown one: another tool's word, the right section, or the nearest
+    spelling; mostly one.
+    """
     valid = [name for name in (*schema.keys, *schema.sections) if name]
     alias = KEY_ALIASES.get(_plain(name), name)
     section, _, word = name.rpartition(".")
@@ -360,7 +429,9 @@ def meant_by(name: str, schema: Schema) -> list[str]:
         return [alias]
     if plain in NOTHING_LIKE_IT or ours is None:
         return []
-    if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
+    if section.endswith(
+        "]"
+    ):  # of a list of sections, whose keys are mostly those of the section around it
         alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{plain}", "")
         inside = f"{section}.{alias.rpartition('.')[2]}"
         if inside in valid:
@@ -374,15 +445,23 @@ def meant_by(name: str, schema: Schema) -> list[str]:
             return [alias]
         words = [key.rpartition(".")[2] for key in keys]
         close = plain if plain in words or plain in GENERIC else near(plain, words)
-        found = [key for key in keys if key.rpartition(".")[2] == close and (ours or close not in ("name", "type"))]
+        found = [
+            key
+            for key in keys
+            if key.rpartition(".")[2] == close and (ours or close not in ("name", "type"))
+        ]
         if found:
             return [key for key in found if "." not in key] or found[:3]
     return []
 
 
 def near(found: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there are many keys."""
-    swapped = [name for name in valid if sorted(name) == sorted(found)]  # which difflib takes for two mistakes
+    """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there
+    are many keys.
+    """
+    swapped = [
+        name for name in valid if sorted(name) == sorted(found)
+    ]  # which difflib takes for two mistakes
     return swapped[0] if swapped else nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)
 
 
@@ -391,7 +470,9 @@ def _plain(name: str) -> str:
 
 
 def _section_for(section: str, schema: Schema) -> str | None:
-    """Our section for one as written: itself, another tool's (empty: the top level here), or a misspelling of ours."""
+    """Our section for one as written: itself, another tool's (empty: the top level here), or a
+    misspelling of ours.
+    """
     outer = _plain(section.partition(".")[0])
     ours = section if section in schema.sections else SECTION_ALIASES.get(outer)
     if ours is None:
@@ -400,12 +481,17 @@ def _section_for(section: str, schema: Schema) -> str | None:
 
 
 def _owner(name: str, schema: Schema) -> str:
-    """`lora.rank is a key of the recipe lora_finetune_distributed`, if that is nothing in this schema."""
+    """`lora.rank is a key of the recipe lora_finetune_distributed`, if that is nothing in this
+    schema.
+    """
     if _plain(name) in OF_PAIRS or "[" in name:
         return ""
     for recipe, config_class in RECIPE_CONFIGS.items():
         view = read_schema(config_class)
         found = meant_by(name, view)
         if len(found) == 1 and found[0] not in schema.keys and found[0] not in schema.sections:
-            return f"{found[0]} is a {'key' if found[0] in view.keys else 'section'} of the recipe {recipe}"
+            return (
+                f"{found[0]} is a {'key' if found[0] in view.keys else 'section'} of the recipe"
+                f" {recipe}"
+            )
     return ""

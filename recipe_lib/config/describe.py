@@ -1,4 +1,5 @@
-"""The config reference, made from the schema: `docs/config.md`, `tune cat --describe`, and a config as YAML.
+"""The config reference, made from the schema: `docs/config.md`, `tune cat --describe`, and a config
+as YAML.
 
 `python -m recipe_lib.config.describe > docs/config.md` writes the page.
 """
@@ -45,19 +46,27 @@ _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 def markdown(*schemas: type) -> str:
-    """The page `docs/config.md`: the keys of all these config classes; none given: of every shipped recipe's."""
+    """The page `docs/config.md`: the keys of all these config classes; none given: of every shipped
+    recipe's.
+    """
     views = [read_schema(schema) for schema in schemas or RECIPE_CONFIGS.values()]
     parts, done = [_INTRODUCTION], set()
     for view in views:
         for section, title, keys in _sections(view):
             if section not in done:
-                heading = f"## `{section}`\n\n{title}{_owners(section, views)}\n" if section else "## Top level\n"
+                heading = (
+                    f"## `{section}`\n\n{title}{_owners(section, views)}\n"
+                    if section
+                    else "## Top level\n"
+                )
                 parts += [heading, _table(keys)]
             done.add(section)
     parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
     for entry in RULES:
-        rows.append(f"| {', '.join(f'`{key}`' for key in entry.keys)} | {entry.reason} | {entry.remedy} |")
+        rows.append(
+            f"| {', '.join(f'`{key}`' for key in entry.keys)} | {entry.reason} | {entry.remedy} |"
+        )
     parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -65,17 +74,29 @@ def markdown(*schemas: type) -> str:
 def _table(keys: list[Key]) -> str:
     rows = ["| key | default | legal values | what it does | elsewhere |", "|---|---|---|---|---|"]
     for key in keys:
-        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), about(key), key.limits.get("known_as", ""))
+        cells = (
+            f"`{key.name}`",
+            f"`{_default_text(key)}`",
+            expected(key),
+            about(key),
+            key.limits.get("known_as", ""),
+        )
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 
 
 def about(key: Key, schema: Schema | None = None) -> str:
-    """The key's line of description, and what it needs to have an effect; not what a recipe's schema does not have."""
+    """The key's line of description, and what it needs to have an effect; not what a recipe's
+    schema does not have.
+    """
     needs = key.limits.get("needs")
     if schema is not None and needs:
         each = needs if isinstance(needs, tuple) else (needs,)
-        needs = tuple(one for one in each if isinstance(one, Condition) or one.partition(" ")[0] in schema.keys)
+        needs = tuple(
+            one
+            for one in each
+            if isinstance(one, Condition) or one.partition(" ")[0] in schema.keys
+        )
     return f"{key.help} Only with {needs_text(needs)}." if needs else key.help
 
 
@@ -90,7 +111,9 @@ def _owners(section: str, views: list[Schema]) -> str:
 
 
 def describe_text(schema: type = FullFinetuneConfig) -> str:
-    """Every key for a terminal: name, default, legal values, then its line of description, indented."""
+    """Every key for a terminal: name, default, legal values, then its line of description,
+    indented.
+    """
     lines: list[str] = []
     view = read_schema(schema)
     for section, title, keys in _sections(view):
@@ -120,17 +143,27 @@ def write_yaml(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
         lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
         above = sections
         indent = "  " * len(sections)
-        if isinstance(value, list) and value and (dataclasses.is_dataclass(value[0]) or isinstance(value[0], dict)):
+        if (
+            isinstance(value, list)
+            and value
+            and (dataclasses.is_dataclass(value[0]) or isinstance(value[0], dict))
+        ):
             lines += [f"{indent}{word}:", *(f"{indent}  - {value_text(item)}" for item in value)]
             continue
         # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
-        is_word = isinstance(value, str) and value.lower() == "none" and "choices" not in keys[name].limits
+        is_word = (
+            isinstance(value, str)
+            and value.lower() == "none"
+            and "choices" not in keys[name].limits
+        )
         lines.append(f"{indent}{word}: {json.dumps(value) if is_word else value_text(value)}")
     return "".join(f"{line}\n" for line in lines)
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`, text quoted only where it must be."""
+    """A value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`, text quoted only where
+    it must be.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,8 +1,10 @@
-"""Keys that another key makes idle: `needs` at a key in the schema says what has to hold for it to have an effect.
+"""Keys that another key makes idle: `needs` at a key in the schema says what has to hold for it to
+have an effect.
 
-A condition is `KEY`, which has to be set (neither null, false nor empty), or `KEY OP VALUE`, with `=`, `!=`, `>` or
-`in` and values parted by commas; several may be joined by ` or `. What no such line can say is a `Condition`, with a
-function of the config that returns the reason, or None while the key has an effect. No torch.
+A condition is `KEY`, which has to be set (neither null, false nor empty), or `KEY OP VALUE`, with
+`=`, `!=`, `>` or `in` and values parted by commas; several may be joined by ` or `. What no such
+line can say is a `Condition`, with a function of the config that returns the reason, or None while
+the key has an effect. No torch.
 """
 
 import copy
@@ -13,7 +15,10 @@ from typing import Any
 
 from recipe_lib.config.optimizer_facts import built_in_optimizers, optimizer_facts
 
-SCORED_METRICS = ("exact_match", "token_accuracy")  # of `validation.metrics`, measured of likelihoods
+SCORED_METRICS = (
+    "exact_match",
+    "token_accuracy",
+)  # of `validation.metrics`, measured of likelihoods
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,19 @@ class Condition:
 
 
 def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
-    """Puts the keys that have no effect back to their defaults, in place; a line for each that had another value.
+    """Puts the keys that have no effect back to their defaults, in place; a line for each that had
+    another value.
 
-    keys: of the schema, in its order: a key stands after those that it needs. judged: names of keys without a fault.
+    keys: of the schema, in its order: a key stands after those that it needs. judged: names of keys
+    without a fault.
     """
     lines, judged = [], set(judged)
     for key in keys:
-        if "needs" not in key.limits or key.name not in judged or _value(cfg, key.name) == key.default:
+        if (
+            "needs" not in key.limits
+            or key.name not in judged
+            or _value(cfg, key.name) == key.default
+        ):
             continue
         if reason := why_idle(cfg, key):
             lines.append(f"{key.name} has no effect: {reason}")
@@ -43,10 +54,14 @@ def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[s
 
 
 def why_idle(cfg: Any, key: Any) -> str | None:
-    """`parallel.pipeline is 1`, for a key that has no effect in this config; None for one that has."""
+    """`parallel.pipeline is 1`, for a key that has no effect in this config; None for one that
+    has.
+    """
     needs = key.limits.get("needs", ())
     for condition in needs if isinstance(needs, tuple) else (needs,):
-        reason = condition.why_not(cfg) if isinstance(condition, Condition) else _unmet(cfg, condition)
+        reason = (
+            condition.why_not(cfg) if isinstance(condition, Condition) else _unmet(cfg, condition)
+        )
         if reason:
             return reason
     return None
@@ -94,7 +109,9 @@ def _value(cfg: Any, name: str) -> Any:
 def formats(cfg: Any) -> set[str]:
     """Every format that samples are read in, those of validation too."""
     named = {source.format or cfg.data.format for source in cfg.data.sources} or {cfg.data.format}
-    return named | ({cfg.validation.format or cfg.data.format} if cfg.validation.source is not None else set())
+    return named | (
+        {cfg.validation.format or cfg.data.format} if cfg.validation.source is not None else set()
+    )
 
 
 def _only(cfg: Any, without: set[str]) -> str | None:
@@ -104,10 +121,12 @@ def _only(cfg: Any, without: set[str]) -> str | None:
 
 has_turns = Condition("a format with turns", lambda cfg: _only(cfg, {"text"}))
 has_earlier_answers = Condition(
-    "a format of conversations", lambda cfg: _only(cfg, {"text", "preference", "kto", "classification"})
+    "a format of conversations",
+    lambda cfg: _only(cfg, {"text", "preference", "kto", "classification"}),
 )
 may_exceed_length = Condition(
-    "another format than `text`, which is cut into sequences of max_seq_len", lambda cfg: _only(cfg, {"text"})
+    "another format than `text`, which is cut into sequences of max_seq_len",
+    lambda cfg: _only(cfg, {"text"}),
 )
 chooses_labels = Condition(
     "a format whose samples leave open what is trained",
@@ -124,20 +143,36 @@ parses_otherwise = Condition(
     "another value than the format's own",
     lambda cfg: _only(
         cfg,
-        {"text", "prompt_completion"} if cfg.data.parse_special_tokens else {"alpaca", "sharegpt", "messages"},
+        (
+            {"text", "prompt_completion"}
+            if cfg.data.parse_special_tokens
+            else {"alpaca", "sharegpt", "messages"}
+        ),
     ),
 )
 
 
 def _why_not_hub(cfg: Any) -> str | None:
-    sources = [*(source.source for source in cfg.data.sources), cfg.data.source, cfg.validation.source]
-    return None if any(str(source).startswith("hub:") for source in sources) else "no source is a dataset of the hub"
+    sources = [
+        *(source.source for source in cfg.data.sources),
+        cfg.data.source,
+        cfg.validation.source,
+    ]
+    return (
+        None
+        if any(str(source).startswith("hub:") for source in sources)
+        else "no source is a dataset of the hub"
+    )
 
 
 reads_hub = Condition("a hub dataset", _why_not_hub)
 validates_on_hub = Condition(
     "a hub dataset in `validation.source`",
-    lambda cfg: None if str(cfg.validation.source).startswith("hub:") else "validation.source is no dataset of the hub",
+    lambda cfg: (
+        None
+        if str(cfg.validation.source).startswith("hub:")
+        else "validation.source is no dataset of the hub"
+    ),
 )
 
 
@@ -172,11 +207,17 @@ trains_bf16 = Condition("bf16 weights that are trained", _why_not_bf16)
 
 
 def read_by_optimizer(word: str) -> Condition:
-    """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts nobody knows."""
+    """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts
+    nobody knows.
+    """
 
     def why_not(cfg: Any) -> str | None:
         facts = optimizer_facts(cfg.optimizer.name)
-        return None if facts is None or word in facts.keys else f"optimizer.name is {cfg.optimizer.name}"
+        return (
+            None
+            if facts is None or word in facts.keys
+            else f"optimizer.name is {cfg.optimizer.name}"
+        )
 
     others = [name for name, facts in built_in_optimizers().items() if word not in facts.keys]
     return Condition(f"`optimizer.name != {', '.join(others)}`", why_not)
@@ -198,7 +239,9 @@ def _why_not_by_torch(cfg: Any) -> str | None:
 
 
 steps_with_torch = Condition("a step of torch's own optimizers", _why_not_by_torch)
-sums_over_tokens = Condition("a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None))
+sums_over_tokens = Condition(
+    "a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None)
+)
 
 
 def _why_no_adapters(cfg: Any) -> str | None:

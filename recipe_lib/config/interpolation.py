@@ -1,7 +1,8 @@
-"""`${section.key}` in a value: the value of another key, filled in by OmegaConf once all files and overrides are read.
+"""`${section.key}` in a value: the value of another key, filled in by OmegaConf once all files and
+overrides are read.
 
-Names are those of the config's own keys, also relative (`${.lr}`). Resolvers, environment variables among them, are
-refused: what a config means is to be read in its files.
+Names are those of the config's own keys, also relative (`${.lr}`). Resolvers, environment variables
+among them, are refused: what a config means is to be read in its files.
 """
 
 import dataclasses
@@ -42,12 +43,16 @@ class NamedValues:
 
     def put(self, key: str, value: Any) -> None:
         """Take a value; one that names others once it is filled in."""
-        self.omegaconf.OmegaConf.update(self.tree, key, _to_plain(value), merge=False, force_add=True)
+        self.omegaconf.OmegaConf.update(
+            self.tree, key, _to_plain(value), merge=False, force_add=True
+        )
 
     def fill(self, text: str, key: str) -> Any:
-        """Return a text of a key with the values of the keys that it names; of a name alone, the value itself.
+        """Return a text of a key with the values of the keys that it names; of a name alone, the
+        value itself.
 
-        Raises InterpolationError."""
+        Raises InterpolationError.
+        """
         _check_form(text)
         try:
             if alone := _NAME.fullmatch(text.strip()):
@@ -57,7 +62,9 @@ class NamedValues:
             raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
 
     def _find(self, name: str) -> Any:
-        """Return the value of a name. Raises LookupError with the remedy for none, and where it is one too many."""
+        """Return the value of a name. Raises LookupError with the remedy for none, and where it is
+        one too many.
+        """
         conf = self.omegaconf.OmegaConf
         try:
             value = conf.select(self.tree, name, default=self)
@@ -68,18 +75,23 @@ class NamedValues:
         # Ten names of ten names of ten are a thousand.
         self.left -= max(_LEAST, len(str(value)))
         if self.left < 0:
-            raise LookupError(f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out")
+            raise LookupError(
+                f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out"
+            )
         return conf.to_container(value) if conf.is_config(value) else value
 
 
 def names_in(texts: Iterable[str], key: str) -> list[str]:
-    """Return the names in the texts of a key, complete; of more than can be filled in the first ones."""
+    """Return the names in the texts of a key, complete; of more than can be filled in the first
+    ones.
+    """
     most = MOST_CHARACTERS // _LEAST + 1
     return [_complete_name(name, key) for text in texts for name in _NAME.findall(text)][:most]
 
 
 def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the keys, each after those that it names. Raises CycleError, with the keys of a circle.
+    """Return the keys, each after those that it names. Raises CycleError, with the keys of a
+    circle.
 
     names: those in the value of each key.
     """
@@ -101,7 +113,9 @@ def are_related(name: str, key: str) -> bool:
 
 
 def _complete_name(name: str, key: str) -> str:
-    """Return the name without dots in front: `${.lr}` in the value of `optimizer.eps` is `optimizer.lr`."""
+    """Return the name without dots in front: `${.lr}` in the value of `optimizer.eps` is
+    `optimizer.lr`.
+    """
     dots = len(name) - len(name.lstrip("."))
     sections = key.split(".")[:-dots] if dots else []
     return ".".join([*sections, name.lstrip(".")])
@@ -111,7 +125,9 @@ def _check_form(text: str) -> None:
     """Raise InterpolationError for a text whose `${...}` is no name of a key."""
     if _RESOLVER.search(text):
         remedy = "environment variables and resolvers are refused, write the value itself"
-        raise InterpolationError(f"found {quote(text)}, expected ${{section.key}} of this config; {remedy}")
+        raise InterpolationError(
+            f"found {quote(text)}, expected ${{section.key}} of this config; {remedy}"
+        )
     if "\\${" in text:
         raise InterpolationError(f"found {quote(text)}, expected no ${{ that is meant as text")
     if "${" in _NAME.sub("", text):

@@ -1,4 +1,6 @@
-"""How a key is declared, and the flat view of a schema: every dotted key with its type, default and limits."""
+"""How a key is declared, and the flat view of a schema: every dotted key with its type, default and
+limits.
+"""
 
 import dataclasses
 import types
@@ -31,14 +33,14 @@ def key(
 ) -> Any:
     """One key of a section.
 
-    default: its value when the config does not set it. help: one line, with the unit.
-    choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
-    minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of
-    them, and of the names of a kind.
-    length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
-    items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
-    the user's home. needs: what has to hold for it to have an effect (`recipe_lib.config.idle`). most: a bound far
-    above every sensible value, which only an error over it names. known_as: what torch, HF, PEFT, TRL, torchtitan,
+    default: its value when the config does not set it. help: one line, with the unit. choices: the
+    only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in. minimum,
+    maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them,
+    and of the names of a kind. length: how many items a list has. On a list, choices and bounds are
+    those of each item. items: the only legal items of the list that may stand in place of a choice.
+    path: a file or folder, in which a `~` at the beginning is the user's home. needs: what has to
+    hold for it to have an effect (`recipe_lib.config.idle`). most: a bound far above every sensible
+    value, which only an error over it names. known_as: what torch, HF, PEFT, TRL, torchtitan,
     Megatron, torchtune or another tool calls it; or `none has it: ` and why.
     """
     limits = {
@@ -67,7 +69,9 @@ SCALARS = (bool, int, float, str, Path)
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key. `kinds` are the types it may hold (a union taken apart), None left out and said by `optional`."""
+    """One key. `kinds` are the types it may hold (a union taken apart), None left out and said by
+    `optional`.
+    """
 
     name: str
     kinds: tuple[Any, ...]
@@ -85,12 +89,18 @@ class Key:
     def section_class(self) -> type | None:
         """The dataclass of its items, if the key holds a list of sections."""
         inner = typing.get_args(self.kinds[0]) if len(self.kinds) == 1 else ()
-        return inner[0] if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0]) else None
+        return (
+            inner[0]
+            if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0])
+            else None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """A config class as `keys` by dotted name and `sections` (dotted name -> dataclass; `""` is the top)."""
+    """A config class as `keys` by dotted name and `sections` (dotted name -> dataclass; `""` is the
+    top).
+    """
 
     config_class: type
     keys: Mapping[str, Key]
@@ -100,23 +110,32 @@ class Schema:
         """Dotted names of the keys and sections directly inside a section."""
         prefix = f"{section}." if section else ""
         names = [*self.keys, *(name for name in self.sections if name)]
-        return [name for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]]
+        return [
+            name for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]
+        ]
 
     def mapping_of(self, name: str) -> str | None:
         """The mapping key that a name lies inside: `data.columns.instruction` -> `data.columns`."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             outer = ".".join(parts[:length])
-            if outer in self.keys and any(typing.get_origin(kind) is dict for kind in self.keys[outer].kinds):
+            if outer in self.keys and any(
+                typing.get_origin(kind) is dict for kind in self.keys[outer].kinds
+            ):
                 return outer
         return None
 
 
 @cache
 def read_schema(config_class: type) -> Schema:
-    """The keys of a config class; ConfigError for a class of a user's that a config cannot express."""
+    """The keys of a config class; ConfigError for a class of a user's that a config cannot
+    express.
+    """
     if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
-        raise ConfigError(f"{config_class!r}: a recipe's Config is a dataclass, best a subclass of FullFinetuneConfig")
+        raise ConfigError(
+            f"{config_class!r}: a recipe's Config is a dataclass, best a subclass of"
+            " FullFinetuneConfig"
+        )
     keys: dict[str, Key] = {}
     sections: dict[str, type] = {}
     _collect("", config_class, None, keys, sections)
@@ -128,17 +147,30 @@ def item_schema(key: Key, number: int) -> Schema:
     if key.section_class is None:
         raise TypeError(f"{key.name} is no list of sections")
     view, name = read_schema(key.section_class), f"{key.name}[{number}]"
-    keys = {f"{name}.{word}": dataclasses.replace(inner, name=f"{name}.{word}") for word, inner in view.keys.items()}
+    keys = {
+        f"{name}.{word}": dataclasses.replace(inner, name=f"{name}.{word}")
+        for word, inner in view.keys.items()
+    }
     return Schema(view.config_class, keys, {name: view.config_class})
 
 
-def _collect(section: str, section_class: type, instance: Any, keys: dict[str, Key], sections: dict[str, type]) -> None:
-    """Adds a section's keys. instance: the section as its owner makes it, whose values are the defaults."""
+def _collect(
+    section: str,
+    section_class: type,
+    instance: Any,
+    keys: dict[str, Key],
+    sections: dict[str, type],
+) -> None:
+    """Adds a section's keys. instance: the section as its owner makes it, whose values are the
+    defaults.
+    """
     sections[section] = section_class
     try:
         annotations = typing.get_type_hints(section_class)
     except NameError as error:
-        raise ConfigError(f"{section_class.__name__}: a type of its keys is unknown ({error})") from error
+        raise ConfigError(
+            f"{section_class.__name__}: a type of its keys is unknown ({error})"
+        ) from error
     for field in dataclasses.fields(section_class):
         if not field.init:
             continue
@@ -186,12 +218,16 @@ def _check_kind(kind: Any, where: str) -> None:
         return
     item = inner[0] if origin is list else None
     # A dataclass without sections inside.
-    if isinstance(item, type) and dataclasses.is_dataclass(item) and set(read_schema(item).sections) == {""}:
+    if (
+        isinstance(item, type)
+        and dataclasses.is_dataclass(item)
+        and set(read_schema(item).sections) == {""}
+    ):
         return
     if origin is dict and inner[0] is str and inner[1] in SCALARS:
         return
     raise ConfigError(
-        f"{where}: a config cannot hold the type {getattr(kind, '__name__', kind)}; use bool, int, float, str, Path, "
-        "Literal of texts, list[...] or dict[str, ...] of these, a dataclass, or one of them `| None`; "
-        "or a list of a dataclass of such keys"
+        f"{where}: a config cannot hold the type {getattr(kind, '__name__', kind)}; use bool, int,"
+        " float, str, Path, Literal of texts, list[...] or dict[str, ...] of these, a dataclass,"
+        " or one of them `| None`; or a list of a dataclass of such keys"
     )

@@ -36,38 +36,49 @@ from recipe_lib.logs import get_logger
 from recipe_lib.redaction import holds_secret
 
 Sources = str | Path | Sequence[str | Path]
-# Keys for the same thing: what is set later, on the command line or in a later file, takes the place of the other.
-ALTERNATIVES = (("data.source", "data.sources"), ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"))
+# Keys for the same thing: what is set later, on the command line or in a later file, takes the
+# place of the other.
+ALTERNATIVES = (
+    ("data.source", "data.sources"),
+    ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"),
+)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """cfg: the config object. rows: (dotted key, value that is used, where it was set), in the schema's order; where is
-    `configs/demo/full.yaml:7`, `command line` or `default`. idle: a line for each key that was set and has no effect,
-    which is why it has its default in cfg."""
+    """cfg: the config object. rows: (dotted key, value that is used, where it was set), in the
+    schema's order; where is `configs/demo/full.yaml:7`, `command line` or `default`. idle: a line
+    for each key that was set and has no effect, which is why it has its default in cfg.
+    """
 
     cfg: Any
     rows: list[tuple[str, Any, str]]
     idle: list[str]
 
 
-def load_config(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Any:
+def load_config(
+    sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
+) -> Any:
     """The config as an object of the class `schema`.
 
-    sources: a shipped name (`llama3/8B_full`) or a path; or several, of which the later ones win, key by key.
-    overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones win. schema: FullFinetuneConfig
-    or a subclass, with additional keys and sections. Raises ConfigError with every fault of the files and the
-    overrides, a line each.
+    sources: a shipped name (`llama3/8B_full`) or a path; or several, of which the later ones win,
+    key by key. overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones
+    win. schema: FullFinetuneConfig or a subclass, with additional keys and sections. Raises
+    ConfigError with every fault of the files and the overrides, a line each.
     """
     return load(sources, overrides, schema).cfg
 
 
-def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig, *, quiet: bool = False) -> Any:
-    """A recipe's command line: `--config NAME_OR_PATH ... [--plugin FILE ...] [key=value ...] [~key ...]`.
+def parse_arguments(
+    argv: list[str] | None, schema: type = FullFinetuneConfig, *, quiet: bool = False
+) -> Any:
+    """A recipe's command line: `--config NAME_OR_PATH ... [--plugin FILE ...] [key=value ...] [~key
+    ...]`.
 
-    argv: None for the arguments of the process, in which no key may be given twice; of a list the later ones win.
-    Plugins are imported first, so that a config may use their names. A key that was set and has no effect is logged,
-    unless quiet. Raises ConfigError, also where argparse would print its usage.
+    argv: None for the arguments of the process, in which no key may be given twice; of a list the
+    later ones win. Plugins are imported first, so that a config may use their names. A key that was
+    set and has no effect is logged, unless quiet. Raises ConfigError, also where argparse would
+    print its usage.
     """
     if argv is None:
         refuse_repeated(sys.argv[1:])
@@ -82,12 +93,24 @@ def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig, *
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
+    parser = _Parser(
+        allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key."
+    )
     parser.register("action", None, StoreOnce)
     parser.add_argument(
-        "--config", action="append", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names"
+        "--config",
+        action="append",
+        required=True,
+        metavar="NAME_OR_PATH",
+        help="`tune ls` lists the names",
     )
-    parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="a .py file that registers names")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a .py file that registers names",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
 
@@ -96,12 +119,20 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose complaints are one line of ours."""
 
     def error(self, message: str) -> NoReturn:
-        said = message.replace("the following arguments are required: --config", "--config is missing")
-        usage = "" if "twice" in said else "; expected --config NAME_OR_PATH [--plugin FILE] [key=value ...]"
+        said = message.replace(
+            "the following arguments are required: --config", "--config is missing"
+        )
+        usage = (
+            ""
+            if "twice" in said
+            else "; expected --config NAME_OR_PATH [--plugin FILE] [key=value ...]"
+        )
         raise ConfigError(f"command line: {said}{usage}")
 
 
-def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
+def load(
+    sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
+) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
     checked, files = _read(sources, overrides, schema)
     _check_recipe(checked)
@@ -126,7 +157,9 @@ def _finish(checked: Checked, files: list[str]) -> Loaded:
 
 
 def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Checked, list[str]]:
-    """What files and overrides set, with their faults, and the files' names in errors. ConfigError for no such file."""
+    """What files and overrides set, with their faults, and the files' names in errors. ConfigError
+    for no such file.
+    """
     checked, files = Checked(read_schema(schema)), list[str]()
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
         path, start = find_config(source), len(checked.faults)
@@ -146,14 +179,19 @@ def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Che
 
 
 def _take_later(checked: Checked, layers: list[str]) -> dict[str, tuple[Setting, str]]:
-    """Takes away the settings whose alternative is set later: (setting, why it has no effect) by their names. layers:
-    the files in their order, and the command line."""
+    """Takes away the settings whose alternative is set later: (setting, why it has no effect) by
+    their names. layers: the files in their order, and the command line.
+    """
     found = {}
     for pair in ALTERNATIVES:
         both = [checked.settings.get(name) for name in pair]
         if not all(setting and setting.value not in (None, []) for setting in both):
             continue
-        at = [layers.index(setting.where.rpartition(":")[0] or COMMAND_LINE) for setting in both if setting]
+        at = [
+            layers.index(setting.where.rpartition(":")[0] or COMMAND_LINE)
+            for setting in both
+            if setting
+        ]
         if at[0] != at[1]:
             earlier, later = pair if at[0] < at[1] else pair[::-1]
             why = f"{later} takes its place ({checked.settings[later].where})"
@@ -175,9 +213,11 @@ def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]
 
 
 def _check_recipe(checked: Any) -> None:
-    """A config is for one recipe. Of a class of the user's own, also for those that its parents are of.
+    """A config is for one recipe. Of a class of the user's own, also for those that its parents are
+    of.
 
-    A shipped class takes only its own: another method's config has other settings, or lacks those that matter here.
+    A shipped class takes only its own: another method's config has other settings, or lacks those
+    that matter here.
     """
     setting = checked.settings.get("recipe")
     if setting is None:
@@ -191,15 +231,22 @@ def _check_recipe(checked: Any) -> None:
         other = setting.value in RECIPE_CONFIGS
         hint = did_you_mean(setting.value, legal)
         if other:
-            hint = f"; run it with that recipe: tune run {setting.value}, or override it: recipe={legal[0]}"
+            hint = (
+                f"; run it with that recipe: tune run {setting.value}, or override it:"
+                f" recipe={legal[0]}"
+            )
         what = f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}"
         checked.fault(setting.where, "recipe", what)
 
 
 def _build(checked: Any, source: str) -> Any:
-    """The config's class, filled with what was set without a fault; a key in doubt has its default."""
+    """The config's class, filled with what was set without a fault; a key in doubt has its
+    default.
+    """
     values = {
-        name: copy.deepcopy(setting.value) for name, setting in checked.settings.items() if name not in checked.doubtful
+        name: copy.deepcopy(setting.value)
+        for name, setting in checked.settings.items()
+        if name not in checked.doubtful
     }
     try:
         return _section(checked.schema, "", values)
@@ -217,12 +264,16 @@ def _section(schema: Any, section: str, values: dict[str, Any]) -> Any:
         elif name in values:
             given[word] = values[name]
         else:
-            given[word] = None if schema.keys[name].required else copy.deepcopy(schema.keys[name].default)
+            given[word] = (
+                None if schema.keys[name].required else copy.deepcopy(schema.keys[name].default)
+            )
     return schema.sections[section](**given)
 
 
 def _shown(source: str | Path, path: Path) -> str:
-    """The file's name in errors: as the user gave it; of a shipped config, from the working folder if it is inside."""
+    """The file's name in errors: as the user gave it; of a shipped config, from the working folder
+    if it is inside.
+    """
     if path == expand(source):
         return quote(str(source))[1:-1]
     try:
@@ -232,7 +283,9 @@ def _shown(source: str | Path, path: Path) -> str:
 
 
 def refuse_repeated(words: Iterable[str]) -> None:
-    """ConfigError, a line each, for the keys that are set or reset twice among `key=value` and `~key`."""
+    """ConfigError, a line each, for the keys that are set or reset twice among `key=value` and
+    `~key`.
+    """
     first: dict[str, str] = {}
     faults = []
     for word in words:
@@ -241,14 +294,17 @@ def refuse_repeated(words: Iterable[str]) -> None:
         name = word.removeprefix("~").partition("=")[0]
         if name in first:
             both = f"{show(first[name])} and {show(word)}"
-            faults.append(f"command line: {show(name)}: given twice, as {both}; remove one of the two")
+            faults.append(
+                f"command line: {show(name)}: given twice, as {both}; remove one of the two"
+            )
         first.setdefault(name, word)
     if faults:
         raise ConfigError(*faults)
 
 
 class StoreOnce(argparse.Action):
-    """argparse's `store`, which refuses an option that has been given before (positional arguments are counted by it).
+    """argparse's `store`, which refuses an option that has been given before (positional arguments
+    are counted by it).
 
     A parser registers it as the action of options that name none.
     """
@@ -264,33 +320,39 @@ class StoreOnce(argparse.Action):
         given = namespace.__dict__.setdefault("_given", {})
         if option_string is not None and self.dest in given:
             parser.error(
-                f"{option_string} is given twice, as {show(str(given[self.dest]))} and {show(str(values))}; "
-                "remove one of the two"
+                f"{option_string} is given twice, as {show(str(given[self.dest]))} and"
+                f" {show(str(values))}; remove one of the two"
             )
         given[self.dest] = values
         setattr(namespace, self.dest, values)
 
 
 _REFUSED = (
-    "holds what looks like a token or a password, and configs are written to disk; remove it, and set it as an "
-    "environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
+    "holds what looks like a token or a password, and configs are written to disk; remove it, and"
+    " set it as an environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
 )
 
 
 def check_no_secrets(cfg: Any) -> None:
-    """ConfigError if a key of a config object holds a secret: a config may also be made without a file."""
+    """ConfigError if a key of a config object holds a secret: a config may also be made without a
+    file.
+    """
     faults = [f"{name}: {_REFUSED}" for name, value in _leaves("", cfg) if _is_secret(name, value)]
     if faults:
         raise ConfigError(*faults)
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Whether a value, or anything in it, is a secret; the name is a context, as in `api_key: 0123...`."""
+    """Whether a value, or anything in it, is a secret; the name is a context, as in `api_key:
+    0123...`.
+    """
     return any(holds_secret(f"{inner}={text}") for inner, text in _leaves(name, value))
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted name, text) of every text in a value, at any depth; the keys of a mapping are texts too."""
+    """(dotted name, text) of every text in a value, at any depth; the keys of a mapping are texts
+    too.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -321,7 +383,11 @@ def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
         if override.startswith("~"):
             _reset(checked, override[1:], source)
         elif "=" not in override:
-            checked.fault(place, "", "expected key=value, or ~key for the default; a further config is --config FILE")
+            checked.fault(
+                place,
+                "",
+                "expected key=value, or ~key for the default; a further config is --config FILE",
+            )
         else:
             name, _, text = override.partition("=")
             _set(checked, name, text, source)
@@ -337,7 +403,10 @@ def _set(checked: Checked, name: str, text: str, source: Source) -> None:
     outer = schema.mapping_of(name)
     if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
         checked.fault(
-            place, "", "a part of a value cannot name other keys here; write it in a file, or the value itself"
+            place,
+            "",
+            "a part of a value cannot name other keys here; write it in a file, or the value"
+            " itself",
         )
         return
     if name in schema.sections and name:
@@ -349,13 +418,19 @@ def _set(checked: Checked, name: str, text: str, source: Source) -> None:
     elif outer:
         _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, source)
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
-        checked.fault(place, "", f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}")
+        checked.fault(
+            place,
+            "",
+            f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}",
+        )
     else:
         unknown_key(checked, source, 1, name, value, typed=True)
 
 
 def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
-    """A list, mapping or quoted text is read as YAML; all else is one word as it stands, `#`, `*` and `: ` included."""
+    """A list, mapping or quoted text is read as YAML; all else is one word as it stands, `#`, `*`
+    and `: ` included.
+    """
     if not text.startswith(_OPENS_YAML):
         return YamlNode("scalar", 1, text.strip())
     document = parse(text)
@@ -385,7 +460,11 @@ def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, source
     after = checked.settings.get(outer)
     if after is not before and after is not None:
         earlier = before.value if before else checked.schema.keys[outer].default
-        where = f"{before.where}, {COMMAND_LINE}" if before and before.where != COMMAND_LINE else COMMAND_LINE
+        where = (
+            f"{before.where}, {COMMAND_LINE}"
+            if before and before.where != COMMAND_LINE
+            else COMMAND_LINE
+        )
         checked.set(outer, {**(earlier or {}), **after.value}, where)
 
 
@@ -414,7 +493,11 @@ def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, source:
         return
     for setting in inner.settings.values():
         items[number] = dataclasses.replace(items[number], **{word: setting.value})
-    where = f"{before.where}, {COMMAND_LINE}" if before and COMMAND_LINE not in before.where else COMMAND_LINE
+    where = (
+        f"{before.where}, {COMMAND_LINE}"
+        if before and COMMAND_LINE not in before.where
+        else COMMAND_LINE
+    )
     checked.set(name, items, where)
 
 
@@ -423,7 +506,9 @@ def _reset(checked: Checked, name: str, source: Source) -> None:
     schema = checked.schema
     if "=" in name:
         bare = show(name.partition("=")[0])
-        checked.fault(source.override, "", f"~ goes back to the default and takes no value; write ~{bare}")
+        checked.fault(
+            source.override, "", f"~ goes back to the default and takes no value; write ~{bare}"
+        )
     elif name not in schema.keys and (name not in schema.sections or not name):
         unknown_key(checked, source, 1, name, typed=True)
     else:

@@ -1,4 +1,6 @@
-"""What a run needs on this machine's disk, and what lies in its output folder; only looked at. No torch."""
+"""What a run needs on this machine's disk, and what lies in its output folder; only looked at. No
+torch.
+"""
 
 import importlib.util
 import os
@@ -14,7 +16,8 @@ from recipe_lib.reading import check_regular, read_text
 
 DISTRIBUTION = "tune-recipes"
 
-# What `tune download` fetches of a model on the hub, and the cache is searched for: names in its top folder.
+# What `tune download` fetches of a model on the hub, and the cache is searched for: names in its
+# top folder.
 MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -23,21 +26,39 @@ MODEL_FILES = [
 # Of these, what it takes to look at samples.
 TOKENIZER_PATTERNS = ("*token*", "*.model", "*.jinja", "config.json")
 
-# Not even where a pattern above fits: subfolders, code, formats that run code when loaded, second copies of weights.
-NEVER_DOWNLOADED = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.gguf", "consolidated*"]
+# Not even where a pattern above fits: subfolders, code, formats that run code when loaded, second
+# copies of weights.
+NEVER_DOWNLOADED = [
+    "*/*",
+    "*.py",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.pkl",
+    "*.pickle",
+    "*.ckpt",
+    "*.gguf",
+    "consolidated*",
+]
 
 
 def install_line(extra: str) -> str:
-    """`pip install 'datasets<6,>=4' 'pyarrow>=17'`: what an extra of this project asks for, by package.
+    """`pip install 'datasets<6,>=4' 'pyarrow>=17'`: what an extra of this project asks for, by
+    package.
 
-    An extra's own name (`tune-recipes[datasets]`) is no help where the project came from a clone or as a wheel.
+    An extra's own name (`tune-recipes[datasets]`) is no help where the project came from a clone or
+    as a wheel.
     """
     try:
         required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a copy of the package that nobody installed
         return f"pip install {extra}"
     marked = [line.partition(";") for line in required]
-    wanted = [package.strip() for package, _, marker in marked if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+    wanted = [
+        package.strip()
+        for package, _, marker in marked
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker)
+    ]
     return f"pip install {shlex.join(wanted) if wanted else extra}"
 
 
@@ -45,15 +66,20 @@ STATE_FOLDER = "state"
 BEST_FOLDER = "best"  # in it: weights of a best step, `checkpoint.keep_best`
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
-EARLIER_FOLDER = "earlier"  # of a run that `overwrite_output_dir=true` replaces, until the new model is whole
+# Of a run that `overwrite_output_dir=true` replaces, until the new model is whole
+EARLIER_FOLDER = "earlier"
 _HALF_EXCHANGED = ".{}.*.old"  # what an exchange of folders left, if a process ended in its midst
 
 
 def check_folder(folder: Path, key: str = "output_dir") -> None:
-    """Raise ConfigError if the folder to write is a file, or if nothing can be written there. key: that names it."""
+    """Raise ConfigError if the folder to write is a file, or if nothing can be written there. key:
+    that names it.
+    """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "a link that leads nowhere"
-        raise ConfigError(f"{key}: {folder} is {what}, expected a folder or a new name; choose another {key}")
+        raise ConfigError(
+            f"{key}: {folder} is {what}, expected a folder or a new name; choose another {key}"
+        )
     there = folder.absolute()
     while not os.path.exists(there) and there != there.parent:
         there = there.parent
@@ -75,12 +101,16 @@ def check_earlier_run(cfg: Any) -> None:
     )
     if cfg.resume is None and (has_state or has_best or has_model or kept):
         held = "saved states" if has_state or (kept and not has_model) else "a trained model"
-        held = "the weights of a best step" if has_best and not (has_state or has_model or kept) else held
+        held = (
+            "the weights of a best step"
+            if has_best and not (has_state or has_model or kept)
+            else held
+        )
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite_output_dir=true replaces what "
-            "is there, "
-            "or choose another output_dir"
+            f"output_dir: {folder} holds {held} of an earlier run;"
+            f" {remedy}overwrite_output_dir=true replaces what is there, or choose another"
+            " output_dir"
         )
     if cfg.resume == "latest" and has_model and not has_state:
         raise ConfigError(
@@ -92,13 +122,26 @@ def check_earlier_run(cfg: Any) -> None:
 
 def no_whole_state(resume: str, damage: str) -> str:
     """The line for a `resume` folder that cannot be gone on from."""
-    return f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest whole one"
+    return (
+        f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest"
+        " whole one"
+    )
 
 
 DATA_KINDS = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}  # what may stand behind another kind
 # Kinds in which others keep samples: a folder with one of them holds more than would be read.
-_OTHER_DATA_KINDS = (".arrow", ".avro", ".feather", ".jsonlines", ".ndjson", ".ods", ".orc", ".xls", ".xlsx")
+_OTHER_DATA_KINDS = (
+    ".arrow",
+    ".avro",
+    ".feather",
+    ".jsonlines",
+    ".ndjson",
+    ".ods",
+    ".orc",
+    ".xls",
+    ".xlsx",
+)
 _OTHER_COMPRESSED = (".br", ".bz2", ".lz4", ".xz", ".zip")
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -106,15 +149,21 @@ _TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")  # each the extra of its
 
 
 def model_folder(path_or_hub_id: str | Path) -> Path | None:
-    """The folder that a path names; None for a hub id. Raises CheckpointError if it can be neither."""
+    """The folder that a path names; None for a hub id. Raises CheckpointError if it can be
+    neither.
+    """
     path = Path(path_or_hub_id).expanduser()
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        raise CheckpointError(f"{path}: is a file; expected the folder of a model (config.json and safetensors files)")
+        raise CheckpointError(
+            f"{path}: is a file; expected the folder of a model (config.json and safetensors files)"
+        )
     name = str(path_or_hub_id)
     if not is_hub_id(name):
-        raise CheckpointError(f"{name}: no such folder; expected a model folder, or a hub id such as OWNER/NAME")
+        raise CheckpointError(
+            f"{name}: no such folder; expected a model folder, or a hub id such as OWNER/NAME"
+        )
     return None
 
 
@@ -157,11 +206,16 @@ def cache_root(folder: str | None) -> Path:
     """`data.cache_dir`, or its default."""
     if folder is not None:
         return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")) / "tune-recipes"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
+        / "tune-recipes"
+    )
 
 
 def check_model_there(path_or_hub_id: str) -> None:
-    """CheckpointError for a model that this machine does not have: neither as a folder nor in the hub's cache."""
+    """CheckpointError for a model that this machine does not have: neither as a folder nor in the
+    hub's cache.
+    """
     if model_folder(path_or_hub_id) is None and downloaded_model(path_or_hub_id) is None:
         raise CheckpointError(not_downloaded(path_or_hub_id))
 
@@ -173,7 +227,9 @@ def not_downloaded(name: str) -> str:
 
 # What to do about a chat template that is of no use.
 OTHER_TEMPLATE = "set tokenizer.chat_template to another file"
-TEMPLATE_IN_FOLDER = "put another one into the folder as chat_template.jinja"  # for a verb that takes no such key
+TEMPLATE_IN_FOLDER = (  # for a verb that takes no such key
+    "put another one into the folder as chat_template.jinja"
+)
 
 
 def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
@@ -184,7 +240,9 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
     if os.path.isfile(path):
         return path
     if not os.path.exists(path):
-        raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+        raise DataError(
+            f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer"
+        )
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name
@@ -193,11 +251,23 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
         return versions[0]
     if versions:
         names = ", ".join(file.name for file in versions)
-        remedy = "set tokenizer.path to one of the files" if by_key else "leave one of them in the folder"
+        remedy = (
+            "set tokenizer.path to one of the files"
+            if by_key
+            else "leave one of them in the folder"
+        )
         raise DataError(f"{path}: found several tokenizers ({names}); {remedy}")
-    found = sorted(file.name for file in path.iterdir() if file.is_file()) if os.path.isdir(path) else []
+    found = (
+        sorted(file.name for file in path.iterdir() if file.is_file())
+        if os.path.isdir(path)
+        else []
+    )
     listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
-    remedy = "set tokenizer.path to a folder with one" if by_key else "put the tokenizer's files into the folder"
+    remedy = (
+        "set tokenizer.path to a folder with one"
+        if by_key
+        else "put the tokenizer's files into the folder"
+    )
     raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
 
 
@@ -209,29 +279,43 @@ def check_template(path: Path) -> None:
         raise DataError(template_fault(path, error)) from None
 
 
-def template_fault(path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
+def template_fault(
+    path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file"
+) -> str:
     """The line for a chat template that cannot be read."""
-    found = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    found = (
+        "no such file"
+        if isinstance(error, FileNotFoundError)
+        else f"cannot be read ({error.strerror})"
+    )
     return f"{path}: {found}; {remedy}"
 
 
 def check_adapter(folder: Path) -> None:
     """CheckpointError if the folder has no adapter."""
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({ADAPTER_CONFIG} and safetensors)")
+        raise CheckpointError(
+            f"{folder}: no such folder; expected a PEFT adapter ({ADAPTER_CONFIG} and safetensors)"
+        )
     if not os.path.lexists(folder / ADAPTER_CONFIG):
         merged = "; it is a model, not an adapter" if os.path.isfile(folder / "config.json") else ""
-        raise CheckpointError(f"{folder}: has no {ADAPTER_CONFIG}{merged}; expected the folder of a PEFT adapter")
+        raise CheckpointError(
+            f"{folder}: has no {ADAPTER_CONFIG}{merged}; expected the folder of a PEFT adapter"
+        )
 
 
 def is_data(path: Path) -> bool:
     """Whether a file is one of samples, by its name: `rows.jsonl`, `rows.csv.gz`."""
     name = Path(path.stem) if path.suffix in COMPRESSED else path
-    return name.suffix in DATA_KINDS and not (path.suffix in COMPRESSED and name.suffix == ".parquet")
+    return name.suffix in DATA_KINDS and not (
+        path.suffix in COMPRESSED and name.suffix == ".parquet"
+    )
 
 
 def _is_unread_data(path: Path) -> bool:
-    """Return whether a file holds samples, by its name, in a form that is not read: `rows.ndjson`, `rows.JSONL.xz`."""
+    """Return whether a file holds samples, by its name, in a form that is not read: `rows.ndjson`,
+    `rows.JSONL.xz`.
+    """
     if is_data(path):
         return False
     stem, suffix = Path(path.stem.lower()), path.suffix.lower()
@@ -247,31 +331,41 @@ def _check_saved_dataset(folder: Path, key: str) -> None:
     if found and has_rows:
         part = "" if found == "Dataset" else '["train"]'
         raise DataError(
-            f"{folder}: found a {found} that save_to_disk of the package datasets wrote, which is not read; write it "
-            f"as Parquet, load_from_disk({str(folder)!r}){part}.to_parquet('rows.parquet'), and set {key}=rows.parquet"
+            f"{folder}: found a {found} that save_to_disk of the package datasets wrote, which is"
+            " not read; write it as Parquet,"
+            f" load_from_disk({str(folder)!r}){part}.to_parquet('rows.parquet'), and set"
+            f" {key}=rows.parquet"
         )
 
 
 def find_files(source: str, key: str = "data.source") -> list[Path]:
-    """The data files that a local source names, sorted by name. key: of the config, that named it. Raises DataError."""
+    """The data files that a local source names, sorted by name. key: of the config, that named it.
+    Raises DataError.
+    """
     path, kinds = Path(source), f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
     if os.path.isdir(path):
         # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
-        shown = sorted(file for file in path.iterdir() if not file.name.startswith(".") and file.is_file())
+        shown = sorted(
+            file for file in path.iterdir() if not file.name.startswith(".") and file.is_file()
+        )
         _check_saved_dataset(path, key)
         if unread := [file.name for file in shown if _is_unread_data(file)]:
             raise DataError(
-                f"{source}: found {', '.join(unread[:5])}{' and more' if len(unread) > 5 else ''} in the folder, which "
-                f"would not be read, expected files of samples as {kinds}; write them as one of these, or move them "
-                "away"
+                f"{source}: found {', '.join(unread[:5])}{' and more' if len(unread) > 5 else ''}"
+                f" in the folder, which would not be read, expected files of samples as {kinds};"
+                " write them as one of these, or move them away"
             )
         files = [file for file in shown if is_data(file)]
         if not files:
-            raise DataError(f"{source}: found no file of samples in the folder ({kinds}); set {key} to one with data")
+            raise DataError(
+                f"{source}: found no file of samples in the folder ({kinds}); set {key} to one with"
+                " data"
+            )
         return files
     if not os.path.exists(path):
         raise DataError(
-            f"{source}: no such file or folder; set {key} to one of yours, or to {HUB}OWNER/NAME for a hub dataset"
+            f"{source}: no such file or folder; set {key} to one of yours, or to {HUB}OWNER/NAME"
+            " for a hub dataset"
         )
     if not is_data(path):
         found = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
@@ -293,7 +387,10 @@ def no_datasets(source: str, key: str = "data.source") -> str:
 
 
 # Kind of file -> what it is called, the package that reads it, and the extra that brings that.
-_READERS = {".parquet": ("Parquet", "pyarrow", "datasets"), ".zst": ("Zstandard", "zstandard", "zstd")}
+_READERS = {
+    ".parquet": ("Parquet", "pyarrow", "datasets"),
+    ".zst": ("Zstandard", "zstandard", "zstd"),
+}
 
 
 def no_reader(path: Path) -> str:
@@ -303,10 +400,11 @@ def no_reader(path: Path) -> str:
 
 
 def check_source(source: str, key: str = "data.source") -> str | None:
-    """A note if the package that reads datasets of the hub is still to be installed. Nothing is asked of the hub.
+    """A note if the package that reads datasets of the hub is still to be installed. Nothing is
+    asked of the hub.
 
-    key: of the config, that names the source. Raises DataError if there is no dataset by that name, or no package to
-    read them with.
+    key: of the config, that names the source. Raises DataError if there is no dataset by that name,
+    or no package to read them with.
     """
     if is_hub(source):
         return None if has_package("datasets") else no_datasets(source, key)
@@ -320,26 +418,31 @@ def check_transformers() -> None:
     """SetupError without the package whose models `model.implementation=transformers` trains."""
     if not has_package("transformers"):
         raise SetupError(
-            f"model.implementation=transformers: found no package transformers; {install_line('transformers')}"
+            "model.implementation=transformers: found no package transformers;"
+            f" {install_line('transformers')}"
         )
 
 
 def no_tracker(package: str, reason: str) -> str:
     """The line for a tracker that cannot be imported."""
     return (
-        f"log.trackers: {package} cannot be imported ({reason}); {install_line(package)}, or remove {package} from "
-        "log.trackers"
+        f"log.trackers: {package} cannot be imported ({reason}); {install_line(package)}, or remove"
+        f" {package} from log.trackers"
     )
 
 
 def check_tracker(name: str) -> None:
-    """ConfigError for a tracker of ours whose package is missing, or that has nobody's account to log to."""
+    """ConfigError for a tracker of ours whose package is missing, or that has nobody's account to
+    log to.
+    """
     if name not in _TRACKER_PACKAGES:
         return
     if not has_package(name):
         raise ConfigError(no_tracker(name, f"No module named '{name}'"))
     if name == "wandb" and not _wandb_can_log():
-        raise ConfigError("log.trackers: wandb is not logged in; run `wandb login`, or set WANDB_MODE=offline")
+        raise ConfigError(
+            "log.trackers: wandb is not logged in; run `wandb login`, or set WANDB_MODE=offline"
+        )
 
 
 def _wandb_can_log() -> bool:
@@ -350,14 +453,22 @@ def _wandb_can_log() -> bool:
     if get("WANDB_MODE", "online") not in ("online", "run", "shared"):
         return True
     host = (
-        re.sub(r"^https?://", "", get("WANDB_BASE_URL") or "https://api.wandb.ai").partition("/")[0].partition(":")[0]
+        re.sub(r"^https?://", "", get("WANDB_BASE_URL") or "https://api.wandb.ai")
+        .partition("/")[0]
+        .partition(":")[0]
     )
     netrc = [get("NETRC")] if get("NETRC") else ["~/.netrc", "~/_netrc"]
     if any(host in _text(name) for name in netrc if name):
         return True
     folders = (get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{get('WANDB_DIR') or '.'}/wandb")
     said = "\n".join(_text(f"{folder}/settings") for folder in folders)
-    return bool(re.search(r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))", said, re.MULTILINE))
+    return bool(
+        re.search(
+            r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))",
+            said,
+            re.MULTILINE,
+        )
+    )
 
 
 def _text(name: str) -> str:

@@ -1,4 +1,6 @@
-"""Numbers that follow from a config alone: ranks of each mesh dimension, stages, micro-batches. No torch."""
+"""Numbers that follow from a config alone: ranks of each mesh dimension, stages, micro-batches. No
+torch.
+"""
 
 import math
 from collections.abc import Mapping
@@ -8,17 +10,23 @@ from typing import Any
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError
 
-# Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
+# Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are
+# furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
-DATA_DIMS = ("data_replicate", "data_shard")  # along these, ranks have different batches, or parts of a sequence
+DATA_DIMS = (
+    "data_replicate",
+    "data_shard",
+)  # along these, ranks have different batches, or parts of a sequence
 MODEL_DIMS = ("pipeline", "context", "tensor")  # the keys by which ranks have the same batch
 
 
 def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
-    """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they do not fit.
+    """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they
+    do not fit.
 
-    Those that share a sequence are neighbors in the data dimension, which is so many times longer: to parameters, their
-    gradients and states they are ranks like others that have a batch of their own.
+    Those that share a sequence are neighbors in the data dimension, which is so many times longer:
+    to parameters, their gradients and states they are ranks like others that have a batch of their
+    own.
     """
     sizes = {name: getattr(parallel, name) for name in MODEL_DIMS}
     inner = math.prod(sizes.values())
@@ -26,8 +34,9 @@ def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
         several = [str(ranks) for ranks in sizes.values() if ranks > 1]
         product = f"{' x '.join(several)} = {inner}" if len(several) > 1 else str(inner)
         raise SetupError(
-            f"{' x '.join(_dividing(parallel))}: found {product} for {size} rank{'s' if size > 1 else ''}, expected "
-            f"a divisor of {size}; start a multiple of {inner} ranks (--nproc_per_node)"
+            f"{' x '.join(_dividing(parallel))}: found {product} for {size}"
+            f" rank{'s' if size > 1 else ''}, expected a divisor of {size}; start a multiple of"
+            f" {inner} ranks (--nproc_per_node)"
         )
     sizes |= dict(zip(DATA_DIMS, _data_shape(parallel, size // inner, inner), strict=True))
     sizes[_context_dim(parallel)] *= parallel.context
@@ -40,7 +49,9 @@ def _context_dim(parallel: ParallelConfig) -> str:
 
 
 def with_context(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the mesh's dimensions with one of its own for the ranks that share a sequence, if there are any."""
+    """Sizes of the mesh's dimensions with one of its own for the ranks that share a sequence, if
+    there are any.
+    """
     parts = {_context_dim(parallel): shape[_context_dim(parallel)] // parallel.context}
     return _with_context(parallel, {**shape, **parts}, parallel.context)
 
@@ -51,7 +62,9 @@ def place_with_context(parallel: ParallelConfig, place: Mapping[str, int]) -> di
     return _with_context(parallel, {**place, _context_dim(parallel): other}, own)
 
 
-def _with_context(parallel: ParallelConfig, numbers: Mapping[str, int], context: int) -> dict[str, int]:
+def _with_context(
+    parallel: ParallelConfig, numbers: Mapping[str, int], context: int
+) -> dict[str, int]:
     if parallel.context == 1:
         return dict(numbers)
     tensor = MESH_DIMS.index("tensor")
@@ -91,8 +104,9 @@ def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, i
     if shard == -1:
         if size % replicate:
             raise SetupError(
-                f"parallel.data_replicate: found {replicate} copies for {ranks}, expected a divisor of {size}; "
-                f"use {possible}, or start a multiple of {replicate * inner} ranks (--nproc_per_node)"
+                f"parallel.data_replicate: found {replicate} copies for {ranks}, expected a divisor"
+                f" of {size}; use {possible}, or start a multiple of {replicate * inner} ranks"
+                " (--nproc_per_node)"
             )
         return replicate, size // replicate
     if shard < 1:
@@ -102,16 +116,19 @@ def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, i
         if size % replicate == 0:
             remedy = f"parallel.data_shard={size // replicate} or -1"
         raise SetupError(
-            f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {ranks}; "
-            f"set {remedy}, or start {replicate * shard * inner} ranks (--nproc_per_node)"
+            f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard}"
+            f" for {ranks}; set {remedy}, or start {replicate * shard * inner} ranks"
+            " (--nproc_per_node)"
         )
     return replicate, shard
 
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """stages: on each rank; None: `parallel.pipeline_stages_per_rank`. folded: the first rank's last stage is the
-    last of all (a V), else the stages go round the ranks. splits: backward is cut into input and weight gradients."""
+    """stages: on each rank; None: `parallel.pipeline_stages_per_rank`. folded: the first rank's
+    last stage is the last of all (a V), else the stages go round the ranks. splits: backward is cut
+    into input and weight gradients.
+    """
 
     stages: int | None
     folded: bool
@@ -148,11 +165,15 @@ def rank_of_stage(parallel: ParallelConfig, stage: int) -> int:
 
 def stages_of_rank(parallel: ParallelConfig, rank: int) -> list[int]:
     """The stages of a rank by its place in the pipeline, first to last."""
-    return [stage for stage in range(stage_count(parallel)) if rank_of_stage(parallel, stage) == rank]
+    return [
+        stage for stage in range(stage_count(parallel)) if rank_of_stage(parallel, stage) == rank
+    ]
 
 
 def micro_batches(cfg: Any) -> tuple[int, int]:
-    """(sequences of a micro-batch, micro-batches) of a data rank's step; the product is batch_size x accumulation."""
+    """(sequences of a micro-batch, micro-batches) of a data rank's step; the product is batch_size
+    x accumulation.
+    """
     sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     count = cfg.parallel.pipeline_microbatches if cfg.parallel.pipeline > 1 else None
     if count is None:
@@ -161,23 +182,29 @@ def micro_batches(cfg: Any) -> tuple[int, int]:
 
 
 def fewest_micro_batches(parallel: ParallelConfig) -> int:
-    """The micro-batches a step that a schedule is made for; with fewer, ranks wait even in the middle of the step."""
+    """The micro-batches a step that a schedule is made for; with fewer, ranks wait even in the
+    middle of the step.
+    """
     if parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe":
         return 1
     return parallel.pipeline
 
 
 def schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
-    """Why so many micro-batches a step are too few for the schedule, as `found .., expected ..; remedy`; None: they do.
+    """Why so many micro-batches a step are too few for the schedule, as `found .., expected ..;
+    remedy`; None: they do.
 
-    Every schedule can order any number of them. With fewer than this, ranks wait for each other even in the middle of
-    a step, and what an interleaved or zero-bubble schedule is taken for is not to be had.
+    Every schedule can order any number of them. With fewer than this, ranks wait for each other
+    even in the middle of a step, and what an interleaved or zero-bubble schedule is taken for is
+    not to be had.
     """
     fewest = fewest_micro_batches(parallel)
     if count >= fewest:
         return None
     return (
-        f"found {count} micro-batches a step, expected {fewest} or more for parallel.pipeline={parallel.pipeline} with "
-        f"parallel.pipeline_schedule={parallel.pipeline_schedule}; set parallel.pipeline_microbatches to {fewest} or "
-        "more (batch_size x gradient_accumulation_steps has to be a multiple of it), or parallel.pipeline lower"
+        f"found {count} micro-batches a step, expected {fewest} or more for"
+        f" parallel.pipeline={parallel.pipeline} with"
+        f" parallel.pipeline_schedule={parallel.pipeline_schedule}; set"
+        f" parallel.pipeline_microbatches to {fewest} or more (batch_size x"
+        " gradient_accumulation_steps has to be a multiple of it), or parallel.pipeline lower"
     )

@@ -1,7 +1,9 @@
-"""What is known of an optimizer without importing it: the keys that it reads, and the states that it keeps.
+"""What is known of an optimizer without importing it: the keys that it reads, and the states that
+it keeps.
 
-Each file of `recipe_lib/optim/algorithms` is an optimizer of that name, with `FACTS = OptimizerFacts(...)` of literals.
-They are read here as text, so that config needs no torch; a plugin gives the same to `register`.
+Each file of `recipe_lib/optim/algorithms` is an optimizer of that name, with `FACTS =
+OptimizerFacts(...)` of literals. They are read here as text, so that config needs no torch; a
+plugin gives the same to `register`.
 """
 
 import ast
@@ -11,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-_BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a scale in fp32, in long rows
+_BLOCKS = {
+    8: 256,
+    4: 128,
+}  # numbers of a state of so many bits that share a scale in fp32, in long rows
 ALGORITHMS = Path(__file__).resolve().parent.parent / "optim" / "algorithms"
 
 
@@ -19,10 +24,10 @@ ALGORITHMS = Path(__file__).resolve().parent.parent / "optim" / "algorithms"
 class OptimizerFacts:
     """Facts of one optimizer.
 
-    keys: those of the section `optimizer` that it reads, besides name, lr and weight_decay; others are idle.
-    states: the state tensors that it keeps of a parameter, each of its shape. layer_matrix_states: of a matrix of a
-    layer, if these are others. states_need: a key without which it keeps none.
-    torch_class: the class of torch.optim that it may be.
+    keys: those of the section `optimizer` that it reads, besides name, lr and weight_decay; others
+    are idle. states: the state tensors that it keeps of a parameter, each of its shape.
+    layer_matrix_states: of a matrix of a layer, if these are others. states_need: a key without
+    which it keeps none. torch_class: the class of torch.optim that it may be.
     """
 
     keys: tuple[str, ...]
@@ -35,7 +40,11 @@ class OptimizerFacts:
         """The names of the states kept of a parameter. cfg: the section `optimizer`."""
         if self.states_need is not None and not getattr(cfg, self.states_need):
             return ()
-        return self.states if self.layer_matrix_states is None or not layer_matrix else self.layer_matrix_states
+        return (
+            self.states
+            if self.layer_matrix_states is None or not layer_matrix
+            else self.layer_matrix_states
+        )
 
     def state_bits(self, cfg: Any) -> int | None:
         """Bits of a state's numbers; None: those of the parameter."""
@@ -47,9 +56,11 @@ class OptimizerFacts:
 
 
 def kept_bits(cfg: Any) -> int | None:
-    """Return the bits of a state's numbers that a section `optimizer` asks for; None: those of the parameter.
+    """Return the bits of a state's numbers that a section `optimizer` asks for; None: those of the
+    parameter.
 
-    Beside master weights, which steps add up in, the states are as exact as those unless `state_bits` says otherwise.
+    Beside master weights, which steps add up in, the states are as exact as those unless
+    `state_bits` says otherwise.
     """
     return 32 if cfg.state_bits is None and cfg.master_weights else cfg.state_bits
 
@@ -69,10 +80,12 @@ def optimizer_facts(name: str) -> OptimizerFacts | None:
 
 
 def state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
-    """Return bytes of the states, master weights included, for one number of a matrix with long rows.
+    """Return bytes of the states, master weights included, for one number of a matrix with long
+    rows.
 
-    optimizer: the section. width: bytes of that number. in_layer: of a layer's matrix, of which Muon keeps one state,
-    not of embedding or head. None, and an optimizer that is not known: two states of the number's type.
+    optimizer: the section. width: bytes of that number. in_layer: of a layer's matrix, of which
+    Muon keeps one state, not of embedding or head. None, and an optimizer that is not known: two
+    states of the number's type.
     """
     facts = None if optimizer is None else optimizer_facts(optimizer.name)
     if facts is None:
@@ -92,5 +105,7 @@ def _read(path: Path) -> OptimizerFacts:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FACTS":
             assert isinstance(node.value, ast.Call)
-            return OptimizerFacts(**{str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords})
+            return OptimizerFacts(
+                **{str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords}
+            )
     raise TypeError(f"{path}: has no line FACTS = OptimizerFacts(...) of literals")

@@ -1,4 +1,6 @@
-"""Where recipes, configs and presets are: in a checkout, in the installed package, or at a user's path."""
+"""Where recipes, configs and presets are: in a checkout, in the installed package, or at a user's
+path.
+"""
 
 import os
 import re
@@ -28,7 +30,9 @@ def configs_folder() -> Path:
 
 
 def example_file(path: str) -> str:
-    """The path; for one of `examples/` that is not there, as outside of a clone, where the installed package has it."""
+    """The path; for one of `examples/` that is not there, as outside of a clone, where the
+    installed package has it.
+    """
     first, _, rest = path.partition("/")
     if first != "examples" or not rest or os.path.lexists(path):
         return path
@@ -42,24 +46,34 @@ def presets_folder() -> Path:
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The YAML file that a name (`llama3/8B_full`) or a path stands for; ConfigError with the nearest name if none."""
+    """The YAML file that a name (`llama3/8B_full`) or a path stands for; ConfigError with the
+    nearest name if none.
+    """
     return _find(name_or_path, "config", _config_files(), CONFIG_SUFFIXES)
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The Python file that a recipe's name or a path stands for; ConfigError with the nearest name if none."""
+    """The Python file that a recipe's name or a path stands for; ConfigError with the nearest name
+    if none.
+    """
     files = {name: recipes_folder() / f"{name}.py" for name in list_recipes()}
     return _find(name_or_path, "recipe", files, (".py",))
 
 
 def list_recipes() -> list[str]:
     """Names of the shipped recipes."""
-    return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
+    return sorted(
+        path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_")
+    )
 
 
 def list_configs() -> dict[str, list[str]]:
-    """Recipe name -> names of the shipped configs that say `recipe: <that name>`, by family and then by size."""
-    by_recipe: dict[str, list[str]] = {name: [] for name in sorted({*list_recipes(), *RECIPE_CONFIGS})}
+    """Recipe name -> names of the shipped configs that say `recipe: <that name>`, by family and
+    then by size.
+    """
+    by_recipe: dict[str, list[str]] = {
+        name: [] for name in sorted({*list_recipes(), *RECIPE_CONFIGS})
+    }
     for name, path in sorted(_config_files().items(), key=lambda item: _family_and_size(item[0])):
         line = _RECIPE_LINE.search(path.read_text(encoding="utf-8"))
         recipe = line[1] if line else FullFinetuneConfig.recipe
@@ -68,7 +82,9 @@ def list_configs() -> dict[str, list[str]]:
 
 
 def _family_and_size(config: str) -> tuple[str, float, str]:
-    """What `qwen3/14B_lora` stands by in a list: after 4B; sizes of fewer than a billion (`135M`) come first."""
+    """What `qwen3/14B_lora` stands by in a list: after 4B; sizes of fewer than a billion (`135M`)
+    come first.
+    """
     family, _, name = config.partition("/")
     size = re.search(r"(\d+(?:\.\d+)?)([MB])(?![a-zA-Z])", name)
     return family, float(size[1]) / (1000 if size[2] == "M" else 1) if size else 0.0, name
@@ -80,7 +96,9 @@ def list_presets() -> list[str]:
 
 
 def expand(path: str | Path) -> Path:
-    """A user's path with `~` filled in. Like os.path.isfile and unlike pathlib, it refuses no text."""
+    """A user's path with `~` filled in. Like os.path.isfile and unlike pathlib, it refuses no
+    text.
+    """
     return Path(os.path.expanduser(path))
 
 
@@ -100,7 +118,9 @@ def _shipped_folder(kind: str) -> Path:
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / kind
 
 
-def _find(name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixes: tuple[str, ...]) -> Path:
+def _find(
+    name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixes: tuple[str, ...]
+) -> Path:
     text = str(name_or_path)
     if text in shipped:
         return shipped[text]
@@ -109,17 +129,32 @@ def _find(name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixe
     path = expand(text)
     if os.path.isfile(path):
         if path.suffix not in suffixes:
-            raise ConfigError(f"{show(text)}: not a {what}: expected a file ending in {' or '.join(suffixes)}")
+            raise ConfigError(
+                f"{show(text)}: not a {what}: expected a file ending in {' or '.join(suffixes)}"
+            )
         return path
     if os.path.isdir(path):
-        raise ConfigError(f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}")
+        raise ConfigError(
+            f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}"
+        )
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
     hint = "" if text.startswith("/") else nearest_config(name.removeprefix(f"{what}s/"), shipped)
-    raise ConfigError(f"{show(text)}: no such {what}{hint or '; `tune ls` lists the names, or give a path to a file'}")
+    raise ConfigError(
+        f"{show(text)}: no such"
+        f" {what}{hint or '; `tune ls` lists the names, or give a path to a file'}"
+    )
 
 
 def nearest_config(name: str, shipped: Iterable[str]) -> str:
-    """`; did you mean X?`; for a family, or a size of one, that there are several configs of, how to list them."""
+    """`; did you mean X?`; for a family, or a size of one, that there are several configs of, how
+    to list them.
+    """
     shipped = list(shipped)
-    begun = [one for one in shipped if one.lower().startswith((f"{name.lower()}/", f"{name.lower()}_"))]
-    return f"; `tune ls {name}` lists its {len(begun)} configs" if len(begun) > 1 else did_you_mean(name, shipped)
+    begun = [
+        one for one in shipped if one.lower().startswith((f"{name.lower()}/", f"{name.lower()}_"))
+    ]
+    return (
+        f"; `tune ls {name}` lists its {len(begun)} configs"
+        if len(begun) > 1
+        else did_you_mean(name, shipped)
+    )

@@ -1,8 +1,9 @@
-"""YAML as a tree of text with line numbers; what a value means is decided later, by the type of its key.
+"""YAML as a tree of text with line numbers; what a value means is decided later, by the type of its
+key.
 
-Reading by type ends YAML's surprises (`1e-5` is a number where one is expected, `on` is text where text is).
-Tags, anchors, aliases, duplicate keys and a second document are refused: none has a use in a config, and
-each has let a config run code, grow without bound or hide a value.
+Reading by type ends YAML's surprises (`1e-5` is a number where one is expected, `on` is text where
+text is). Tags, anchors, aliases, duplicate keys and a second document are refused: none has a use
+in a config, and each has let a config run code, grow without bound or hide a value.
 """
 
 import re
@@ -24,8 +25,14 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff
 
 # What a parser complains of (both of PyYAML's parsers) -> what to look for.
 _PLAIN_WORDS = (
-    ("mapping values are not allowed", "a second `: ` in a value, or a line indented too far; quote text with `: `"),
-    ("could not find expected ':'", "a key without `: ` after it, or a quote or bracket that is not closed"),
+    (
+        "mapping values are not allowed",
+        "a second `: ` in a value, or a line indented too far; quote text with `: `",
+    ),
+    (
+        "could not find expected ':'",
+        "a key without `: ` after it, or a quote or bracket that is not closed",
+    ),
     ("while scanning a quoted scalar", "a quote is not closed"),
     ("flow sequence", "a list `[...]` is not closed, or lacks a comma"),
     ("flow mapping", "a mapping `{...}` is not closed, or lacks a comma"),
@@ -33,21 +40,28 @@ _PLAIN_WORDS = (
     ("block mapping", "the indentation does not fit the lines above"),
     ("block collection", "the indentation does not fit the lines above"),
     ("cannot start any token", "a value that begins with a special letter; put it in quotes"),
-    ("<document start>", "the indentation does not fit the lines above, or text follows a closed value"),
+    (
+        "<document start>",
+        "the indentation does not fit the lines above, or text follows a closed value",
+    ),
     ("escape", "an unknown escape after a backslash; use single quotes"),
 )
 
 
 @dataclass
 class YamlNode:
-    """A value as written. kind: `scalar`, `list`, `mapping`, or `broken` (already reported, to be skipped)."""
+    """A value as written. kind: `scalar`, `list`, `mapping`, or `broken` (already reported, to be
+    skipped).
+    """
 
     kind: str
     line: int
     text: str = ""
     quoted: bool = False
     items: list["YamlNode"] = field(default_factory=list)
-    entries: dict[str, tuple[int, "YamlNode"]] = field(default_factory=dict)  # key -> (its line, its value)
+    entries: dict[str, tuple[int, "YamlNode"]] = field(
+        default_factory=dict
+    )  # key -> (its line, its value)
 
     @property
     def empty(self) -> bool:
@@ -79,20 +93,25 @@ class YamlDocument:
 
 
 def read_file(path: Path, shown: str) -> YamlDocument:
-    """Reads a config file. shown: its name in errors. Raises ConfigError if it is no text or no YAML at all."""
+    """Reads a config file. shown: its name in errors. Raises ConfigError if it is no text or no
+    YAML at all.
+    """
     try:
         with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{shown}: larger than 1 MiB; a config holds a few dozen lines (is this a data file?)")
+        raise ConfigError(
+            f"{shown}: larger than 1 MiB; a config holds a few dozen lines (is this a data file?)"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{shown}:{line}: not UTF-8 text: found the byte 0x{data[error.start]:02x}; save the file as UTF-8"
+            f"{shown}:{line}: not UTF-8 text: found the byte 0x{data[error.start]:02x}; save the"
+            " file as UTF-8"
         ) from error
     try:
         return parse(text)
@@ -113,7 +132,9 @@ def parse(text: str) -> YamlDocument:
     control = _CONTROL.search(text)
     if control:
         line = text.count("\n", 0, control.start()) + 1
-        raise YamlError(line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it")
+        raise YamlError(
+            line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it"
+        )
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
         return _Builder(iter(yaml.parse(text, Loader=loader))).document()
@@ -127,8 +148,14 @@ def _plainly(error: Any, text: str) -> YamlError:
     """A parser's error in plain words, at the line a user has to look at."""
     said = f"{error.context or ''} {error.problem or ''}"
     if "flow node" in said and (opened := _open_bracket(text)):
-        what = "a list `[...]`" if isinstance(opened, yaml.FlowSequenceStartToken) else "a mapping `{...}`"
-        return YamlError(opened.start_mark.line + 1, f"not valid YAML: {what} is not closed, or lacks a comma")
+        what = (
+            "a list `[...]`"
+            if isinstance(opened, yaml.FlowSequenceStartToken)
+            else "a mapping `{...}`"
+        )
+        return YamlError(
+            opened.start_mark.line + 1, f"not valid YAML: {what} is not closed, or lacks a comma"
+        )
     unclosed = any(sign in said for sign in ("quoted scalar", "flow ", "simple key"))
     mark = (error.context_mark if unclosed else None) or error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
@@ -137,7 +164,9 @@ def _plainly(error: Any, text: str) -> YamlError:
     if "\t" in at[: len(at) - len(at.lstrip())]:
         return YamlError(line, "not valid YAML: indented with a tab; use spaces")
     if "${" in at and "flow " in said:
-        return YamlError(line, "not valid YAML: inside a list or mapping ${...} has to be in quotes")
+        return YamlError(
+            line, "not valid YAML: inside a list or mapping ${...} has to be in quotes"
+        )
     for sign, words in _PLAIN_WORDS:
         if sign in said:
             return YamlError(line, f"not valid YAML: {words}")
@@ -145,7 +174,9 @@ def _plainly(error: Any, text: str) -> YamlError:
 
 
 def _open_bracket(text: str) -> Any:
-    """The token of the innermost bracket that is still open where the text ends; None if there is none."""
+    """The token of the innermost bracket that is still open where the text ends; None if there is
+    none.
+    """
     opened: list[Any] = []
     try:
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
@@ -159,7 +190,9 @@ def _open_bracket(text: str) -> Any:
 
 
 class _Builder:
-    """Builds the tree from parser events, one at a time, so that depth is bounded before memory is taken."""
+    """Builds the tree from parser events, one at a time, so that depth is bounded before memory is
+    taken.
+    """
 
     def __init__(self, events: Iterator[Any]) -> None:
         self.events = events
@@ -169,22 +202,37 @@ class _Builder:
         top: YamlNode | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
-                self.faults.append((_line(event), "a second document begins here (`---`); a config is one document"))
+                self.faults.append(
+                    (
+                        _line(event),
+                        "a second document begins here (`---`); a config is one document",
+                    )
+                )
                 break
             if isinstance(event, yaml.NodeEvent):
                 top = self.node(event, 1, "")
         return YamlDocument(top or YamlNode("scalar", 1), self.faults)
 
     def node(self, event: Any, depth: int, key: str) -> YamlNode:
-        """The value that begins with this event. key: its dotted name, empty at the top and for a key itself."""
+        """The value that begins with this event. key: its dotted name, empty at the top and for a
+        key itself.
+        """
         line = _line(event)
         if depth > MAX_DEPTH:
-            raise YamlError(line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys")
+            raise YamlError(
+                line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys"
+            )
         if isinstance(event, yaml.AliasEvent):
-            self.refuse(line, key, f"found the alias *{event.anchor}; aliases are refused, write the value again")
+            self.refuse(
+                line,
+                key,
+                f"found the alias *{event.anchor}; aliases are refused, write the value again",
+            )
             return YamlNode("broken", line)
         if event.anchor:
-            self.refuse(line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it")
+            self.refuse(
+                line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it"
+            )
         if event.tag:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
             self.refuse(line, key, f"found the tag {show(tag)}; tags are refused, remove it")
@@ -202,7 +250,9 @@ class _Builder:
             for inner in self.events:
                 if isinstance(inner, yaml.SequenceEndEvent):
                     break
-                node.items.append(self.node(inner, depth + 1, f"{name}[{len(node.items)}]" if name else ""))
+                node.items.append(
+                    self.node(inner, depth + 1, f"{name}[{len(node.items)}]" if name else "")
+                )
             return node
         node = YamlNode("mapping", line)
         for inner in self.events:
@@ -221,7 +271,9 @@ class _Builder:
             self.faults.append((key.line, f"found a {key.kind} as a key; a key is a word"))
         elif key.text in mapping.entries:
             first = mapping.entries[key.text][0]
-            self.refuse(key.line, full_name, f"set twice, first on line {first}; remove one of the two")
+            self.refuse(
+                key.line, full_name, f"set twice, first on line {first}; remove one of the two"
+            )
             mapping.entries[key.text] = (first, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)

@@ -1,8 +1,8 @@
 """Components chosen by name: dataset formats, optimizers, losses, metrics, trackers, models.
 
-A config holds a registered name and never an import path, so that nothing in a config runs. The names that
-ship are declared here, with the module that registers them; that module is imported when one is first
-asked for, which keeps torch out of config checks. A plugin registers its own names:
+A config holds a registered name and never an import path, so that nothing in a config runs. The
+names that ship are declared here, with the module that registers them; that module is imported when
+one is first asked for, which keeps torch out of config checks. A plugin registers its own names:
 
     from recipe_lib.config import register
 
@@ -33,7 +33,16 @@ Component = TypeVar("Component", bound=Callable[..., Any])
 BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "data.format": (
         "recipe_lib.data.formats",
-        ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "kto", "classification"),
+        (
+            "alpaca",
+            "sharegpt",
+            "messages",
+            "prompt_completion",
+            "text",
+            "preference",
+            "kto",
+            "classification",
+        ),
     ),
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.chunked_heads", ("cross_entropy",)),
@@ -45,21 +54,28 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}
 
 
-def register(kind: str, name: str, facts: OptimizerFacts | None = None) -> Callable[[Component], Component]:
+def register(
+    kind: str, name: str, facts: OptimizerFacts | None = None
+) -> Callable[[Component], Component]:
     """Decorator: makes a function or class selectable as `name` where a config asks for a `kind`.
 
-    kind: a key of `BUILT_IN`. facts: of an optimizer, what a plan has to know of it; without them its states' bytes
-    are not known before the first step. Raises ConfigError for an unknown kind, an empty name, or a name that is taken.
+    kind: a key of `BUILT_IN`. facts: of an optimizer, what a plan has to know of it; without them
+    its states' bytes are not known before the first step. Raises ConfigError for an unknown kind,
+    an empty name, or a name that is taken.
     """
     _check_kind(kind)
     if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name:
-        raise ConfigError(f"register({kind!r}, {name!r}): expected a name of printable letters, not an empty one")
+        raise ConfigError(
+            f"register({kind!r}, {name!r}): expected a name of printable letters, not an empty one"
+        )
 
     def add(component: Component) -> Component:
         is_ours = getattr(component, "__module__", "").startswith("recipe_lib.")
         taken = name in _components[kind] or (name in BUILT_IN[kind][1] and not is_ours)
         if taken and _components[kind].get(name) is not component:
-            raise ConfigError(f"register({kind!r}, {name!r}): the name is taken; register another one")
+            raise ConfigError(
+                f"register({kind!r}, {name!r}): the name is taken; register another one"
+            )
         _components[kind][name] = component
         if facts is not None:
             keep_facts(name, facts)
@@ -69,7 +85,8 @@ def register(kind: str, name: str, facts: OptimizerFacts | None = None) -> Calla
 
 
 def registered(kind: str, name: str) -> Callable[..., Any]:
-    """The component that was registered as `name`; imports the owner of a built-in one on first use.
+    """The component that was registered as `name`; imports the owner of a built-in one on first
+    use.
 
     Raises ConfigError with the nearest name if there is none.
     """
@@ -78,12 +95,17 @@ def registered(kind: str, name: str) -> Callable[..., Any]:
         owner(kind)
     if name not in _components[kind]:
         known = names(kind)
-        raise ConfigError(f"{kind}: found {name!r}, expected one of {', '.join(known)}{did_you_mean(str(name), known)}")
+        raise ConfigError(
+            f"{kind}: found {name!r}, expected one of"
+            f" {', '.join(known)}{did_you_mean(str(name), known)}"
+        )
     return _components[kind][name]
 
 
 def owner(kind: str) -> ModuleType:
-    """The module that registers the built-in names of a kind, imported with the first of them that is asked for."""
+    """The module that registers the built-in names of a kind, imported with the first of them that
+    is asked for.
+    """
     return importlib.import_module(BUILT_IN[kind][0])
 
 
@@ -96,14 +118,17 @@ def names(kind: str) -> list[str]:
 
 def _check_kind(kind: str) -> None:
     if kind not in BUILT_IN:
-        raise ConfigError(f"register: found the kind {kind!r}, expected one of {', '.join(BUILT_IN)}")
+        raise ConfigError(
+            f"register: found the kind {kind!r}, expected one of {', '.join(BUILT_IN)}"
+        )
 
 
 _loaded: set[Path] = set()
 
 
 def load_plugin(path: str | Path) -> None:
-    """Imports a .py file, once a process. Only ever called with a path from the command line, never from a config.
+    """Imports a .py file, once a process. Only ever called with a path from the command line, never
+    from a config.
 
     Raises ConfigError with the file's line if it cannot be found or raises while it is imported.
     """
@@ -112,7 +137,9 @@ def load_plugin(path: str | Path) -> None:
     if file.suffix != ".py" or not os.path.isfile(file):
         raise ConfigError(f"--plugin {quote(str(path))}: expected the path of an existing .py file")
     if os.path.getsize(file) > TEXT_LIMIT:
-        raise ConfigError(f"--plugin {shown}: is larger than {TEXT_LIMIT >> 20} MiB; expected a Python file")
+        raise ConfigError(
+            f"--plugin {shown}: is larger than {TEXT_LIMIT >> 20} MiB; expected a Python file"
+        )
     file = file.resolve()
     if file in _loaded:
         return
@@ -127,7 +154,10 @@ def load_plugin(path: str | Path) -> None:
     except UserError as error:
         del sys.modules[name]
         raise ConfigError(*(f"{shown}: {fault}" for fault in error.faults)) from error
-    except (Exception, SystemExit) as error:  # an exit code of a plugin's own would be taken for one of ours
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # an exit code of a plugin's own would be taken for one of ours
         del sys.modules[name]
         place = f"{shown}:{_line_in(error, file)}"
         raise ConfigError(f"{place}: raised {type(error).__name__}: {show(str(error))}") from error

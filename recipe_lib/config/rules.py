@@ -1,8 +1,9 @@
 """Settings that do not go together, with the reason and the remedy: one entry each.
 
-`load_config` refuses by this table, `docs/config.md` prints it, and the tests walk it. A combination that only the
-world (ranks, devices, files) can decide is not here: it is checked where the world is known. A key that another one
-makes idle is no fault: `needs` at the key in the schema says so.
+`load_config` refuses by this table, `docs/config.md` prints it, and the tests walk it. A
+combination that only the world (ranks, devices, files) can decide is not here: it is checked where
+the world is known. A key that another one makes idle is no fault: `needs` at the key in the schema
+says so.
 """
 
 from collections.abc import Callable, Collection
@@ -11,7 +12,13 @@ from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.idle import formats, generated_metrics, trained_dtype
-from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
+from recipe_lib.config.mesh import (
+    SCHEDULES,
+    fewest_micro_batches,
+    micro_batches,
+    schedule_fault,
+    token_ranks,
+)
 from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.schema import LINEARS, MIXTURE_TARGETS, SAMPLES
 from recipe_lib.config.schema_data import resolved_sources
@@ -22,9 +29,10 @@ from recipe_lib.config.suggest import did_you_mean, quote
 class Rule:
     """One combination of settings that is refused.
 
-    keys: those it is about, whose places an error names. applies: true for a config that has it; a text where reason
-    and remedy do not say all: what it has found, with its numbers and the remedy. example: overrides that bring it
-    about on a config of `recipe` with a checkpoint and local data. reads: further keys that it looks at.
+    keys: those it is about, whose places an error names. applies: true for a config that has it; a
+    text where reason and remedy do not say all: what it has found, with its numbers and the remedy.
+    example: overrides that bring it about on a config of `recipe` with a checkpoint and local data.
+    reads: further keys that it looks at.
     """
 
     keys: tuple[str, ...]
@@ -43,8 +51,14 @@ class Rule:
 
 
 def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
-    """The entries that a config breaks. judged: dotted keys that may be judged; one about another is skipped."""
-    return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
+    """The entries that a config breaks. judged: dotted keys that may be judged; one about another
+    is skipped.
+    """
+    return [
+        rule
+        for rule in RULES
+        if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)
+    ]
 
 
 _DPO, _REWARD, _DISTILL = "dpo_distributed", "reward_distributed", "distill_distributed"
@@ -56,7 +70,11 @@ _SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeli
 _SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 # What every example of a pipeline of two needs with it.
 _PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
-_IN_BACKWARD = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
+_IN_BACKWARD = (
+    "memory.optimizer_in_backward=true",
+    "memory.optimizer_offload=true",
+    "clip_grad_norm=null",
+)
 _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
 
 
@@ -85,7 +103,9 @@ def _unknown_metric(cfg: Any) -> str | None:
     if not _judges_steps(cfg) or metric in names:
         return None
     own = "the Config of a recipe of your own names others as its validation_numbers"
-    return f"found {quote(metric)}, expected {' or '.join(names)}{did_you_mean(metric, names)}; {own}"
+    return (
+        f"found {quote(metric)}, expected {' or '.join(names)}{did_you_mean(metric, names)}; {own}"
+    )
 
 
 def _streams_trained(cfg: Any) -> bool:
@@ -110,15 +130,19 @@ def _of_mixture(cfg: Any) -> bool:
 
 
 def _uneven(cfg: Any) -> str | None:
-    sequences, count = cfg.batch_size * cfg.gradient_accumulation_steps, cfg.parallel.pipeline_microbatches
+    sequences, count = (
+        cfg.batch_size * cfg.gradient_accumulation_steps,
+        cfg.parallel.pipeline_microbatches,
+    )
     if cfg.parallel.pipeline == 1 or not count or sequences % count == 0:
         return None
     fewest = fewest_micro_batches(cfg.parallel)
     fitting = [number for number in range(fewest, sequences + 1) if sequences % number == 0]
     choose = f"choose one of {', '.join(map(str, fitting))}" if fitting else "choose a divisor"
     return (
-        f"found {count} micro-batches for the {sequences} sequences of a step (batch_size {cfg.batch_size} x "
-        f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}), expected a divisor of them; {choose}"
+        f"found {count} micro-batches for the {sequences} sequences of a step (batch_size"
+        f" {cfg.batch_size} x gradient_accumulation_steps {cfg.gradient_accumulation_steps}),"
+        f" expected a divisor of them; {choose}"
     )
 
 

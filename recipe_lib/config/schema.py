@@ -9,13 +9,20 @@ from typing import ClassVar
 
 from recipe_lib.config import idle
 from recipe_lib.config.keys import key
-from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
+from recipe_lib.config.schema_data import (
+    DataConfig,
+    ModelConfig,
+    SourceConfig,
+    TokenizerConfig,
+    ValidationConfig,
+)
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
 
 # What a recipe's batch and model are, for all that plans or divides them; its config class says so.
 
 
-# What a recipe may train on -> the formats of `data.format` that have it; of plugins' formats nobody knows.
+# What a recipe may train on -> the formats of `data.format` that have it; of plugins' formats
+# nobody knows.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "answers": ("alpaca", "sharegpt", "messages", "prompt_completion", "text"),
     "pairs": ("preference",),
@@ -25,13 +32,18 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class RecipeFacts:
-    """Those of full fine-tuning; the config of a recipe of another kind overrides what is different."""
+    """Those of full fine-tuning; the config of a recipe of another kind overrides what is
+    different.
+    """
 
-    # Whether a score head reads each sequence's last token, in place of a head that predicts the next one.
+    # Whether a score head reads each sequence's last token, in place of a head that predicts the
+    # next one.
     scores_sequences: ClassVar[bool] = False
-    # Keys and values by which the recipe trains adapters in place of every parameter; empty: it cannot.
+    # Keys and values by which the recipe trains adapters in place of every parameter; empty: it
+    # cannot.
     adapters_instead: ClassVar[dict[str, str]] = {}
-    # Keys that name the checkpoints of further models, and for each the key of a preset in its place.
+    # Keys that name the checkpoints of further models, and for each the key of a preset in its
+    # place.
     other_models: ClassVar[dict[str, str]] = {}
 
     @property
@@ -61,7 +73,9 @@ class RecipeFacts:
 
     @property
     def own_loss(self) -> str | None:
-        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss, ipo`."""
+        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss,
+        ipo`.
+        """
         return None
 
     @property
@@ -76,7 +90,9 @@ class RecipeFacts:
 
     @property
     def copies_model(self) -> bool:
-        """Whether that is a second copy of the model, as there are no adapters that could be turned off."""
+        """Whether that is a second copy of the model, as there are no adapters that could be turned
+        off.
+        """
         return self.runs_reference and self.trained_adapters is None
 
     @property
@@ -109,10 +125,15 @@ __all__ = [
 class OptimizerConfig:
     """The optimizer."""
 
-    name: str = key("adamw", "The optimizer.", kind="optimizer.name", known_as="torchtitan optimizer.name")
+    name: str = key(
+        "adamw", "The optimizer.", kind="optimizer.name", known_as="torchtitan optimizer.name"
+    )
     lr: float = key(2e-5, "Peak learning rate.", above=0, known_as="HF learning_rate; torch lr")
     weight_decay: float = key(
-        0.0, "Decoupled weight decay, applied to every parameter.", minimum=0, known_as="torch weight_decay"
+        0.0,
+        "Decoupled weight decay, applied to every parameter.",
+        minimum=0,
+        known_as="torch weight_decay",
     )
     betas: list[float] = key(
         [0.9, 0.95],
@@ -123,7 +144,9 @@ class OptimizerConfig:
         needs=idle.read_by_optimizer("betas"),
         known_as="torch betas",
     )
-    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs=idle.read_by_optimizer("eps"), known_as="torch eps")
+    eps: float = key(
+        1e-8, "AdamW's epsilon.", above=0, needs=idle.read_by_optimizer("eps"), known_as="torch eps"
+    )
     momentum: float | None = key(
         None,
         "Momentum; null: for sgd 0, for muon 0.95.",
@@ -134,30 +157,32 @@ class OptimizerConfig:
     )
     state_bits: int | None = key(
         None,
-        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of which 4 train little "
-        "but the largest numbers; null: those of dtype, beside master_weights 32.",
+        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of"
+        " which 4 train little but the largest numbers; null: those of dtype, beside"
+        " master_weights 32.",
         choices=(4, 8, 16, 32),
         needs=idle.read_by_optimizer("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
-        "Also keep the weights in fp32, which the steps add up in, and unless state_bits says otherwise the states; "
-        "dtype=bf16 is what is computed with.",
+        "Also keep the weights in fp32, which the steps add up in, and unless state_bits says"
+        " otherwise the states; dtype=bf16 is what is computed with.",
         needs=(idle.read_by_optimizer("master_weights"), idle.trains_bf16),
         known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
-        "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes smaller than bf16's "
-        "resolution add up.",
+        "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes"
+        " smaller than bf16's resolution add up.",
         needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
         known_as="torchao bf16_stochastic_round",
     )
     implementation: str = key(
         "auto",
-        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused where "
-        "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
+        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time;"
+        " `auto`: fused where torch has such a kernel and it is right (for SGD neither with FSDP"
+        " nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
         needs=idle.steps_with_torch,
         known_as="torchtitan optimizer.implementation",
@@ -169,7 +194,10 @@ class LrSchedulerConfig:
     """The learning rate over the steps."""
 
     type: str = key(
-        "cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"), known_as="HF lr_scheduler_type"
+        "cosine",
+        "Shape after the warm-up.",
+        choices=("cosine", "linear", "constant"),
+        known_as="HF lr_scheduler_type",
     )
     warmup_ratio: float | None = key(
         None,
@@ -213,32 +241,41 @@ class CheckpointConfig:
     )
     keep_best: bool = key(
         False,
-        "Keep the weights of the step that is best by best_metric, in output_dir/state/best, and export those.",
+        "Keep the weights of the step that is best by best_metric, in output_dir/state/best, and"
+        " export those.",
         known_as="HF load_best_model_at_end",
     )
     best_metric: str = key(
         "validation_loss",
-        "The number of the recipe's validation that says which step is best; of a preference run also "
-        "validation_reward_accuracy, validation_reward_margin.",
+        "The number of the recipe's validation that says which step is best; of a preference run"
+        " also validation_reward_accuracy, validation_reward_margin.",
         needs="checkpoint.keep_best or validation.patience",
         known_as="HF metric_for_best_model",
     )
     greater_is_better: bool | None = key(
         None,
-        "Whether a higher best_metric is better; null: unless its name ends in loss, perplexity or error.",
+        "Whether a higher best_metric is better; null: unless its name ends in loss, perplexity or"
+        " error.",
         needs="checkpoint.keep_best or validation.patience",
         known_as="HF greater_is_better",
     )
     save_model: bool = key(
-        True, "Write the trained model as a Hugging Face folder at the end.", known_as="HF Trainer.save_model"
+        True,
+        "Write the trained model as a Hugging Face folder at the end.",
+        known_as="HF Trainer.save_model",
     )
     max_shard_gib: float = key(
-        4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20, known_as="HF max_shard_size"
+        4.0,
+        "Largest safetensors file of that folder, GiB.",
+        above=0,
+        most=2**20,
+        known_as="HF max_shard_size",
     )
     extra_parameters: str = key(
         "error",
-        "Parameters that a recipe of your own adds to a model: `error`: refuse before training to save a model that "
-        "has any; `save`: write them too, for that recipe; other programs ignore them.",
+        "Parameters that a recipe of your own adds to a model: `error`: refuse before training to"
+        " save a model that has any; `save`: write them too, for that recipe; other programs ignore"
+        " them.",
         choices=("error", "save"),
         known_as="none has it: HF saves every parameter of a model",
     )
@@ -261,7 +298,10 @@ class LogConfig:
         known_as="HF disable_tqdm",
     )
     trackers: list[str] = key(
-        [], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers", known_as="HF report_to"
+        [],
+        "Also log to these (extras): tensorboard, wandb, trackio.",
+        kind="log.trackers",
+        known_as="HF report_to",
     )
     project: str = key(
         "tune-recipes",
@@ -275,7 +315,8 @@ class LogConfig:
     )
     communication_step: int | None = key(
         3,
-        "Step of which the time spent in communication is measured, with several ranks; null: none.",
+        "Step of which the time spent in communication is measured, with several ranks; null:"
+        " none.",
         minimum=1,
         known_as="none has it: others measure by their profilers",
     )
@@ -300,7 +341,9 @@ class FullFinetuneConfig(RecipeFacts):
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    seed: int = key(42, "Root of the seeds of model, data and dropout.", minimum=0, known_as="HF seed")
+    seed: int = key(
+        42, "Root of the seeds of model, data and dropout.", minimum=0, known_as="HF seed"
+    )
     dtype: str = key(
         "bf16",
         "Type of parameters, gradients and compute (fp64 is for checks on a CPU).",
@@ -308,7 +351,10 @@ class FullFinetuneConfig(RecipeFacts):
         known_as="torchtune dtype; HF bf16",
     )
     device: str = key(
-        "auto", "`auto`: cuda if there is one.", choices=("auto", "cpu", "cuda"), known_as="torchtune device"
+        "auto",
+        "`auto`: cuda if there is one.",
+        choices=("auto", "cpu", "cuda"),
+        known_as="torchtune device",
     )
     batch_size: int = key(
         1,
@@ -318,22 +364,43 @@ class FullFinetuneConfig(RecipeFacts):
         known_as="HF per_device_train_batch_size; torchtune batch_size",
     )
     gradient_accumulation_steps: int = key(
-        1, "Micro-batches per optimizer step.", minimum=1, most=2**16, known_as="HF gradient_accumulation_steps"
+        1,
+        "Micro-batches per optimizer step.",
+        minimum=1,
+        most=2**16,
+        known_as="HF gradient_accumulation_steps",
     )
     epochs: int = key(
-        1, "Passes over the training data.", minimum=1, most=10**6, known_as="HF num_train_epochs; torchtune epochs"
+        1,
+        "Passes over the training data.",
+        minimum=1,
+        most=10**6,
+        known_as="HF num_train_epochs; torchtune epochs",
     )
     max_steps: int | None = key(
-        None, "Stop after this many optimizer steps.", minimum=1, known_as="HF max_steps; torchtitan training.steps"
+        None,
+        "Stop after this many optimizer steps.",
+        minimum=1,
+        known_as="HF max_steps; torchtitan training.steps",
     )
     max_seq_len: int = key(
-        2048, "Longest sequence, tokens.", minimum=1, most=2**24, known_as="torchtune max_seq_len; TRL max_length"
+        2048,
+        "Longest sequence, tokens.",
+        minimum=1,
+        most=2**24,
+        known_as="torchtune max_seq_len; TRL max_length",
     )
-    loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens, known_as="torchtune loss")
+    loss: str = key(
+        "cross_entropy",
+        "The loss.",
+        kind="loss",
+        needs=idle.sums_over_tokens,
+        known_as="torchtune loss",
+    )
     router_aux_loss_coef: float = key(
         0.0,
-        "Weight of the loss that evens the loads of a mixture's experts; of each layer and micro-batch, the mean, over "
-        "tokens that are no padding.",
+        "Weight of the loss that evens the loads of a mixture's experts; of each layer and"
+        " micro-batch, the mean, over tokens that are no padding.",
         minimum=0,
         most=1000,
         known_as="HF router_aux_loss_coef; Megatron moe_aux_loss_coeff",
@@ -345,11 +412,15 @@ class FullFinetuneConfig(RecipeFacts):
         known_as="torch clip_grad_norm_; HF max_grad_norm",
     )
     output_dir: str = key(
-        "outputs/run", "Folder for metrics, states and the trained model.", path=True, known_as="HF output_dir"
+        "outputs/run",
+        "Folder for metrics, states and the trained model.",
+        path=True,
+        known_as="HF output_dir",
     )
     overwrite_output_dir: bool = key(
         False,
-        "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays.",
+        "Replace the run in output_dir: its model goes when the new one is complete; what no run"
+        " wrote stays.",
         known_as="HF overwrite_output_dir (before 5)",
     )
     resume: str | None = key(
@@ -358,26 +429,30 @@ class FullFinetuneConfig(RecipeFacts):
         path=True,
         known_as="HF resume_from_checkpoint",
     )
-    compile: bool = key(False, "torch.compile each layer.", known_as="torchtune compile; HF torch_compile")
+    compile: bool = key(
+        False, "torch.compile each layer.", known_as="torchtune compile; HF torch_compile"
+    )
     fused_kernels: bool = key(
         True,
-        "On a GPU, rotary embedding, gated activation, soft-capped scores, loss and dequantized weights are fused, "
-        "each into a kernel or few, by torch.compile with Triton; without Triton, said at the start, they run operator "
-        "by operator. A plan takes Triton to be there.",
+        "On a GPU, rotary embedding, gated activation, soft-capped scores, loss and dequantized"
+        " weights are fused, each into a kernel or few, by torch.compile with Triton; without"
+        " Triton, said at the start, they run operator by operator. A plan takes Triton to be"
+        " there.",
         needs="device != cpu",
         known_as="Axolotl liger_rope, liger_glu_activation",
     )
     matmul_dtype: str | None = key(
         None,
-        "Type that the layers' linears multiply in: `fp8` (Hopper, Ada and later) or `int8` (Ampere and later), "
-        "scaled row by row; weights stay in dtype. null: dtype.",
+        "Type that the layers' linears multiply in: `fp8` (Hopper, Ada and later) or `int8` (Ampere"
+        " and later), scaled row by row; weights stay in dtype. null: dtype.",
         choices=("fp8", "int8"),
         known_as="torchtitan float8; HF fp8 mixed_precision",
     )
     qat: str | None = key(
         None,
-        "Quantization-aware training: the layers' linears compute with weights rounded to this type, fp8 with inputs "
-        "too, as an export in it will; what is trained and saved are the weights before rounding. null: off.",
+        "Quantization-aware training: the layers' linears compute with weights rounded to this"
+        " type, fp8 with inputs too, as an export in it will; what is trained and saved are the"
+        " weights before rounding. null: off.",
         choices=("int4", "int8", "fp8"),
         known_as="torchao QATConfig; torchtune qat_distributed quantizer; Axolotl qat.weight_dtype",
     )
@@ -401,9 +476,13 @@ class FullFinetuneConfig(RecipeFacts):
 # The sections about adapters and preference pairs.
 
 
-# The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
+# The linears of a native model's layers, and what PEFT's files call the parts that may have an
+# adapter.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {"embedding": "embed_tokens", "head": "lm_head"}
+PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {
+    "embedding": "embed_tokens",
+    "head": "lm_head",
+}
 # Of a mixture of experts, whose parameters PEFT finds by target_parameters.
 MIXTURE_TARGETS = ("router", "experts")
 _SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
@@ -438,11 +517,11 @@ class LoraConfig:
     )
     target_modules: list[str] = key(
         ["all-linear"],
-        "What gets an adapter: q, k, v, o, gate, up, down, embedding, head (or q_proj, ..., embed_tokens, lm_head, "
-        "which "
-        "mean the same), of a mixture of experts router and experts (each expert's factors are its own), `all-linear`: "
-        "every linear of the layers, which routers and experts are not; of a model that is not native, ends of its "
-        "linears' names, as `c_attn`.",
+        "What gets an adapter: q, k, v, o, gate, up, down, embedding, head (or q_proj, ...,"
+        " embed_tokens, lm_head, which mean the same), of a mixture of experts router and experts"
+        " (each expert's factors are its own), `all-linear`: every linear of the layers, which"
+        " routers and experts are not; of a model that is not native, ends of its linears' names,"
+        " as `c_attn`.",
         needs=idle.trains_adapters,
         known_as="PEFT target_modules",
     )

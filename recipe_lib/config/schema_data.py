@@ -24,8 +24,8 @@ class ModelConfig:
     )
     implementation: str = key(
         "native",
-        "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
-        "`transformers`); or what a plugin registered.",
+        "Whose module it is: `native`: ours; `transformers`: that library's class of the"
+        " config.json (extra `transformers`); or what a plugin registered.",
         kind="model",
         known_as="none has it: HF's keys choose kernels within its own model (attn_implementation)",
     )
@@ -42,7 +42,10 @@ class TokenizerConfig:
         known_as="HF tokenizer_name; PEFT tokenizer_name_or_path",
     )
     chat_template: str | None = key(
-        None, "Jinja file to use in place of the tokenizer's own chat template.", path=True, known_as="HF chat_template"
+        None,
+        "Jinja file to use in place of the tokenizer's own chat template.",
+        path=True,
+        known_as="HF chat_template",
     )
 
 
@@ -50,10 +53,13 @@ class TokenizerConfig:
 class SourceConfig:
     """One of several sources of samples; what it leaves null is taken from the section `data`."""
 
-    source: str = field(metadata={"help": "Like data.source.", "path": True, "known_as": "Axolotl datasets[].path"})
+    source: str = field(
+        metadata={"help": "Like data.source.", "path": True, "known_as": "Axolotl datasets[].path"}
+    )
     weight: float = key(
         1.0,
-        "How often its samples are taken in an epoch: 2 is each one twice, 0.5 is half of them, drawn anew.",
+        "How often its samples are taken in an epoch: 2 is each one twice, 0.5 is half of them,"
+        " drawn anew.",
         above=0,
         most=1000,
         known_as="Megatron --data-path weights; LLaMA-Factory interleave_probs",
@@ -65,9 +71,15 @@ class SourceConfig:
         also=("auto",),
         known_as="LLaMA-Factory formatting; Axolotl type",
     )
-    split: str | None = key(None, "Like data.split; null: the same.", known_as="HF load_dataset split")
-    columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.", known_as="torchtune column_map")
-    max_samples: int | None = key(None, "Use only its first samples.", minimum=1, known_as="LLaMA-Factory max_samples")
+    split: str | None = key(
+        None, "Like data.split; null: the same.", known_as="HF load_dataset split"
+    )
+    columns: dict[str, str] | None = key(
+        None, "Like data.columns; null: the same.", known_as="torchtune column_map"
+    )
+    max_samples: int | None = key(
+        None, "Use only its first samples.", minimum=1, known_as="LLaMA-Factory max_samples"
+    )
 
 
 @dataclass
@@ -76,13 +88,16 @@ class DataConfig:
 
     source: str | None = key(
         None,
-        "File or folder (.json, .jsonl, .csv, .tsv, .parquet, .txt; the first four and .txt also with .gz or .zst), or "
-        "`hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` (extra `datasets`, which .parquet needs too; .zst: extra `zstd`).",
+        "File or folder (.json, .jsonl, .csv, .tsv, .parquet, .txt; the first four and .txt also"
+        " with .gz or .zst), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` (extra `datasets`,"
+        " which .parquet needs too; .zst: extra `zstd`).",
         path=True,
         known_as="HF load_dataset path; TRL dataset_name",
     )
     sources: list[SourceConfig] = key(
-        [], "Several sources with weights, in place of data.source.", known_as="Axolotl datasets; TRL dataset mixtures"
+        [],
+        "Several sources with weights, in place of data.source.",
+        known_as="Axolotl datasets; TRL dataset mixtures",
     )
     format: str = key(
         "auto",
@@ -91,7 +106,9 @@ class DataConfig:
         also=("auto",),
         known_as="LLaMA-Factory formatting; Axolotl type",
     )
-    split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub, known_as="HF load_dataset split")
+    split: str = key(
+        "train", "Split of a hub dataset.", needs=idle.reads_hub, known_as="HF load_dataset split"
+    )
     columns: dict[str, str] = key(
         {},
         "The format's column name -> the name it has in your file.",
@@ -99,21 +116,23 @@ class DataConfig:
     )
     ignore_columns: list[str] = key(
         [],
-        "Columns of the rows that change nothing, and keys of their messages as `messages.KEY`: they are not read, and "
-        "counted; any other that is not read and not known to change nothing makes a sample invalid.",
+        "Columns of the rows that change nothing, and keys of their messages as `messages.KEY`:"
+        " they are not read, and counted; any other that is not read and not known to change"
+        " nothing makes a sample invalid.",
         known_as="none has it: others leave columns out unsaid",
     )
     template: str = key(
         "auto",
-        "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
+        "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one,"
+        " `auto` chat if any.",
         choices=("auto", "chat", "plain"),
         needs=idle.has_turns,
         known_as="LLaMA-Factory template",
     )
     train_on: str | list[str] = key(
         "assistant",
-        "Label tokens: every answer (`assistant`), the `last` one, `all` tokens, or a list of roles; a "
-        "message's own `train: false` takes it out.",
+        "Label tokens: every answer (`assistant`), the `last` one, `all` tokens, or a list of"
+        " roles; a message's own `train: false` takes it out.",
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
         needs=idle.chooses_labels,
@@ -121,9 +140,10 @@ class DataConfig:
     )
     history: str = key(
         "auto",
-        "Answers of a conversation whose chat template writes earlier turns anew (drops their thoughts): `auto`: those "
-        "that do not fit into one sequence get their own, rendered as when generating; `split`: each answer gets its "
-        "own; `refuse`: such a sample is a bad one.",
+        "Answers of a conversation whose chat template writes earlier turns anew (drops their"
+        " thoughts): `auto`: those that do not fit into one sequence get their own, rendered as"
+        " when generating; `split`: each answer gets its own; `refuse`: such a sample is a bad"
+        " one.",
         choices=("auto", "split", "refuse"),
         needs=(idle.has_earlier_answers, "data.train_on != all"),
         known_as="none has it: others train all answers of one rendering, or the last one",
@@ -140,35 +160,42 @@ class DataConfig:
     )
     pad_to_multiple_of: int = key(
         1,
-        "Sequence lengths are rounded up to a multiple of it, by padding that enters no number; at most max_seq_len.",
+        "Sequence lengths are rounded up to a multiple of it, by padding that enters no number; at"
+        " most max_seq_len.",
         minimum=1,
         known_as="HF pad_to_multiple_of",
     )
     shuffle: bool = key(
-        True, "Draw a new order each epoch from the seed; false: file order.", known_as="torchtune shuffle"
+        True,
+        "Draw a new order each epoch from the seed; false: file order.",
+        known_as="torchtune shuffle",
     )
     add_bos: bool = key(
         True,
-        "Begin each sequence (format `text`: each file) with BOS if the tokenizer does; a chat template writes its "
-        "own.",
+        "Begin each sequence (format `text`: each file) with BOS if the tokenizer does; a chat"
+        " template writes its own.",
         known_as="torchtune add_bos",
     )
     add_eos: bool = key(
         True,
-        "End each `text`, each completion and each answer that is rendered already with EOS, unless an end token ends "
-        "it.",
+        "End each `text`, each completion and each answer that is rendered already with EOS, unless"
+        " an end token ends it.",
         needs=idle.ends_texts,
         known_as="torchtune add_eos; Axolotl, TRL and LLaMA-Factory always do",
     )
     parse_special_tokens: bool | None = key(
         None,
-        "Special tokens that samples spell out become tokens; false: they stay text. null: by format: in the texts of "
-        "`text`, `prompt_completion`, `preference`, `kto` and `classification`, and not in messages.",
+        "Special tokens that samples spell out become tokens; false: they stay text. null: by"
+        " format: in the texts of `text`, `prompt_completion`, `preference`, `kto` and"
+        " `classification`, and not in messages.",
         needs=idle.parses_otherwise,
         known_as="LLaMA-Factory split_special_tokens; HF has it too: its opposite",
     )
     max_samples: int | None = key(
-        None, "Use only the first samples of the source.", minimum=1, known_as="LLaMA-Factory max_samples"
+        None,
+        "Use only the first samples of the source.",
+        minimum=1,
+        known_as="LLaMA-Factory max_samples",
     )
     max_sample_mib: float = key(
         16.0,
@@ -250,7 +277,11 @@ class ValidationConfig:
         known_as="torchtune run_val_every_n_steps; HF eval_steps",
     )
     max_samples: int | None = key(
-        None, "Use only the first samples.", minimum=1, needs="validation.source", known_as="LLaMA-Factory max_samples"
+        None,
+        "Use only the first samples.",
+        minimum=1,
+        needs="validation.source",
+        known_as="LLaMA-Factory max_samples",
     )
     batch_size: int | None = key(
         None,
@@ -262,8 +293,9 @@ class ValidationConfig:
     )
     metrics: list[str] = key(
         [],
-        "Also measure: `token_accuracy`, label tokens that are the likeliest ones; `exact_match`, sequences of which "
-        "all are, as greedy decoding gives them; or a plugin's metric of generated answers.",
+        "Also measure: `token_accuracy`, label tokens that are the likeliest ones; `exact_match`,"
+        " sequences of which all are, as greedy decoding gives them; or a plugin's metric of"
+        " generated answers.",
         kind="metric",
         also=("token_accuracy",),
         needs="validation.source",
@@ -279,7 +311,8 @@ class ValidationConfig:
     )
     patience: int | None = key(
         None,
-        "Stop after this many validations in a row without a better checkpoint.best_metric; null: never.",
+        "Stop after this many validations in a row without a better checkpoint.best_metric; null:"
+        " never.",
         minimum=1,
         known_as="HF early_stopping_patience; Lightning EarlyStopping.patience",
     )
@@ -298,7 +331,8 @@ HUB = "hub:"
 def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
     """Every source of training data, what it leaves null filled in from the section `data`.
 
-    `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not changed.
+    `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not
+    changed.
     """
     if cfg.sources:
         return [_filled(source, cfg) for source in cfg.sources]
@@ -306,12 +340,16 @@ def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
 
 
 def sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
-    """`resolved_sources` by the section of the config that each is from: `data`, or `data.sources[0]`, ...
+    """`resolved_sources` by the section of the config that each is from: `data`, or
+    `data.sources[0]`, ...
 
     The key that names the source is `SECTION.source`.
     """
     sources = resolved_sources(data)
-    return {f"data.sources[{number}]" if data.sources else "data": one for number, one in enumerate(sources)}
+    return {
+        f"data.sources[{number}]" if data.sources else "data": one
+        for number, one in enumerate(sources)
+    }
 
 
 def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
@@ -327,7 +365,9 @@ def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
 
 
 def validation_source(data: DataConfig, validation: "ValidationConfig") -> SourceConfig | None:
-    """The source of validation data, what it leaves null filled in from the section `data`; None: no validation."""
+    """The source of validation data, what it leaves null filled in from the section `data`; None:
+    no validation.
+    """
     if validation.source is None:
         return None
     return SourceConfig(

@@ -12,8 +12,9 @@ class ParallelConfig:
 
     strategy: str = key(
         "fsdp",
-        "`fsdp`: shards, gathered layer by layer; `ddp`: every data rank has all weights, and trained gradients are "
-        "summed once a step; `auto`: what `tune run` plans to be faster and to fit.",
+        "`fsdp`: shards, gathered layer by layer; `ddp`: every data rank has all weights, and"
+        " trained gradients are summed once a step; `auto`: what `tune run` plans to be faster and"
+        " to fit.",
         choices=("fsdp", "ddp", "auto"),
         known_as="HF accelerate distributed_type; Lightning strategy",
     )
@@ -36,8 +37,8 @@ class ParallelConfig:
     )
     context: int = key(
         1,
-        "Ranks that share each sequence (context parallel, Ulysses): each has some of its tokens, in attention all "
-        "tokens of some heads.",
+        "Ranks that share each sequence (context parallel, Ulysses): each has some of its tokens,"
+        " in attention all tokens of some heads.",
         minimum=1,
         most=2**12,
         known_as="torchtitan context_parallel_degree; ms-swift sequence_parallel_size",
@@ -51,14 +52,16 @@ class ParallelConfig:
     )
     tensor_regather_in_backward: str = key(
         "auto",
-        "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
+        "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are"
+        " not checkpointed.",
         choices=("auto", "true", "false"),
         needs=("parallel.tensor > 1", "model.implementation = native"),
         known_as="Megatron's sequence parallelism gathers again, without a key",
     )
     tensor_replicate_kv_heads: bool = key(
         False,
-        "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs.",
+        "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the"
+        " head it needs.",
         needs=("parallel.tensor > 1", "model.implementation = native"),
         known_as="vLLM replicates kv heads, without a key",
     )
@@ -71,16 +74,16 @@ class ParallelConfig:
     )
     pipeline_schedule: str = key(
         "1f1b",
-        "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
-        "their names defer weight gradients to when a rank would wait.",
+        "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with"
+        " `zero` or `v` in their names defer weight gradients to when a rank would wait.",
         choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
         needs="parallel.pipeline > 1",
         known_as="torchtitan pipeline_parallel_schedule",
     )
     pipeline_microbatches: int | None = key(
         None,
-        "Micro-batches that the batch_size x gradient_accumulation_steps sequences of a data rank go through the "
-        "pipeline in; null: gradient_accumulation_steps.",
+        "Micro-batches that the batch_size x gradient_accumulation_steps sequences of a data rank"
+        " go through the pipeline in; null: gradient_accumulation_steps.",
         minimum=1,
         most=2**16,
         needs="parallel.pipeline > 1",
@@ -91,15 +94,22 @@ class ParallelConfig:
         "Stages on each rank of an interleaved schedule; `zbv` has 2, the others 1.",
         minimum=2,
         most=2**10,
-        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_1f1b, interleaved_zero_bubble"),
+        needs=(
+            "parallel.pipeline > 1",
+            "parallel.pipeline_schedule in interleaved_1f1b, interleaved_zero_bubble",
+        ),
         known_as="Megatron num_virtual_stages_per_pipeline_rank",
     )
     pipeline_max_deferred_weight_grads: int | None = key(
         None,
-        "Most micro-batches of a rank (each of its stages counted) whose weight gradients are deferred at a time, in "
-        "schedules that defer them; fewer take less memory, the bubble is longer; null: as the schedule has it.",
+        "Most micro-batches of a rank (each of its stages counted) whose weight gradients are"
+        " deferred at a time, in schedules that defer them; fewer take less memory, the bubble is"
+        " longer; null: as the schedule has it.",
         minimum=1,
-        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_zero_bubble, zbv"),
+        needs=(
+            "parallel.pipeline > 1",
+            "parallel.pipeline_schedule in interleaved_zero_bubble, zbv",
+        ),
         known_as="Megatron (zero-bubble fork) zero_bubble_max_pending_backward",
     )
     pipeline_layers_per_stage: list[int] | None = key(
@@ -111,15 +121,17 @@ class ParallelConfig:
     )
     pipeline_balance: str = key(
         "compute",
-        "Layers of each stage: even in `compute`, or in `memory` of parameters and states; embedding and head counted.",
+        "Layers of each stage: even in `compute`, or in `memory` of parameters and states;"
+        " embedding and head counted.",
         choices=("compute", "memory"),
         needs=("parallel.pipeline > 1", "parallel.pipeline_layers_per_stage = null"),
         known_as="DeepSpeed partition_method",
     )
     fsdp_wrap_policy: str | list[str] = key(
         "auto",
-        "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
-        "if either is larger than a layer, else layers); or a list of module-name patterns.",
+        "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto`"
+        " (memory_efficient if either is larger than a layer, else layers); or a list of"
+        " module-name patterns.",
         choices=("auto", "layers", "memory_efficient"),
         needs="parallel.strategy != ddp",
         known_as="HF fsdp_auto_wrap_policy",
@@ -138,24 +150,29 @@ class ParallelConfig:
     )
     reduce_gradients: str = key(
         "micro_batch",
-        "When FSDP reduces gradients: with each `micro_batch`, or once a `step`, kept whole until then; with "
-        "reshard_after_forward=false the weights too, gathered once a step (ZeRO-1).",
+        "When FSDP reduces gradients: with each `micro_batch`, or once a `step`, kept whole until"
+        " then; with reshard_after_forward=false the weights too, gathered once a step (ZeRO-1).",
         choices=("micro_batch", "step"),
-        needs=("parallel.strategy != ddp", "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
+        needs=(
+            "parallel.strategy != ddp",
+            "gradient_accumulation_steps > 1 or parallel.pipeline > 1",
+        ),
         known_as="torch set_requires_gradient_sync; HF accelerate sync_each_batch",
     )
     accumulate_grad_in_fp32: bool = key(
         False,
-        "Add up the micro-batches' gradients of bf16 weights in fp32, rounded once at the end; on one device too.",
+        "Add up the micro-batches' gradients of bf16 weights in fp32, rounded once at the end; on"
+        " one device too.",
         needs=(trains_bf16, "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
         known_as="Megatron accumulate_allreduce_grads_in_fp32; nanotron accumulate_grad_in_fp32",
     )
     heartbeat_timeout_seconds: float = key(
         60.0,
-        "Seconds that a rank waits for one whose process is stopped, in a step also for one that does not answer or "
-        "hangs: then all ranks end, with a line that names it, and exit code 7. In the first step one that hangs has "
-        "10 times as long; where all hang in a step, they have 5 times. Outside of steps one that does not answer, "
-        "though nothing on its machine sees it stopped, has 5 times as long; one that hangs has 30 times.",
+        "Seconds that a rank waits for one whose process is stopped, in a step also for one that"
+        " does not answer or hangs: then all ranks end, with a line that names it, and exit code 7."
+        " In the first step one that hangs has 10 times as long; where all hang in a step, they"
+        " have 5 times. Outside of steps one that does not answer, though nothing on its machine"
+        " sees it stopped, has 5 times as long; one that hangs has 30 times.",
         minimum=1.0,
         known_as="torch TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC; HF ddp_timeout",
     )
@@ -167,8 +184,8 @@ class MemoryConfig:
 
     activation_checkpointing: str = key(
         "none",
-        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
-        "`budget`: keep what saves the most time, up to activation_budget_gib.",
+        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every"
+        " second matmul; `budget`: keep what saves the most time, up to activation_budget_gib.",
         choices=("none", "full", "selective", "budget"),
         known_as="torchtitan activation_checkpoint.mode; HF gradient_checkpointing",
     )
@@ -182,13 +199,15 @@ class MemoryConfig:
     )
     activation_offload: bool = key(
         False,
-        "Keep what the layers keep for backward in pinned host memory; copied while the device computes.",
+        "Keep what the layers keep for backward in pinned host memory; copied while the device"
+        " computes.",
         needs="device != cpu",
         known_as="torchtune enable_activation_offloading; TRL activation_offloading",
     )
     activation_offload_prefetch_layers: int = key(
         1,
-        "Layers whose kept tensors are back on the device, or still being copied out, besides the current one's.",
+        "Layers whose kept tensors are back on the device, or still being copied out, besides the"
+        " current one's.",
         minimum=1,
         most=2**12,
         needs="memory.activation_offload",
@@ -209,9 +228,9 @@ class MemoryConfig:
     )
     stream_layers: bool | str = key(
         False,
-        "Keep layers, embedding and head in pinned host memory, or `experts` alone; each layer's are copied "
-        "to the device while the one before it computes. Trained ones need optimizer_in_backward and "
-        "optimizer_offload with it.",
+        "Keep layers, embedding and head in pinned host memory, or `experts` alone; each layer's"
+        " are copied to the device while the one before it computes. Trained ones need"
+        " optimizer_in_backward and optimizer_offload with it.",
         choices=("experts",),
         needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="Soup stream_layers; expert offloading of inference engines",
@@ -223,16 +242,21 @@ class MemoryConfig:
     )
     optimizer_offload: bool = key(
         False,
-        "Keep optimizer states in pinned host memory; each parameter's are copied to the device for its step.",
+        "Keep optimizer states in pinned host memory; each parameter's are copied to the device for"
+        " its step.",
         needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="DeepSpeed offload_optimizer; Megatron optimizer_cpu_offload",
     )
     host_memory_limit_gib: float | None = key(
         None,
-        "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
+        "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what"
+        " is free.",
         above=0,
         most=2**20,
-        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or memory.stream_layers",
+        needs=(
+            "memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or"
+            " memory.stream_layers"
+        ),
         known_as="none has it: others take what there is",
     )
     loss_chunks: int = key(

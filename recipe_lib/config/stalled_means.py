@@ -1,11 +1,12 @@
-"""Means that an optimizer keeps in too few bits to follow what they average: how far off, and what to set instead.
+"""Means that an optimizer keeps in too few bits to follow what they average: how far off, and what
+to set instead.
 
-A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than half the distance of two
-numbers, 1/256 of m at most, is lost: m may rest wherever x / m is within 1 +- 1 / (256 (1 - d)).
-docs/measurements/optimizer_states.md has runs of it.
+A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than half the
+distance of two numbers, 1/256 of m at most, is lost: m may rest wherever x / m is within 1 +- 1 /
+(256 (1 - d)). docs/measurements/optimizer_states.md has runs of it.
 
-In 8 bits a block's largest number is exact, and below it levels are 0.9/128 of it apart, with a sign 0.9/64. Of half
-of the largest, which stays, half a distance is that share.
+In 8 bits a block's largest number is exact, and below it levels are 0.9/128 of it apart, with a
+sign 0.9/64. Of half of the largest, which stays, half a distance is that share.
 """
 
 from typing import Any
@@ -15,8 +16,8 @@ from recipe_lib.config.optimizer_facts import BYTES, optimizer_facts
 
 FARTHEST = 2.0  # times too large or too small that a mean may stay before it is told
 
-# A state that is a mean, of a plugin's optimizer too -> what it is called, the setting that is its decay, and the share
-# of it that a step of 8 bits loses.
+# A state that is a mean, of a plugin's optimizer too -> what it is called, the setting that is its
+# decay, and the share of it that a step of 8 bits loses.
 _MEANS = {
     "exp_avg": ("the gradients' mean", "betas[0]", 0.9 / 64),
     "exp_avg_sq": ("the second moment", "betas[1]", 0.9 / 128),
@@ -25,22 +26,36 @@ _MEANS = {
 
 
 def describe_stalled_means(cfg: Any) -> list[str]:
-    """Return a line for each mean of a config that may stay FARTHEST times off, and for states of 4 bits."""
+    """Return a line for each mean of a config that may stay FARTHEST times off, and for states of 4
+    bits.
+    """
     optimizer = cfg.optimizer
     facts = optimizer_facts(optimizer.name)
     if facts is None:
         return []
     bits = facts.state_bits(optimizer) or 8 * BYTES[trained_dtype(cfg)]
     if bits == 4:
-        return ["optimizer.state_bits=4: a gradient far below its block's largest hardly moves its weight; set 8 or 32"]
+        return [
+            "optimizer.state_bits=4: a gradient far below its block's largest hardly moves its"
+            " weight; set 8 or 32"
+        ]
     if bits > 16 or (bits == 16 and optimizer.stochastic_rounding):
         return []
     remedy = "set optimizer.state_bits=32"
     if trained_dtype(cfg) == "bf16" and not optimizer.master_weights:
-        remedy += ", or 16 with optimizer.stochastic_rounding=true"  # which rounds weights of bf16, too
+        remedy += (  # which rounds weights of bf16, too
+            ", or 16 with optimizer.stochastic_rounding=true"
+        )
     if "state_bits" not in facts.keys:
-        remedy = f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
-    decays = {"betas[0]": optimizer.betas[0], "betas[1]": optimizer.betas[1], "momentum": optimizer.momentum}
+        remedy = (
+            "set it to 0.98 or less, or"
+            f" {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
+        )
+    decays = {
+        "betas[0]": optimizer.betas[0],
+        "betas[1]": optimizer.betas[1],
+        "momentum": optimizer.momentum,
+    }
     lines = []
     for state in dict.fromkeys((*facts.states, *(facts.layer_matrix_states or ()))):
         name, setting, lost_in_8_bits = _MEANS.get(state, ("", "", 0.0))
@@ -49,7 +64,11 @@ def describe_stalled_means(cfg: Any) -> list[str]:
         decay = float(decays[setting] or 0)
         off = (lost_in_8_bits if bits == 8 else 1 / 256) / (1 - decay)
         if off >= 1 - 1 / FARTHEST:
-            above = "and not come down again" if off >= 1 else f"or stay at {1 / (1 - off):.2g} times it"
+            above = (
+                "and not come down again"
+                if off >= 1
+                else f"or stay at {1 / (1 - off):.2g} times it"
+            )
             what = f"{name} in {bits} bits may rest at {1 / (1 + off):.2g} of its value, {above}"
             lines.append(f"optimizer.{setting}={decay:g}: {what}; {remedy}")
     return lines

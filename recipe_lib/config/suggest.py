@@ -9,7 +9,9 @@ CLOSE_ENOUGH = 0.6  # difflib ratio; below it a suggestion misleads more often t
 
 
 def nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -> str | None:
-    """The member of `valid` that is most like `found`, upper and lower case alike; None if none is close."""
+    """The member of `valid` that is most like `found`, upper and lower case alike; None if none is
+    close.
+    """
     spelled = {name.lower(): name for name in valid}
     close = get_close_matches(found.lower()[:200], list(spelled), n=1, cutoff=cutoff)
     return spelled[close[0]] if close else None
@@ -25,15 +27,18 @@ PATH_LIMIT = 250  # letters
 
 
 def show(text: str, limit: int = 80) -> str:
-    """A user's text as one printable line: control characters escaped, the middle of a long one left out.
+    """A user's text as one printable line: control characters escaped, the middle of a long one
+    left out.
 
-    Secrets go first: the rest of one that is cut would not be known as one. A path is to be copied, and far longer ones
-    stay whole.
+    Secrets go first: the rest of one that is cut would not be known as one. A path is to be copied,
+    and far longer ones stay whole.
     """
     text = redact(text)
     if "/" in text and not any(letter.isspace() for letter in text):
         limit = max(limit, PATH_LIMIT)
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[: 4 * limit])
+    line = "".join(
+        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[: 4 * limit]
+    )
     if len(line) <= limit and len(text) <= 4 * limit:
         return line
     return f"{line[: limit - 23]}...{text[-20:] if text[-20:].isprintable() else ''}"

@@ -1,4 +1,6 @@
-"""From the text of a value to the type of its key, or a line that says what was found and what was expected."""
+"""From the text of a value to the type of its key, or a line that says what was found and what was
+expected.
+"""
 
 import dataclasses
 import math
@@ -40,7 +42,9 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     if is_null(node) and not (typed and node.empty):
         if key.optional:
             return None
-        raise MismatchError(f"found {'nothing' if node.empty else 'null'}, expected {expected(key)}")
+        raise MismatchError(
+            f"found {'nothing' if node.empty else 'null'}, expected {expected(key)}"
+        )
     if node.kind == "scalar" and not node.quoted and node.text.lower() == "none" and key.optional:
         raise MismatchError(f"found {quote(node.text)}, expected {expected(key)}; write null")
     trouble: MismatchError | None = None
@@ -54,15 +58,20 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
 
 
 def _to_path(value: str, key: Key) -> str:
-    """With the user's home in place of `~`, and the demo's files found from any folder; MismatchError for what no file
-    system takes as a name."""
+    """With the user's home in place of `~`, and the demo's files found from any folder;
+    MismatchError for what no file system takes as a name.
+    """
     path = example_file(os.path.expanduser(value))
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
-        said = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(os.fsencode(path))} bytes"
+        said = (
+            f"a name of {longest} bytes"
+            if longest > LONGEST_NAME
+            else f"{len(os.fsencode(path))} bytes"
+        )
         raise MismatchError(
-            f"found {quote(value)} with {said}, expected {expected(key)}; a name has at most {LONGEST_NAME} bytes, a "
-            f"path {LONGEST_PATH}"
+            f"found {quote(value)} with {said}, expected {expected(key)}; a name has at most"
+            f" {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
         )
     return path
 
@@ -95,7 +104,9 @@ def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choi
         return _to_int(node, key)
     if kind is float:
         return _to_float(node, key)
-    text = _to_text(node, key, typed or (is_choice and ("choices" in key.limits or "kind" in key.limits)))
+    text = _to_text(
+        node, key, typed or (is_choice and ("choices" in key.limits or "kind" in key.limits))
+    )
     return Path(text) if kind is Path else text
 
 
@@ -110,35 +121,59 @@ def _to_int(node: YamlNode, key: Key) -> int:
         raise _unfit(node, key, _INTEGER.fullmatch(node.text) is not None)
     digits = node.text.lstrip("-+").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
-        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; write it without leading zeros")
+        raise MismatchError(
+            f"found {show(node.text)}, expected {expected(key)}; write it without leading zeros"
+        )
     if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
-        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; at most {LARGEST_INTEGER} (2^63 - 1)")
+        raise MismatchError(
+            f"found {show(node.text)}, expected {expected(key)}; at most {LARGEST_INTEGER} (2^63"
+            " - 1)"
+        )
     return int(node.text)
 
 
 def _to_float(node: YamlNode, key: Key) -> float:
-    # `1e-5` is text to YAML 1.1, and people have learned to quote it: with or without quotes it is the number.
+    # `1e-5` is text to YAML 1.1, and people have learned to quote it: with or without quotes it is
+    # the number.
     if _NOT_FINITE.fullmatch(node.text):
-        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
+        raise MismatchError(
+            f"found {show(node.text)}, expected {expected(key)}; it has to be finite"
+        )
     if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
         raise _unfit(node, key, False)
     value = float(node.text)
     if not math.isfinite(value):
-        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
+        raise MismatchError(
+            f"found {show(node.text)}, expected {expected(key)}; it has to be finite"
+        )
     return value
 
 
 def _to_text(node: YamlNode, key: Key, any_word: bool) -> str:
-    """any_word: a number or a truth value is text too; a choice is compared with the choices, which says more."""
+    """any_word: a number or a truth value is text too; a choice is compared with the choices, which
+    says more.
+    """
     text = node.text
     if not text:
         raise MismatchError(f"found an empty text, expected {expected(key)}")
     if text == "???":
-        raise MismatchError(f"found {quote(text)}, expected {expected(key)}; put a value in its place")
+        raise MismatchError(
+            f"found {quote(text)}, expected {expected(key)}; put a value in its place"
+        )
     if _UNPRINTABLE.search(text):
-        raise MismatchError(f"found {quote(text)}, expected {expected(key)}; a text is one line of printable letters")
-    if not node.quoted and not any_word and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false")):
-        raise MismatchError(f"found {show(text)}, expected {expected(key)}; if it is meant as text, put it in quotes")
+        raise MismatchError(
+            f"found {quote(text)}, expected {expected(key)}; a text is one line of printable"
+            " letters"
+        )
+    if (
+        not node.quoted
+        and not any_word
+        and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false"))
+    ):
+        raise MismatchError(
+            f"found {show(text)}, expected {expected(key)}; if it is meant as text, put it in"
+            " quotes"
+        )
     return text
 
 
@@ -206,7 +241,11 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
         return list(typing.get_args(kind))
     if "choices" in key.limits:
         return list(key.limits["choices"])
-    return [*key.limits.get("also", ()), *registry.names(key.limits["kind"])] if "kind" in key.limits else None
+    return (
+        [*key.limits.get("also", ()), *registry.names(key.limits["kind"])]
+        if "kind" in key.limits
+        else None
+    )
 
 
 def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
@@ -215,14 +254,22 @@ def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
     choices = list(map(str, choices))
     alias = CHOICE_ALIASES.get(str(value).lower(), "")
     alike = [choice for choice in choices if _outline(choice) == _outline(str(value))]
-    hint = f"; did you mean {alias}?" if alias.split(" with ")[0] in choices else did_you_mean(str(value), alike)
-    if value in key.limits.get("items", ()) or (len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))):
+    hint = (
+        f"; did you mean {alias}?"
+        if alias.split(" with ")[0] in choices
+        else did_you_mean(str(value), alike)
+    )
+    if value in key.limits.get("items", ()) or (
+        len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))
+    ):
         hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
     raise MismatchError(f"found {quote(str(value))}, expected {expected(key)}{hint}")
 
 
 def _outline(word: str) -> tuple[str, list[str]]:
-    """First letter and digits, which a misspelling has too: `fp16` is none of `fp64`, nor `xpu` of `cpu`."""
+    """First letter and digits, which a misspelling has too: `fp16` is none of `fp64`, nor `xpu` of
+    `cpu`.
+    """
     return word[:1].lower(), sorted(filter(str.isdigit, word))
 
 
@@ -303,14 +350,18 @@ def describe(node: YamlNode) -> str:
         return "a section of keys"
     if node.empty:
         return "nothing"
-    if not node.quoted and (_NUMBER.fullmatch(node.text) or node.text.lower() in ("true", "false", *_NULL)):
+    if not node.quoted and (
+        _NUMBER.fullmatch(node.text) or node.text.lower() in ("true", "false", *_NULL)
+    ):
         return show(node.text)
     return quote(node.text)
 
 
 def _unfit(node: YamlNode, key: Key, only_the_quotes: bool) -> MismatchError:
     if node.quoted and only_the_quotes:
-        return MismatchError(f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes")
+        return MismatchError(
+            f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes"
+        )
     return MismatchError(f"found {describe(node)}, expected {expected(key)}")
 
 
@@ -325,7 +376,9 @@ def _refuse_interpolation(node: YamlNode) -> None:
         _refuse_interpolation(item)
     for name, (_, value) in node.entries.items():
         if "${" in name:
-            raise MismatchError(f"found {quote(name)}; interpolation is refused, write the name itself")
+            raise MismatchError(
+                f"found {quote(name)}; interpolation is refused, write the name itself"
+            )
         _refuse_interpolation(value)
 
 

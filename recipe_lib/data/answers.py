@@ -1,7 +1,8 @@
-"""Finds answers as they are generated: the prompt that generation is given, and what a model must write after it.
+"""Finds answers as they are generated: the prompt that generation is given, and what a model must
+write after it.
 
-Both are renderings of the chat template: of the conversation before the answer, with the prompt for the next one, and
-of the conversation in which the answer comes last.
+Both are renderings of the chat template: of the conversation before the answer, with the prompt for
+the next one, and of the conversation in which the answer comes last.
 """
 
 import json
@@ -41,7 +42,9 @@ CHOICES = ("assistant", "last", "all")
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of the whole rendering: a message's text and, if it has one, its end-of-turn token."""
+    """Characters [start, end) of the whole rendering: a message's text and, if it has one, its
+    end-of-turn token.
+    """
 
     start: int
     end: int
@@ -49,17 +52,26 @@ class Span:
 
 def check_train_on(train_on: str | Sequence[str]) -> None:
     """Raise DataError for a value of data.train_on that says nothing."""
-    faulty = [] if train_on in CHOICES else [train_on] if isinstance(train_on, str) else list(train_on) or [""]
+    faulty = (
+        []
+        if train_on in CHOICES
+        else [train_on]
+        if isinstance(train_on, str)
+        else list(train_on) or [""]
+    )
     for value in faulty:
         if isinstance(train_on, str) or value not in ROLES:
             raise DataError(
-                f"data.train_on: found {value!r}, expected {', '.join(CHOICES)}, or a list of the roles "
-                f"{', '.join(ROLES)}{did_you_mean(str(value), (*CHOICES, *ROLES))}"
+                f"data.train_on: found {value!r}, expected {', '.join(CHOICES)}, or a list of the"
+                f" roles {', '.join(ROLES)}{did_you_mean(str(value), (*CHOICES, *ROLES))}"
             )
 
 
-def pick_trained(messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces) -> list[bool]:
-    """Return which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
+def pick_trained(
+    messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces
+) -> list[bool]:
+    """Return which messages are trained: by role, unless a message says `train` itself. Raises
+    SampleFault.
 
     An answer that the conversation begins with is not: no prompt asks for it.
     """
@@ -76,14 +88,16 @@ def pick_trained(messages: Sequence[Message], train_on: str | Sequence[str], pla
         own = message.get("train")
         if own is not None and not isinstance(own, bool):
             raise SampleFault(
-                "train is no switch", f"{places.at(number, '.train')}: found {shown(own)}, expected true or false"
+                "train is no switch",
+                f"{places.at(number, '.train')}: found {shown(own)}, expected true or false",
             )
         chosen[number] = chosen[number] if own is None else own
     return chosen
 
 
 def find_others(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
-    """Return where the messages with these numbers, none of them an answer, stand in the rendering of all.
+    """Return where the messages with these numbers, none of them an answer, stand in the rendering
+    of all.
 
     Raises SampleFault: the template objects, or does not write one of them once and by its text.
     """
@@ -97,8 +111,10 @@ def find_others(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
 
 
 def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
-    """Return the renderings that tell where a message stands: with a letter in its place; and, unless it is the last,
-    up to the answer after it, or with a second letter in the place of the next message."""
+    """Return the renderings that tell where a message stands: with a letter in its place; and,
+    unless it is the last, up to the answer after it, or with a second letter in the place of the
+    next message.
+    """
     count = len(chat.messages)
     first, second = chat.letters
     alone = RenderRequest(count, replacements=((number, first),))
@@ -118,9 +134,9 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
     if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
         raise SampleFault(
             "message not found",
-            f"{chat.places.at(number)}: found that the chat template writes it {len(around) - 1} times or "
-            "differently by its text, expected once; it cannot be trained "
-            f"({chat.messages[number]['role']} in data.train_on)",
+            f"{chat.places.at(number)}: found that the chat template writes it {len(around) - 1}"
+            " times or differently by its text, expected once; it cannot be trained"
+            f" ({chat.messages[number]['role']} in data.train_on)",
         )
     start = len(around[0])
     end = len(whole) - len(around[1])
@@ -140,29 +156,32 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
 
 
 def check_written(message: Message, written: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
-    place. where: the message is."""
+    """Raise SampleFault if the template leaves out text or a call: the model would learn to say
+    nothing in its place. where: the message is.
+    """
     squeezed = _squeezed(written)
     for key in ("content", *THOUGHT_KEYS):
         text = message.get(key)
         if isinstance(text, str) and _squeezed(text) not in squeezed:
             raise SampleFault(
                 "part of an answer left out",
-                f"{where}: found a {key} that the chat template does not write in full "
-                f"({text.strip()[:24]!r}), expected a template that does; set tokenizer.chat_template to one",
+                f"{where}: found a {key} that the chat template does not write in full"
+                f" ({text.strip()[:24]!r}), expected a template that does; set"
+                " tokenizer.chat_template to one",
             )
     for call in message.get("tool_calls") or ():
         name = name_of(call)
         if name is None or name not in written:
             raise SampleFault(
                 "tool call left out",
-                f"{where}: found a tool call that the chat template does not write, expected a template that knows "
-                "tool calls; set tokenizer.chat_template to one",
+                f"{where}: found a tool call that the chat template does not write, expected a"
+                " template that knows tool calls; set tokenizer.chat_template to one",
             )
 
 
 def count_left_out(messages: Sequence[Message], whole: str) -> int:
-    """Return how many messages of the system and the user the template does not write: the model is never shown them.
+    """Return how many messages of the system and the user the template does not write: the model is
+    never shown them.
 
     No fault of a sample: there are templates for models that were trained without a system message.
     """
@@ -177,7 +196,8 @@ def count_left_out(messages: Sequence[Message], whole: str) -> int:
 
 
 def check_system(chat: RenderedChat) -> None:
-    """Raise SampleFault for a system message that the template does not write where one comes after the first message.
+    """Raise SampleFault for a system message that the template does not write where one comes after
+    the first message.
 
     One alone at the start is counted by `count_left_out`: there are templates that know none.
     """
@@ -191,21 +211,24 @@ def check_system(chat: RenderedChat) -> None:
         if messages[number]["content"].strip() and letter not in chat.get_text(request):
             raise SampleFault(
                 "system message left out",
-                f"{chat.places.at(number)}: found a system message that the chat template does not write, expected one "
-                "at most, as the first message; set tokenizer.chat_template to one that writes others",
+                f"{chat.places.at(number)}: found a system message that the chat template does not"
+                " write, expected one at most, as the first message; set tokenizer.chat_template"
+                " to one that writes others",
             )
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out a tool: the model would call what it was never shown. where: they
-    are."""
+    """Raise SampleFault if the template leaves out a tool: the model would call what it was never
+    shown. where: they are.
+    """
     for number, tool in enumerate(tools or ()):
         name = name_of(tool)
         if name is not None and name not in whole:
             raise SampleFault(
                 "tools left out",
-                f"{where}[{number}]: found {name!r}, which the chat template does not write, expected a template that "
-                "shows tools; set tokenizer.chat_template to one, or leave the tools out of the samples",
+                f"{where}[{number}]: found {name!r}, which the chat template does not write,"
+                " expected a template that shows tools; set tokenizer.chat_template to one, or"
+                " leave the tools out of the samples",
             )
 
 
@@ -217,12 +240,15 @@ def name_of(described: Any) -> str | None:
 
 
 def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, Any]:
-    """Return the message without `train`, and with thoughts and tool calls as the template reads them.
+    """Return the message without `train`, and with thoughts and tool calls as the template reads
+    them.
 
-    Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for text that is no
-    JSON object.
+    Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for
+    text that is no JSON object.
     """
-    changed = under_its_name({key: value for key, value in message.items() if key != "train"}, habits)
+    changed = under_its_name(
+        {key: value for key, value in message.items() if key != "train"}, habits
+    )
     if not message.get("tool_calls"):
         return changed
     calls = []
@@ -234,10 +260,13 @@ def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, A
             if arguments is None and isinstance(given, str):
                 raise SampleFault(
                     "tool call's arguments are no JSON",
-                    f"{where}: found the arguments {shown(given)} of a tool call, expected a JSON object",
+                    f"{where}: found the arguments {shown(given)} of a tool call, expected a JSON"
+                    " object",
                 )
             if habits.text_arguments:
-                arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                arguments = (
+                    given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                )
             call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
     return changed | {"tool_calls": calls}
@@ -248,7 +277,9 @@ def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     same = 0
     while same < min(len(found), len(expected)) and found[same] == expected[same]:
         same += 1
-    left, right = (repr(tokens[same]) if same < len(tokens) else "the end" for tokens in (found, expected))
+    left, right = (
+        repr(tokens[same]) if same < len(tokens) else "the end" for tokens in (found, expected)
+    )
     return f"at token {same + 1} found {left}, expected {right}"
 
 
@@ -280,8 +311,8 @@ def list_requests(numbers: Sequence[int]) -> list[RenderRequest]:
 def find_answer(chat: RenderedChat, number: int) -> Answer:
     """Return the answer with this number.
 
-    Raises SampleFault: the template does not go on from its own prompt, or leaves a part out. Raises DataError: it ends
-    answers with nothing.
+    Raises SampleFault: the template does not go on from its own prompt, or leaves a part out.
+    Raises DataError: it ends answers with nothing.
     """
     message = chat.messages[number]
     prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
@@ -309,18 +340,25 @@ def _build_difference(
     what: `the past` or `an answer`. remedy: what to set.
     """
     is_past = what == "the past"
-    then = "what stands before it differently once it is there" if is_past else "it otherwise later on"
+    then = (
+        "what stands before it differently once it is there" if is_past else "it otherwise later on"
+    )
     when = "as when generating" if is_past else "as when the answer comes last"
     difference = first_difference(chat.show_tokens(found), chat.show_tokens(expected))
     return SampleFault(
         f"template writes {what} anew",
-        f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set {remedy}",
+        f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
+        f" {remedy}",
     )
 
 
-def _go_on_from_thought(chat: RenderedChat, number: int, prompt: str, alone: str) -> tuple[str, str]:
-    """Return (prompt, prompt and answer) where the prompt ends in a thought that the rendered answer does not go on
-    from: the model has to end the thought that was begun for it, or is not asked for one."""
+def _go_on_from_thought(
+    chat: RenderedChat, number: int, prompt: str, alone: str
+) -> tuple[str, str]:
+    """Return (prompt, prompt and answer) where the prompt ends in a thought that the rendered
+    answer does not go on from: the model has to end the thought that was begun for it, or is not
+    asked for one.
+    """
     message = chat.messages[number]
     thought, _ = thought_of(message)
     closed = CLOSED.search(prompt)
@@ -347,23 +385,28 @@ def _go_on_from_thought(chat: RenderedChat, number: int, prompt: str, alone: str
 
 
 def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone: str) -> str:
-    """Return what is written after the beginning of the answer's turn, where what stands before that differs (a system
-    message that goes into the last question, and is left out once the answer is there)."""
+    """Return what is written after the beginning of the answer's turn, where what stands before
+    that differs (a system message that goes into the last question, and is left out once the answer
+    is there).
+    """
     special = chat.template.special.pattern
     tokens = list(special.finditer(prompt)) if special else []
     begins = prompt[tokens[-1].start() :] if tokens else ""
     at = alone.rfind(begins) if begins else -1
     if at < 0:
         remedy = "tokenizer.chat_template to one that does not"
-        raise _build_difference(chat, "the past", number, expected=prompt, found=alone, remedy=remedy)
+        raise _build_difference(
+            chat, "the past", number, expected=prompt, found=alone, remedy=remedy
+        )
     rest = alone[at + len(begins) :]
     check_written(chat.messages[number], rest, chat.places.at(number))
     return rest
 
 
 def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tuple[str, str]:
-    """Return the text up to the last token that a model must write, and what of it had to be added: where the template
-    does not end the turn itself, it is over once the next one begins."""
+    """Return the text up to the last token that a model must write, and what of it had to be added:
+    where the template does not end the turn itself, it is over once the next one begins.
+    """
     template = chat.template
     special = template.special.pattern
     closing = template.end.closing
@@ -379,12 +422,14 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
     if is_call:
         raise SampleFault(
             "tool call without an end",
-            f"{chat.places.at(number)}: found a tool call that the chat template writes no end of turn after, "
-            "expected one that teaches the model to stop; set tokenizer.chat_template to one that does",
+            f"{chat.places.at(number)}: found a tool call that the chat template writes no end of"
+            " turn after, expected one that teaches the model to stop; set tokenizer.chat_template"
+            " to one that does",
         )
     raise DataError(
-        f"{template.tokenizer.chat_template_place}: the chat template puts no special token after an answer, so "
-        "nothing would teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
+        f"{template.tokenizer.chat_template_place}: the chat template puts no special token after"
+        " an answer, so nothing would teach the model to stop; set tokenizer.chat_template to one"
+        " that does, or data.template to plain"
     )
 
 
@@ -404,13 +449,18 @@ class Shared:
 def share_out(chat: RenderedChat, answers: Sequence[Answer], history: str) -> list[Shared]:
     """Return the sequences of a conversation, in the order of their last answers.
 
-    history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a SampleFault.
+    history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a
+    SampleFault.
     """
     if history == "split":
         return [Shared(answer.text, [answer]) for answer in answers]
     if history == "refuse":
         for answer in answers:
-            check_in_whole(chat, answer, "data.history to auto, or tokenizer.chat_template to one that does not")
+            check_in_whole(
+                chat,
+                answer,
+                "data.history to auto, or tokenizer.chat_template to one that does not",
+            )
         return [Shared(answers[-1].text, answers)]
     sequences = list[Shared]()
     left = list(answers)
@@ -422,20 +472,25 @@ def share_out(chat: RenderedChat, answers: Sequence[Answer], history: str) -> li
 
 
 def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
-    """Raise SampleFault if the rendering of the whole conversation does not hold the answer as it is generated.
+    """Raise SampleFault if the rendering of the whole conversation does not hold the answer as it
+    is generated.
 
     remedy: what to set.
     """
     written = answer.text[: len(answer.text) - len(answer.added)]
     for what, expected in (("the past", answer.prompt), ("an answer", written)):
         if not chat.whole.startswith(expected):
-            raise _build_difference(chat, what, answer.number, expected=expected, found=chat.whole, remedy=remedy)
+            raise _build_difference(
+                chat, what, answer.number, expected=expected, found=chat.whole, remedy=remedy
+            )
 
 
 @dataclass(frozen=True)
 class Marked:
-    """answers: with the template's marks for spans. whole: the rendering and all marks in it. differing: a line for
-    each answer that would be trained otherwise without marks, by more than white space after its end."""
+    """answers: with the template's marks for spans. whole: the rendering and all marks in it.
+    differing: a line for each answer that would be trained otherwise without marks, by more than
+    white space after its end.
+    """
 
     answers: list[Answer]
     whole: tuple[str, list[Span]]
@@ -443,7 +498,9 @@ class Marked:
 
 
 def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
-    """Return the answers with these numbers as the template marks them. Raises SampleFault: one has no mark."""
+    """Return the answers with these numbers as the template marks them. Raises SampleFault: one has
+    no mark.
+    """
     everything = RenderRequest(len(chat.messages))
     requests = [everything, *(RenderRequest(number + 1) for number in numbers)]
     renderings = chat.render(requests, options={"marks": list(chat.letters)})
@@ -457,13 +514,16 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
         before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
         written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         own_spans = [
-            Span(span.start, min(span.end, written)) for span in spans if span.end > before and span.start < written
+            Span(span.start, min(span.end, written))
+            for span in spans
+            if span.end > before and span.start < written
         ]
         if not own_spans:
             raise SampleFault(
                 "answer without a mark",
-                f"{chat.places.at(number)}: found nothing that the chat template marks with generation, expected "
-                "the answer; set tokenizer.chat_template to one that marks every answer, or none",
+                f"{chat.places.at(number)}: found nothing that the chat template marks with"
+                " generation, expected the answer; set tokenizer.chat_template to one that marks"
+                " every answer, or none",
             )
         check_written(chat.messages[number], text[before:], chat.places.at(number))
         marked = text[: own_spans[-1].end]
@@ -484,7 +544,9 @@ def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
     except (SampleFault, DataError) as fault:
         return [f"{line}, which is not what generation is asked for ({fault})"]
     (span,) = found.spans
-    if marked.text.rstrip() == found.text.rstrip() and [one.start for one in marked.spans] == [span.start]:
+    if marked.text.rstrip() == found.text.rstrip() and [one.start for one in marked.spans] == [
+        span.start
+    ]:
         return []
     return [f"{line}, and what is generated is {_quote_ends(found.text[span.start : span.end])}"]
 

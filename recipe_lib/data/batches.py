@@ -1,7 +1,9 @@
-"""Batches as a step takes them: right-padded by length, with token counts known before anything is computed.
+"""Batches as a step takes them: right-padded by length, with token counts known before anything is
+computed.
 
-b sequences, s tokens. One holds one document, or several when packed; padding is known by length and never by id:
-a pad id may be a real token. Items of two sequences (pairs) stay in one micro-batch, each a separate document.
+b sequences, s tokens. One holds one document, or several when packed; padding is known by length
+and never by id: a pad id may be a real token. Items of two sequences (pairs) stay in one
+micro-batch, each a separate document.
 """
 
 import gc
@@ -20,7 +22,12 @@ from torch.utils.data import Dataset as TorchDataset
 
 from recipe_lib.data.dataset import DataPlan, Dataset, TokenSequence, pack
 from recipe_lib.errors import SetupError
-from recipe_lib.ops.attention import AttentionInfo, document_positions, has_varlen, make_attention_info
+from recipe_lib.ops.attention import (
+    AttentionInfo,
+    document_positions,
+    has_varlen,
+    make_attention_info,
+)
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.real_tokens import RealTokens
@@ -48,19 +55,23 @@ def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list):
         return [_change_tensors(item, change) for item in value]
     if isinstance(value, _Tensors | AttentionInfo):
-        return replace(value, **{name: _change_tensors(inner, change) for name, inner in vars(value).items()})
+        return replace(
+            value, **{name: _change_tensors(inner, change) for name, inner in vars(value).items()}
+        )
     return value
 
 
 @dataclass(frozen=True)
 class Batch(_Tensors):
-    """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none.
+    """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there
+    is none.
 
-    positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each. attention: which
-    tokens are no padding, and of packed sequences the documents; for others causality is enough. segments int64
-    `[b, s]`: for items of several sequences, which of the micro-batch's `num_segments` a token is of (of pair i the
-    chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None. values: of labeled items, fp64 `[items of the
-    micro-batch]`; they have segments too. sequences: for each row the numbers of the dataset's sequences in it, in
+    positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each.
+    attention: which tokens are no padding, and of packed sequences the documents; for others
+    causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the
+    micro-batch's `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1),
+    -1 for padding; else None. values: of labeled items, fp64 `[items of the micro-batch]`; they
+    have segments too. sequences: for each row the numbers of the dataset's sequences in it, in
     their order.
     """
 
@@ -78,9 +89,10 @@ class Batch(_Tensors):
 class StepBatches(_Tensors):
     """One step's micro-batches of this rank; the counts are those of all ranks together.
 
-    trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens: also padding.
-    items: sequences, or pairs. step: optimizer steps of the run before this one; None: of no run. mismatched: for each
-    micro-batch its prompts with other samples' answers, where those were asked for; the counts leave them out.
+    trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens:
+    also padding. items: sequences, or pairs. step: optimizer steps of the run before this one;
+    None: of no run. mismatched: for each micro-batch its prompts with other samples' answers, where
+    those were asked for; the counts leave them out.
     """
 
     micro_batches: list[Batch]
@@ -104,19 +116,27 @@ def make_step(
     pack_length: int | None = None,
     mismatched: int | None = None,
 ) -> StepBatches:
-    """This rank's part of a step whose slots, over all ranks, are `slots` (`DataPlan.slots`, or one item number each).
+    """This rank's part of a step whose slots, over all ranks, are `slots` (`DataPlan.slots`, or one
+    item number each).
 
-    Micro-batch m of rank r takes `batch_size` slots from (m * data_ranks + r) * batch_size on, so that the items of a
-    step do not depend on how they are divided. Needs no communication.
+    Micro-batch m of rank r takes `batch_size` slots from (m * data_ranks + r) * batch_size on, so
+    that the items of a step do not depend on how they are divided. Needs no communication.
 
-    multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs, padded to so many
-    tokens before that; None: to the longest slot of their micro-batch, packs if any slot of the step holds several
-    items. mismatched: also each prompt with the answer of the item before it in the step (of the first, the last
-    one's), at most so many tokens of the two; whatever the division of the step, these are the same."""
+    multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs,
+    padded to so many tokens before that; None: to the longest slot of their micro-batch, packs if
+    any slot of the step holds several items. mismatched: also each prompt with the answer of the
+    item before it in the step (of the first, the last one's), at most so many tokens of the two;
+    whatever the division of the step, these are the same.
+    """
     if len(slots) != batch_size * accumulation * data_ranks:
-        raise ValueError(f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x {batch_size}")
+        raise ValueError(
+            f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x"
+            f" {batch_size}"
+        )
     answer_of = None if mismatched is None else _circle(slots)
-    step = _StepSlots(dataset, slots, batch_size, pad_id, multiple, pack_length, mismatched, answer_of)
+    step = _StepSlots(
+        dataset, slots, batch_size, pad_id, multiple, pack_length, mismatched, answer_of
+    )
     return step.batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
@@ -130,10 +150,11 @@ def validation_steps(
     packing_capacity: int | None = None,
     mismatched: int | None = None,
 ) -> Iterator[StepBatches]:
-    """All items exactly once, one micro-batch a step: in file order, or with `packing_capacity` in packs of it.
+    """All items exactly once, one micro-batch a step: in file order, or with `packing_capacity` in
+    packs of it.
 
-    A rank that runs out of items gets sequences without labels, so that all ranks run the same number of batches.
-    mismatched: as for `make_step`, with the item before in the file.
+    A rank that runs out of items gets sequences without labels, so that all ranks run the same
+    number of batches. mismatched: as for `make_step`, with the item before in the file.
     """
     slots = [np.array([item]) for item in range(len(dataset.item_lengths))]
     pack_length = None
@@ -148,7 +169,9 @@ def validation_steps(
     for start in range(0, len(slots), together):
         part = slots[start : start + together]
         part += [nothing] * (together - len(part))
-        step = _StepSlots(dataset, part, batch_size, pad_id, multiple, pack_length, mismatched, answer_of)
+        step = _StepSlots(
+            dataset, part, batch_size, pad_id, multiple, pack_length, mismatched, answer_of
+        )
         yield step.batches([data_rank])
 
 
@@ -159,7 +182,9 @@ def _circle(order: Iterable[Any]) -> dict[int, int]:
 
 
 class _StepSlots:
-    """The slots of a step, of all ranks; micro-batch n takes `batch_size` of them from n * batch_size on."""
+    """The slots of a step, of all ranks; micro-batch n takes `batch_size` of them from n *
+    batch_size on.
+    """
 
     def __init__(
         self,
@@ -172,7 +197,9 @@ class _StepSlots:
         most: int | None,
         answer_of: Mapping[int, int] | None,
     ) -> None:
-        """answer_of: of mismatched sequences the prompt's item -> the answer's. most: tokens of one."""
+        """answer_of: of mismatched sequences the prompt's item -> the answer's. most: tokens of
+        one.
+        """
         self.dataset, self.batch_size = dataset, batch_size
         self.slots = [np.atleast_1d(slot) for slot in slots]
         self.pad_id, self.multiple, self.pack_length = pad_id or 0, multiple, pack_length
@@ -183,7 +210,10 @@ class _StepSlots:
     def batches(self, own: Sequence[int]) -> StepBatches:
         """own: numbers of this rank's micro-batches."""
         rows = [self.sequences_of(number) for number in range(len(self.slots) // self.batch_size)]
-        numbers = np.array([number for micro_batch in rows for row in micro_batch for number in row], dtype=np.int64)
+        numbers = np.array(
+            [number for micro_batch in rows for row in micro_batch for number in row],
+            dtype=np.int64,
+        )
         return StepBatches(
             micro_batches=[self.batch(rows[number]) for number in own],
             trained_tokens=int(self.dataset.trained_counts[numbers].sum()),
@@ -194,26 +224,40 @@ class _StepSlots:
         )
 
     def sequences_of(self, number: int) -> list[list[int]]:
-        """For each row of a micro-batch the dataset's sequences in it: all of a slot's, or one of them each."""
+        """For each row of a micro-batch the dataset's sequences in it: all of a slot's, or one of
+        them each.
+        """
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
         held = [[int(item) * group + at for item in slot for at in range(group)] for slot in slots]
         if self.packed:
             return held
-        return [[row] for rows in held for row in rows] + [[] for rows in held for _ in range(group - len(rows))]
+        return [[row] for rows in held for row in rows] + [
+            [] for rows in held for _ in range(group - len(rows))
+        ]
 
     def width(self, rows: list[list[int]]) -> int:
         """Tokens of a micro-batch's rows, padding included."""
-        longest = max([1, self.pack_length or 0, *(int(self.dataset.lengths[row].sum()) for row in rows if row)])
+        longest = max(
+            [
+                1,
+                self.pack_length or 0,
+                *(int(self.dataset.lengths[row].sum()) for row in rows if row),
+            ]
+        )
         return -(-longest // self.multiple) * self.multiple
 
     def batch(self, rows: list[list[int]]) -> Batch:
         """The dataset's sequences, one after the other in each row of the batch."""
-        batch = self._filled([[self.dataset[number] for number in row] for row in rows], self.width(rows))
+        batch = self._filled(
+            [[self.dataset[number] for number in row] for row in rows], self.width(rows)
+        )
         batch = replace(batch, sequences=tuple(map(tuple, rows)))
         if not self.dataset.labeled:
             return batch
-        items = [number // self.dataset.group for row in rows for number in row][:: self.dataset.group]
+        items = [number // self.dataset.group for row in rows for number in row][
+            :: self.dataset.group
+        ]
         return replace(batch, values=torch.from_numpy(self.dataset.values[items]))
 
     def mismatched(self, rows: list[list[int]]) -> Batch:
@@ -248,7 +292,10 @@ class _StepSlots:
         info = AttentionInfo(real=RealTokens.from_lengths(list(map(sum, lengths)), width))
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), attention=info)
         if self.packed:
-            positions, info = document_positions(lengths, width), make_attention_info(lengths, width)
+            positions, info = (
+                document_positions(lengths, width),
+                make_attention_info(lengths, width),
+            )
             batch = replace(batch, positions=positions, attention=info)
         if self.dataset.group > 1 or self.dataset.labeled:
             batch = replace(batch, segments=torch.from_numpy(segments), num_segments=num_segments)
@@ -273,9 +320,10 @@ def step_batches(
 ) -> Iterator[StepBatches]:
     """This rank's part of the steps first_step .. last_step - 1 of the run, on `device`.
 
-    Starting at any step costs the same, and a step is the same wherever the start was and for any number of `workers`:
-    processes that make batches ahead, two steps each; 0: each is made when it is asked for. See `make_step` for the
-    rest. To an accelerator, batches are copied out of pinned memory without waiting.
+    Starting at any step costs the same, and a step is the same wherever the start was and for any
+    number of `workers`: processes that make batches ahead, two steps each; 0: each is made when it
+    is asked for. See `make_step` for the rest. To an accelerator, batches are copied out of pinned
+    memory without waiting.
     """
     device = torch.device(device)
     make = partial(
@@ -301,7 +349,8 @@ def step_batches(
             num_workers=workers,
             worker_init_fn=_begin_worker,
             multiprocessing_context="fork",  # forks share the dataset's pages
-            # The loader would draw a seed from the global generator, and what a model draws would depend on `workers`.
+            # The loader would draw a seed from the global generator, and what a model draws would
+            # depend on `workers`.
             generator=torch.Generator(),
         )
     for batches in made:
@@ -324,22 +373,25 @@ class _StepMaker(TorchDataset):
 def _begin_worker(_worker: int) -> None:
     """Leave signals to the rank, and what it has left for its garbage collector.
 
-    A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its workers.
+    A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its
+    workers.
     """
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-# The check that documents in one sequence do not see each other, made with the model, backend and dtype that will
-# train.
+# The check that documents in one sequence do not see each other, made with the model, backend and
+# dtype that will train.
 
 # Two sequences of two documents each, not cut at the same place.
 _LENGTHS = ((24, 40), (40, 24))
 _WIDTH = 64
-# Kernels add up in another order for documents by themselves; what is checked moves logits by far more.
+# Kernels add up in another order for documents by themselves; what is checked moves logits by far
+# more.
 _LARGEST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
-# A neighbor's tokens take rows of experts, and kernels round another number of rows otherwise, if by little.
+# A neighbor's tokens take rows of experts, and kernels round another number of rows otherwise, if
+# by little.
 _OF_EXPERTS = 1000  # times the precision of the type
 
 
@@ -347,22 +399,30 @@ class Evaluator(Protocol):
     """What runs a model that is divided into pipeline stages."""
 
     def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """What `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
+        """What `result_of` makes of each micro-batch on the last stage's rank, None on the
+        others.
+        """
 
 
 @torch.no_grad()
 def check_packing_isolation(
-    model: nn.Module, spec: Any, device: torch.device | str, pipeline: Evaluator | None = None, multiple: int = 1
+    model: nn.Module,
+    spec: Any,
+    device: torch.device | str,
+    pipeline: Evaluator | None = None,
+    multiple: int = 1,
 ) -> None:
-    """Packs documents into sequences, changes some of them, and looks whether the logits of the others move.
+    """Packs documents into sequences, changes some of them, and looks whether the logits of the
+    others move.
 
-    model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its weights, sharded or
-    not, compiled or not. spec: its shape. pipeline: what runs its stages, if it has any. multiple: of so many tokens
-    its rows are. A collective for a sharded
-    model: every rank calls it, and all of them agree. It costs four passes over 128 tokens. The model is left as it
+    model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its
+    weights, sharded or not, compiled or not. spec: its shape. pipeline: what runs its stages, if it
+    has any. multiple: of so many tokens its rows are. A collective for a sharded model: every rank
+    calls it, and all of them agree. It costs four passes over 128 tokens. The model is left as it
     was. Where tensors have no values, nothing is checked.
 
-    Raises SetupError if a document's logits depend on another one, or differ from those of the document alone.
+    Raises SetupError if a document's logits depend on another one, or differ from those of the
+    document alone.
     """
     device = torch.device(device)
     if not holds_values(device):
@@ -370,11 +430,14 @@ def check_packing_isolation(
     training = model.training
     model.eval()  # dropout would move the logits
     try:
-        leak, difference, has_experts, dtype = _measure(model, spec.vocab_size, device, pipeline, multiple)
+        leak, difference, has_experts, dtype = _measure(
+            model, spec.vocab_size, device, pipeline, multiple
+        )
     finally:
         model.train(training)
         if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
-            torch.compiler.reset()  # else training is compiled for lengths of any number, because of these here
+            # Else training is compiled for lengths of any number, because of these here
+            torch.compiler.reset()
     # How documents are kept apart, as `prepare_attention` decides it.
     capped = getattr(spec, "attention_softcap", None) is not None
     varlen = not capped and has_varlen(device, dtype, getattr(spec, "head_width", 0))
@@ -386,34 +449,47 @@ def check_packing_isolation(
     if leak > (min(_OF_EXPERTS * precision, largest) if has_experts else precision / 8):
         limit = f"at most {min(_OF_EXPERTS * precision, largest):.2g}" if has_experts else "0"
         raise SetupError(
-            f"data.packing: {where} a document's logits moved by {leak:.2g} of their size when its neighbor in the "
-            f"sequence was changed, expected {limit}: packed documents see each other; {remedy}"
+            f"data.packing: {where} a document's logits moved by {leak:.2g} of their size when its"
+            f" neighbor in the sequence was changed, expected {limit}: packed documents see each"
+            f" other; {remedy}"
         )
     if difference > largest:
         raise SetupError(
-            f"data.packing: {where} the logits of packed documents differ by {difference:.2%} from those of each "
-            f"document alone, expected at most {largest:.0%}; {remedy}"
+            f"data.packing: {where} the logits of packed documents differ by {difference:.2%} from"
+            f" those of each document alone, expected at most {largest:.0%}; {remedy}"
         )
 
 
 def _measure(
-    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None, multiple: int = 1
+    model: nn.Module,
+    vocab_size: int,
+    device: torch.device,
+    pipeline: Evaluator | None,
+    multiple: int = 1,
 ) -> tuple[float, float, bool, torch.dtype]:
-    """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
-    of all ranks), whether any rank's layers have experts, and the logits' dtype."""
+    """How far logits move with a neighbor, how far they are from those of documents alone (each
+    relative, the largest of all ranks), whether any rank's layers have experts, and the logits'
+    dtype.
+    """
     first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)
     for sequence, (length, _) in enumerate(_LENGTHS):
         first[sequence, :length] = True
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, first.shape, generator=generator)
     other = (tokens + 1) % vocab_size
-    documents = [part for sequence, parts in zip(tokens, _LENGTHS, strict=True) for part in sequence.split(parts)]
+    documents = [
+        part
+        for sequence, parts in zip(tokens, _LENGTHS, strict=True)
+        for part in sequence.split(parts)
+    ]
     sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
     logits, *moved = [_logits(model, part, device, pipeline, multiple) for part in packed]
     padded = _logits(model, sequences, device, pipeline, multiple, packed=False)
     measured, dtype = torch.zeros(3, device=device), next(model.parameters()).dtype
-    if logits is not None and padded is not None:  # None: another rank has the last stage of a pipeline
+    if (
+        logits is not None and padded is not None
+    ):  # None: another rank has the last stage of a pipeline
         changes = zip(moved, (first, ~first), strict=True)
         leaks = [_distance(found[~changed], logits[~changed]) for found, changed in changes]
         alone = torch.cat([padded[at, : len(document)] for at, document in enumerate(documents)])
@@ -435,22 +511,30 @@ def _logits(
     *,
     packed: bool = True,
 ) -> Any:
-    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after it."""
+    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after
+    it.
+    """
     width = tokens.shape[1]
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
         positions = document_positions(_LENGTHS, tokens.shape[1])
-        batch = replace(batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1]))
+        batch = replace(
+            batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1])
+        )
     batch = batch.to(device)
     if pipeline is not None:
         logits = pipeline.evaluate([batch], lambda number, part: model(part.tokens))[0]
     else:
-        logits = model(batch.tokens, batch.positions, batch.attention) if packed else model(batch.tokens)
+        logits = (
+            model(batch.tokens, batch.positions, batch.attention) if packed else model(batch.tokens)
+        )
     return None if logits is None else logits[:, :width]
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
     """The norm of the difference over the norm of what was expected, fp32 `[]`."""
     expected = expected.float()
-    return (found.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return (found.float() - expected).norm() / expected.norm().clamp(
+        min=torch.finfo(torch.float32).tiny
+    )

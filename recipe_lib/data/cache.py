@@ -1,9 +1,11 @@
-"""Tokenized samples on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
+"""Tokenized samples on disk: made once on a machine, mapped by all of its processes, checked
+whenever they are opened.
 
-A folder `<cache>/<key>` holds the arrays of an `ArrayWriter` and `manifest.json`: their SHA-256 and the report.
-It is written under another name, synced and renamed, so that it is complete or not there. Who makes it holds the lock
-of `<key>.lock`; the others wait for that file and need no connection to each other. If making fails, the lock file
-says why to the other processes of the same launch, so that they do not all try again.
+A folder `<cache>/<key>` holds the arrays of an `ArrayWriter` and `manifest.json`: their SHA-256 and
+the report. It is written under another name, synced and renamed, so that it is complete or not
+there. Who makes it holds the lock of `<key>.lock`; the others wait for that file and need no
+connection to each other. If making fails, the lock file says why to the other processes of the same
+launch, so that they do not all try again.
 """
 
 import fcntl
@@ -67,7 +69,10 @@ class ArrayWriter:
         self._write("file_of", np.full(len(chunk.sample_of), file))
         values = np.frombuffer(chunk.values, dtype=np.float64)
         numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
-        self._write("values", np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values)
+        self._write(
+            "values",
+            np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values,
+        )
         self._ids += int(lengths.sum())
         self.items += len(chunk.sample_of)
 
@@ -87,7 +92,10 @@ class ArrayWriter:
         """What was written."""
         if self.folder is not None:
             return map_arrays(self.folder)
-        return {name: np.frombuffer(self._files[name].getbuffer(), dtype=kind) for name, kind in ARRAYS.items()}  # type: ignore[attr-defined]
+        return {
+            name: np.frombuffer(self._files[name].getbuffer(), dtype=kind)  # type: ignore[attr-defined]
+            for name, kind in ARRAYS.items()
+        }
 
     def _write(self, name: str, values: np.ndarray) -> None:
         content = np.ascontiguousarray(values, dtype=ARRAYS[name]).data
@@ -102,17 +110,26 @@ class ArrayWriter:
 
 
 def map_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays in a folder, as read-only maps, whose pages processes share. Raises OSError or ValueError."""
-    return {name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray) for name, kind in ARRAYS.items()}
+    """The arrays in a folder, as read-only maps, whose pages processes share. Raises OSError or
+    ValueError.
+    """
+    return {
+        name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)
+        for name, kind in ARRAYS.items()
+    }
 
 
 MANIFEST = "manifest.json"
-FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
+FIRST_RANK_SECONDS = (
+    2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
+)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """arrays: by the names of ARRAYS. checksums: SHA-256 of each. report: of the pass that made them."""
+    """arrays: by the names of ARRAYS. checksums: SHA-256 of each. report: of the pass that made
+    them.
+    """
 
     arrays: dict[str, np.ndarray]
     checksums: Mapping[str, str]
@@ -127,17 +144,20 @@ class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
 
 
 def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
-    """What is stored under a key; made first by one process if it is not there, or not as it was written.
+    """What is stored under a key; made first by one process if it is not there, or not as it was
+    written.
 
-    Without a key it is made and kept in memory, and so it is, with a line, where the folder or its disk does not allow
-    more. Raises what `make` raises; processes of the same launch that have waited for it raise the same.
+    Without a key it is made and kept in memory, and so it is, with a line, where the folder or its
+    disk does not allow more. Raises what `make` raises; processes of the same launch that have
+    waited for it raise the same.
     """
     try:
         if key is not None:
             return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
         warn_on_first_rank(
-            "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in memory",
+            "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in"
+            " memory",
             root,
             unusable,
         )
@@ -199,19 +219,29 @@ def _checksum(content: Any) -> str:
 
 
 def _read(folder: Path, say: bool = False) -> Stored | None:
-    """What a folder holds; None: nothing, or not what was written there. say: then with a line about it."""
+    """What a folder holds; None: nothing, or not what was written there. say: then with a line
+    about it.
+    """
     try:
         if not folder.exists():
             return None
         manifest = read_object(folder / MANIFEST)
         content = manifest["content"]
         checksums = content["checksums"] | {MANIFEST: manifest["sha256"]}
-        found = {name: sha256_of(folder / name) if (folder / name).is_file() else None for name in ARRAYS}
+        found = {
+            name: sha256_of(folder / name) if (folder / name).is_file() else None for name in ARRAYS
+        }
         found[MANIFEST] = _checksum(content)
-        wrong = next((name for name in (MANIFEST, *ARRAYS) if found[name] != checksums.get(name)), None)
+        wrong = next(
+            (name for name in (MANIFEST, *ARRAYS) if found[name] != checksums.get(name)), None
+        )
         if wrong is None:
-            return Stored(map_arrays(folder), content["checksums"], DataReport.from_json(content["report"]))
-        fault = f"{wrong} has other content than was written" if found[wrong] else f"{wrong} is missing"
+            return Stored(
+                map_arrays(folder), content["checksums"], DataReport.from_json(content["report"])
+            )
+        fault = (
+            f"{wrong} has other content than was written" if found[wrong] else f"{wrong} is missing"
+        )
     except FileNotFoundError:
         fault = f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -222,7 +252,9 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder of ours; of somebody else's, nothing but files that have the names of ours. Raises OSError."""
+    """Removes a folder of ours; of somebody else's, nothing but files that have the names of ours.
+    Raises OSError.
+    """
     if not folder.exists() and not folder.is_symlink():
         return
     for name in (*ARRAYS, MANIFEST):
@@ -246,11 +278,15 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
         try:
             yield file
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # workers have inherited the file, and may outlive the block
+            fcntl.flock(
+                file, fcntl.LOCK_UN
+            )  # workers have inherited the file, and may outlive the block
 
 
 def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
-    """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most; the first rank does not."""
+    """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most; the first
+    rank does not.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
     deadline = time.monotonic() + FIRST_RANK_SECONDS
@@ -264,11 +300,18 @@ def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
 
 
 def _launch() -> str | None:
-    """A name for the launch that this process is one of several ranks of; None: it is the only one."""
+    """A name for the launch that this process is one of several ranks of; None: it is the only
+    one.
+    """
     environment = os.environ
     if int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))) == 1:
         return None
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", errors.FOLDER_VARIABLE)
+    names = (
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "MASTER_PORT",
+        errors.FOLDER_VARIABLE,
+    )
     return "|".join([str(os.getppid()), *(environment.get(name, "") for name in names)])
 
 
@@ -284,7 +327,9 @@ def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
 
 # The kinds of failures that are noted. All ranks raise the same one: exit codes go by the kind.
 _NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unusable} | {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, UserError)
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, UserError)
 }
 
 
@@ -300,7 +345,8 @@ def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
     return None
 
 
-# What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on ids and labels.
+# What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on
+# ids and labels.
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens*", "added_tokens*", "chat_template*", "generation_config.json", "config.json",
 )  # fmt: skip
@@ -314,16 +360,20 @@ def cache_key(
     encoders: Sequence[SourceEncoder],
     tokenizer: Tokenizer,
 ) -> str | None:
-    """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and our own code.
+    """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and
+    our own code.
 
-    None: something has no file to look at, so that what was made of it must not be used again. Of a plugin's format
-    the file that it stands in is looked at, and not what that file imports. Raises DataError: a file cannot be read.
+    None: something has no file to look at, so that what was made of it must not be used again. Of a
+    plugin's format the file that it stands in is looked at, and not what that file imports. Raises
+    DataError: a file cannot be read.
     """
     readers = [_code_of(encoder.read) for encoder in encoders]
     file = Path(tokenizer.place)
     if None in readers or not file.is_file():
         return None
-    beside = {path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()}
+    beside = {
+        path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()
+    }
     token_files = _hashes({file, *beside})
     decides = {
         "settings": settings,
@@ -331,8 +381,18 @@ def cache_key(
         "columns": [encoder.columns for encoder in encoders],
         "sources": [encoder.source.source for encoder in encoders],
         "formats": readers,
-        "tokenizer": [tokenizer.place, token_files, tokenizer.chat_template, tokenizer.chat_template_place],
-        "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos_by_default, sorted(tokenizer.stop_ids)],
+        "tokenizer": [
+            tokenizer.place,
+            token_files,
+            tokenizer.chat_template,
+            tokenizer.chat_template_place,
+        ],
+        "ids": [
+            tokenizer.bos_id,
+            tokenizer.eos_id,
+            tokenizer.add_bos_by_default,
+            sorted(tokenizer.stop_ids),
+        ],
         "arrays": ARRAYS,
         "code": _our_code(),
     }

@@ -1,5 +1,6 @@
-"""A dataset as compact arrays of tokens and labels, in memory or mapped from files, with a report of what was read; and
-which of its items each step takes."""
+"""A dataset as compact arrays of tokens and labels, in memory or mapped from files, with a report
+of what was read; and which of its items each step takes.
+"""
 
 import hashlib
 import json
@@ -36,7 +37,9 @@ _PRINTED = ("ids", "trained", "offsets")  # what the fingerprint looks at
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """tokens, labels: int32, equally long, at most max_seq_len; labels[i] is the target of tokens[i] or -100."""
+    """tokens, labels: int32, equally long, at most max_seq_len; labels[i] is the target of
+    tokens[i] or -100.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -44,8 +47,10 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where items come from. files: of all sources, in order. file_of: int32, sample_of: int64 `[items]`, which file,
-    and which of its samples. digests: uint64 `[items]`, equal for items with the same tokens and labels."""
+    """Where items come from. files: of all sources, in order. file_of: int32, sample_of: int64
+    `[items]`, which file, and which of its samples. digests: uint64 `[items]`, equal for items with
+    the same tokens and labels.
+    """
 
     files: Sequence[SampleFile]
     file_of: np.ndarray
@@ -58,17 +63,20 @@ class Origin:
 
 
 class Dataset:
-    """Token sequences in flat arrays: all ids, where each begins, and which ids the loss counts as targets.
+    """Token sequences in flat arrays: all ids, where each begins, and which ids the loss counts as
+    targets.
 
-    A sequence keeps one id more than it has tokens, because its last id is only a target. ids: int32 `[n]`. lengths,
-    trained_counts: int64 `[sequences]`, tokens and trained targets of each sequence. fingerprint: SHA-256 of sequences,
-    settings and weights, in hex.
+    A sequence keeps one id more than it has tokens, because its last id is only a target. ids:
+    int32 `[n]`. lengths, trained_counts: int64 `[sequences]`, tokens and trained targets of each
+    sequence. fingerprint: SHA-256 of sequences, settings and weights, in hex.
 
-    An item is what an order is made of: `group` sequences that stay together. group: 1, or 2 for preference pairs
-    (sequence 2i is chosen, sequence 2i + 1 rejected). items: how many. item_lengths: int64 `[items]`, tokens of all
-    sequences of an item. source_of: int16 `[items]`, number of the source an item came from. weights: one for each
-    source. values: fp64 `[items]`, a pair's margin, a class' number, 1 or 0 of an answer that is wanted or not;
-    labeled: whether batches have them."""
+    An item is what an order is made of: `group` sequences that stay together. group: 1, or 2 for
+    preference pairs (sequence 2i is chosen, sequence 2i + 1 rejected). items: how many.
+    item_lengths: int64 `[items]`, tokens of all sequences of an item. source_of: int16 `[items]`,
+    number of the source an item came from. weights: one for each source. values: fp64 `[items]`, a
+    pair's margin, a class' number, 1 or 0 of an answer that is wanted or not; labeled: whether
+    batches have them.
+    """
 
     def __init__(
         self,
@@ -87,28 +95,44 @@ class Dataset:
         labeled: bool = False,
         scored: int | None = None,
     ) -> None:
-        """ids: int32 `[n]`; offsets: int64 `[sequences + 1]`; trained: uint8 `[n]`. settings: enter the fingerprint.
+        """ids: int32 `[n]`; offsets: int64 `[sequences + 1]`; trained: uint8 `[n]`. settings: enter
+        the fingerprint.
 
-        source_of: None, if all items are from one source. checksums: SHA-256 of arrays by name, where they are known.
-        scored: a sequence's tokens are all its ids, so many at most, and its one label is at the last of them.
+        source_of: None, if all items are from one source. checksums: SHA-256 of arrays by name,
+        where they are known. scored: a sequence's tokens are all its ids, so many at most, and its
+        one label is at the last of them.
         """
         self.ids, self._offsets, self._trained, self._origin = ids, offsets, trained, origin
         self.report, self.group, self.weights = report, group, tuple(map(float, weights))
-        self._settings, self._checksums, self._scored, self.labeled = settings, checksums, scored, labeled
+        self._settings, self._checksums, self._scored, self.labeled = (
+            settings,
+            checksums,
+            scored,
+            labeled,
+        )
         if scored is None:
             self.lengths = np.diff(offsets) - 1
             self.trained_counts = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
         else:
             self.lengths = np.minimum(np.diff(offsets), scored)
             self.trained_counts = np.ones(len(self.lengths), dtype=np.int64)
-        self.item_lengths = self.lengths if group == 1 else self.lengths.reshape(-1, group).sum(axis=1)
+        self.item_lengths = (
+            self.lengths if group == 1 else self.lengths.reshape(-1, group).sum(axis=1)
+        )
         self.items = len(self.item_lengths)
         self.source_of = np.zeros(self.items, dtype=np.int16) if source_of is None else source_of
         self.values = np.zeros(self.items) if values is None else values
         known = checksums or {
-            name: checksum(part) for name, part in zip(_PRINTED, (ids, trained, offsets), strict=True)
+            name: checksum(part)
+            for name, part in zip(_PRINTED, (ids, trained, offsets), strict=True)
         }
-        printed = [settings, group, self.weights, [known[name] for name in _PRINTED], checksum(self.source_of)]
+        printed = [
+            settings,
+            group,
+            self.weights,
+            [known[name] for name in _PRINTED],
+            checksum(self.source_of),
+        ]
         if labeled:
             printed += [checksum(self.values), report.classes if report else [], scored]
         self.fingerprint = hashlib.sha256(json.dumps(printed, sort_keys=True).encode()).hexdigest()
@@ -130,8 +154,9 @@ class Dataset:
         return TokenSequence(ids[:-1], labels)
 
     def labeled_answers(self) -> "Dataset":
-        """The same with their values in batches; of pairs an item for each answer, whose value is 1 for a chosen one
-        and 0 for a rejected one."""
+        """The same with their values in batches; of pairs an item for each answer, whose value is 1
+        for a chosen one and 0 for a rejected one.
+        """
         if self.group == 1:
             return self._seen(labeled=True)
         once = self._origin
@@ -149,8 +174,9 @@ class Dataset:
         return self._seen(**split | {"labeled": True})
 
     def scored(self, most: int) -> "Dataset":
-        """The same with their values in batches, and all ids of a sequence, `most` or fewer, as its tokens: a score is
-        read at the last one, whose label alone is none of -100."""
+        """The same with their values in batches, and all ids of a sequence, `most` or fewer, as its
+        tokens: a score is read at the last one, whose label alone is none of -100.
+        """
         return self._seen(labeled=True, scored=most)
 
     def with_values(self, values: np.ndarray) -> "Dataset":
@@ -168,7 +194,9 @@ class Dataset:
             "labeled": self.labeled,
             "scored": self._scored,
         }
-        return Dataset(self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes)
+        return Dataset(
+            self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes
+        )
 
     def last_ids(self) -> set[int]:
         """The ids that sequences end with, those that are only targets included."""
@@ -178,7 +206,9 @@ class Dataset:
         """File and line that an item came from; for a text cut into sequences, the text's."""
         if not 0 <= item < self.items:
             raise IndexError(f"item {item} of {self.items}")
-        return self._origin.place(item) if self._origin else f"{self.report.source} (item {item + 1})"
+        return (
+            self._origin.place(item) if self._origin else f"{self.report.source} (item {item + 1})"
+        )
 
     @cached_property
     def digests(self) -> np.ndarray:
@@ -215,7 +245,9 @@ def digest_of(ids: bytes, trained: bytes) -> int:
 
 
 def copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Items that repeat an earlier one, int64 `[c]`, ascending; and for each the last one that it is the same as."""
+    """Items that repeat an earlier one, int64 `[c]`, ascending; and for each the last one that it
+    is the same as.
+    """
     order = np.argsort(digests, kind="stable")
     again = np.flatnonzero(digests[order][1:] == digests[order][:-1])
     found, earlier = order[again + 1], order[again]
@@ -228,33 +260,49 @@ def overlap(training: "Dataset", validation: "Dataset") -> np.ndarray:
     return np.flatnonzero(np.isin(validation.digests, training.digests))
 
 
-def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, *datasets: Dataset | None) -> None:
-    """Raises DataError if the tokenizer, or a sequence of the datasets, has an id that the model has no embedding for.
+def check_vocabulary(
+    tokenizer: Tokenizer, model_vocab_size: int, *datasets: Dataset | None
+) -> None:
+    """Raises DataError if the tokenizer, or a sequence of the datasets, has an id that the model
+    has no embedding for.
 
-    A special token beyond the model's vocabulary is let pass while no sequence uses it: real checkpoints list some.
+    A special token beyond the model's vocabulary is let pass while no sequence uses it: real
+    checkpoints list some.
     """
     place = tokenizer.place
-    needed = max([tokenizer.ordinary_size - 1, *(i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None)])
+    needed = max(
+        [
+            tokenizer.ordinary_size - 1,
+            *(i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None),
+        ]
+    )
     if needed >= model_vocab_size:
         raise DataError(
-            f"{place}: found {needed + 1} tokens, expected at most the model's vocab_size={model_vocab_size}; "
-            "set tokenizer.path to the tokenizer of this model"
+            f"{place}: found {needed + 1} tokens, expected at most the model's"
+            f" vocab_size={model_vocab_size}; set tokenizer.path to the tokenizer of this model"
         )
     for dataset in datasets:
         if dataset is not None and dataset.largest_id >= model_vocab_size:
             token = tokenizer.token_bytes(dataset.largest_id).decode(errors="replace")
             raise DataError(
-                f"{dataset.report.source}: found the token {token!r} with the id {dataset.largest_id}, expected ids "
-                f"below the model's vocab_size={model_vocab_size}; use a chat template whose tokens the model has"
+                f"{dataset.report.source}: found the token {token!r} with the id"
+                f" {dataset.largest_id}, expected ids below the model's"
+                f" vocab_size={model_vocab_size}; use a chat template whose tokens the model has"
             )
 
 
 def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
-    """Warns of sequences that are longer than what the model was made for: they run, at positions that it never saw."""
+    """Warns of sequences that are longer than what the model was made for: they run, at positions
+    that it never saw.
+    """
     for dataset in datasets:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
         if dataset is not None and longer:
-            noun = "sequences" if dataset.group == 1 else f"sequences (two for each of {dataset.items} pairs)"
+            noun = (
+                "sequences"
+                if dataset.group == 1
+                else f"sequences (two for each of {dataset.items} pairs)"
+            )
             warn_on_first_rank(
                 "warning: %d of %d %s of %s are longer than the %d tokens that the model was made for "
                 "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
@@ -263,8 +311,9 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
 
 
 def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
-    """Warns of validation sequences that are trained on, token by token the same: their loss says nothing of new
-    text."""
+    """Warns of validation sequences that are trained on, token by token the same: their loss says
+    nothing of new text.
+    """
     if validation is None:
         return
     shared = overlap(training, validation)
@@ -276,7 +325,8 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
         )  # fmt: skip
 
 
-# Which items a step trains on: a function of (seed, epoch, step) alone, whatever the number of ranks.
+# Which items a step trains on: a function of (seed, epoch, step) alone, whatever the number of
+# ranks.
 #
 # The order of an epoch sorts the items by 64-bit numbers drawn from Philox-4x64 with the key (seed,
 # epoch). numpy guarantees that stream for all versions and platforms (unlike
@@ -292,7 +342,9 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
 
 @dataclass(frozen=True)
 class Packs:
-    """Holds which items each pack has: pack p those in `items[offsets[p] : offsets[p + 1]]`, in rising order."""
+    """Holds which items each pack has: pack p those in `items[offsets[p] : offsets[p + 1]]`, in
+    rising order.
+    """
 
     offsets: np.ndarray  # int64 [packs + 1]
     items: np.ndarray  # int64 [items]
@@ -309,12 +361,14 @@ def pack(lengths: np.ndarray, capacity: int) -> Packs:
 
     lengths: tokens, each from 1 to `capacity`.
 
-    How many packs there are, and how long the items in them are, follows from the multiset of lengths alone; which of
-    the items of one length goes where follows from their order.
+    How many packs there are, and how long the items in them are, follows from the multiset of
+    lengths alone; which of the items of one length goes where follows from their order.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
-        raise ValueError(f"found lengths from {lengths.min()} to {lengths.max()}, expected 1 to {capacity}")
+        raise ValueError(
+            f"found lengths from {lengths.min()} to {lengths.max()}, expected 1 to {capacity}"
+        )
     falling = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     pack_of = np.empty(len(lengths), dtype=np.int64)
@@ -354,9 +408,12 @@ class _OpenPacks:
         self._rooms = list[int]()  # its keys, rising
 
     def take(self, size: int, count: int) -> tuple[int, list[int]]:
-        """Take out the fullest packs that have room for items of this size, as many as `count` of them need.
+        """Take out the fullest packs that have room for items of this size, as many as `count` of
+        them need.
 
-        Return their room and the packs, those first that got there last; new ones where no pack has room."""
+        Return their room and the packs, those first that got there last; new ones where no pack has
+        room.
+        """
         at = bisect_left(self._rooms, size)
         if at == len(self._rooms):
             first = self._num_packs
@@ -387,14 +444,15 @@ _ORDER, _SHARES, _PACKS = 0, 1, 2
 
 
 class DataPlan:
-    """Which items each step takes, in so many slots: a slot is a sequence of a batch, and holds an item or a pack of
-    them.
+    """Which items each step takes, in so many slots: a slot is a sequence of a batch, and holds an
+    item or a pack of them.
 
-    The order of an epoch's slots does not depend on how many of them make a step, nor on ranks or workers. Slots left
-    over at the end of an epoch are not used in it.
+    The order of an epoch's slots does not depend on how many of them make a step, nor on ranks or
+    workers. Slots left over at the end of an epoch are not used in it.
 
-    Weights: of a source with weight w each item is taken floor(w) times an epoch, and a share w - floor(w) of them,
-    drawn anew each epoch, once more. Packing: the lengths of an epoch's items decide which go together.
+    Weights: of a source with weight w each item is taken floor(w) times an epoch, and a share w -
+    floor(w) of them, drawn anew each epoch, once more. Packing: the lengths of an epoch's items
+    decide which go together.
     """
 
     def __init__(
@@ -406,22 +464,31 @@ class DataPlan:
         shuffle: bool,
         packing_capacity: int | None = None,
     ) -> None:
-        """slots_per_step: batch_size x accumulation x ranks. shuffle false: file order in every epoch.
+        """slots_per_step: batch_size x accumulation x ranks. shuffle false: file order in every
+        epoch.
 
-        packing_capacity: tokens of a sequence that several items may share; for pairs, a pair's sequences have that
-        much each. Raises DataError if an epoch has not one step."""
+        packing_capacity: tokens of a sequence that several items may share; for pairs, a pair's
+        sequences have that much each. Raises DataError if an epoch has not one step.
+        """
         self.slots_per_step = slots_per_step
         self._seed, self._shuffle, self._group = seed, shuffle, dataset.group
         self._capacity = packing_capacity * dataset.group if packing_capacity else None
-        self._lengths, self._weights = dataset.item_lengths, [float(weight) for weight in dataset.weights]
+        self._lengths, self._weights = (
+            dataset.item_lengths,
+            [float(weight) for weight in dataset.weights],
+        )
         self._source_of = dataset.source_of
-        self._whole = all(weight == int(weight) for weight in self._weights)  # every epoch takes the same items
+        self._whole = all(
+            weight == int(weight) for weight in self._weights
+        )  # every epoch takes the same items
         self._epoch = lru_cache(maxsize=2)(self._draw)
         self._count_steps = cache(lambda epoch: len(self._epoch(epoch)[0]) // slots_per_step)
         self._check_first_step()
 
     def steps(self, epoch: int) -> int:
-        """Optimizer steps of an epoch (from 0); with weights that are no whole numbers epochs may differ."""
+        """Optimizer steps of an epoch (from 0); with weights that are no whole numbers epochs may
+        differ.
+        """
         return self._count_steps(0 if self._whole else epoch)
 
     def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
@@ -446,7 +513,9 @@ class DataPlan:
         return epoch, step
 
     def slots(self, step: int) -> list[np.ndarray]:
-        """The items of each slot of a step of the run (from 0): int64 arrays, `slots_per_step` of them."""
+        """The items of each slot of a step of the run (from 0): int64 arrays, `slots_per_step` of
+        them.
+        """
         epoch, step = self.locate(step)
         slots, _ = self._epoch(epoch)
         start = step * self.slots_per_step
@@ -461,14 +530,17 @@ class DataPlan:
         return len(self._epoch(0)[0])
 
     def packed_share(self) -> float | None:
-        """How much of the first epoch's packs is tokens, where all are as long as the fullest; None without packing."""
+        """How much of the first epoch's packs is tokens, where all are as long as the fullest; None
+        without packing.
+        """
         packs, pack_length = self._epoch(0)
         room = len(packs) * (pack_length or 0)
         return float(self._lengths[packs.items].sum()) / room if room else None
 
     def _draw(self, number: int) -> tuple[Packs, int | None]:
-        """Return the slots of an epoch in the order they are taken, and the tokens of the fullest pack; None: there is
-        no packing, and a slot is an item."""
+        """Return the slots of an epoch in the order they are taken, and the tokens of the fullest
+        pack; None: there is no packing, and a slot is an item.
+        """
         items = self._taken(number)
         if self._shuffle:
             items = items[_drawn_order(len(items), self._seed, number, _ORDER)]
@@ -478,11 +550,15 @@ class DataPlan:
         if self._shuffle:
             order = _drawn_order(len(packs), self._seed, number, _PACKS)
         else:
-            order = np.argsort(packs.items[packs.offsets[:-1]], kind="stable")  # by the first item in each
+            order = np.argsort(
+                packs.items[packs.offsets[:-1]], kind="stable"
+            )  # by the first item in each
         sizes = np.diff(packs.offsets)
         taken = items[packs.items[np.argsort(np.repeat(np.argsort(order), sizes), kind="stable")]]
         offsets = np.append(0, np.cumsum(sizes[order]))
-        pack_lengths = np.add.reduceat(self._lengths[taken], offsets[:-1]) if len(packs) else np.zeros(1)
+        pack_lengths = (
+            np.add.reduceat(self._lengths[taken], offsets[:-1]) if len(packs) else np.zeros(1)
+        )
         return Packs(offsets, taken), int(pack_lengths.max())
 
     def _taken(self, epoch: int) -> np.ndarray:
@@ -508,13 +584,16 @@ class DataPlan:
             by_weight = " an epoch by the weights" if set(self._weights) != {1} else ""
             found = f"data.source: found {counted(slots, f'usable {kind}')}{by_weight}"
         raise DataError(
-            f"{found}, expected at least {self.slots_per_step} for one step "
-            "(batch_size x gradient_accumulation_steps x ranks); lower batch_size or gradient_accumulation_steps"
+            f"{found}, expected at least {self.slots_per_step} for one step (batch_size x"
+            " gradient_accumulation_steps x ranks); lower batch_size or"
+            " gradient_accumulation_steps"
         )
 
 
 def _share(share: float, number: int, epoch: int) -> int:
-    """Items that a share of `number` comes to in an epoch, so that epochs together have what they should."""
+    """Items that a share of `number` comes to in an epoch, so that epochs together have what they
+    should.
+    """
     per_epoch = share * number
     return math.floor(round((epoch + 1) * per_epoch, 6)) - math.floor(round(epoch * per_epoch, 6))
 

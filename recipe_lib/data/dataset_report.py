@@ -15,10 +15,12 @@ PLACES = 5  # bad samples of one cause whose places are kept in any case
 
 @dataclass
 class DataReport:
-    """Counts of one pass over a dataset. Tokens are targets: what a sequence's tokens are to predict.
+    """Counts of one pass over a dataset. Tokens are targets: what a sequence's tokens are to
+    predict.
 
-    A pair counts as one sample that was read and as two sequences, a conversation that becomes several sequences as one
-    sample and as so many. parts: the same for each source, where there are several.
+    A pair counts as one sample that was read and as two sequences, a conversation that becomes
+    several sequences as one sample and as so many. parts: the same for each source, where there are
+    several.
     """
 
     source: str
@@ -41,41 +43,64 @@ class DataReport:
     trained_tokens: int = 0
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
     bad_samples: Counter[str] = field(default_factory=Counter)
-    first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such sample's place and detail
-    bad_lines: list[tuple[str, str]] = field(default_factory=list)  # (cause, place and detail), of each cause some
+    first_bad: dict[str, str] = field(
+        default_factory=dict
+    )  # cause -> the first such sample's place and detail
+    bad_lines: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (cause, place and detail), of each cause some
     truncated_sequences: int = 0
     skipped_long_sequences: int = 0
-    emptied_sequences: int = 0  # truncated sequences whose whole answer was cut off; they are left out
-    long_answer_tokens: int = 0  # trained tokens of sequences over the limit, before anything was cut
+    emptied_sequences: int = (
+        0  # truncated sequences whose whole answer was cut off; they are left out
+    )
+    long_answer_tokens: int = (
+        0  # trained tokens of sequences over the limit, before anything was cut
+    )
     lost_answer_tokens: int = 0
     untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
     margins: int = 0  # pairs that say by how much one answer is better
     texts: int = 0  # documents, which are cut into sequences
     text_tokens: int = 0  # tokens of those sequences
     lacks_eos: bool = False  # texts should end with EOS, and the tokenizer has none
-    special: SpecialCounts = field(default_factory=SpecialCounts)  # special tokens that the samples spell out
+    special: SpecialCounts = field(
+        default_factory=SpecialCounts
+    )  # special tokens that the samples spell out
     apart_samples: int = 0
-    unseen_samples: int = 0  # samples with a message of the system or the user that the template does not write
-    endings: int = 0  # conversations with messages after the last one that is trained, which are in no sequence
+    unseen_samples: int = (
+        0  # samples with a message of the system or the user that the template does not write
+    )
+    # Conversations with messages after the last one that is trained, which are in no sequence
+    endings: int = 0
     openings: int = 0  # conversations that the assistant begins; that message is not trained
-    split_samples: int = 0  # conversations that became several sequences, and how many; before long ones are cut
+    split_samples: int = (
+        0  # conversations that became several sequences, and how many; before long ones are cut
+    )
     split_sequences: int = 0
     split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
     unsplit_tokens: int = 0
     marked_answers: int = 0  # answers of which the template itself says what is trained
     marks_differing: int = 0  # those where it says something else than what is generated
     first_mark: str = ""
-    idle_names: Counter[str] = field(default_factory=Counter)  # columns and keys that change nothing -> samples with it
+    idle_names: Counter[str] = field(
+        default_factory=Counter
+    )  # columns and keys that change nothing -> samples with it
     ignored: list[str] = field(default_factory=list)  # data.ignore_columns
     control_characters: int = 0  # samples with a control character in a text
     first_control: str = ""
-    duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are kept all the same
-    duplicates: list[list[str]] = field(default_factory=list)  # of the first: its place, and that of the earlier one
+    duplicate_sequences: int = (
+        0  # the same as an earlier one, token by token; they are kept all the same
+    )
+    duplicates: list[list[str]] = field(
+        default_factory=list
+    )  # of the first: its place, and that of the earlier one
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
     def items_made(self) -> int:
-        """Sequences (pairs) that the samples became, also those that were left out because they were too long."""
+        """Sequences (pairs) that the samples became, also those that were left out because they
+        were too long.
+        """
         return self.sequences - self.pairs + self.emptied_sequences + self.skipped_long_sequences
 
     @property
@@ -104,7 +129,9 @@ class DataReport:
             self._keep_line(cause, line)
 
     def add_idle(self, names: Sequence[str], control: str) -> None:
-        """Count what a sample holds that changes nothing. control: its place, if a text has a control character."""
+        """Count what a sample holds that changes nothing. control: its place, if a text has a
+        control character.
+        """
         if names:
             self.idle_names.update(set(names))
         self.control_characters += bool(control)
@@ -117,12 +144,16 @@ class DataReport:
         self.first_bad.setdefault(cause, line)
 
     def _keep_line(self, cause: str, line: str) -> None:
-        """Keep the line of a bad sample: of the first MOST_BAD_LINES, and of each cause the first PLACES."""
+        """Keep the line of a bad sample: of the first MOST_BAD_LINES, and of each cause the first
+        PLACES.
+        """
         if len(self.bad_lines) < MOST_BAD_LINES or len(self.places(cause)) < PLACES:
             self.bad_lines.append((cause, line))
 
     def places(self, cause: str) -> list[str]:
-        """Place and detail of the first samples that are bad for a cause: all of them, or PLACES."""
+        """Place and detail of the first samples that are bad for a cause: all of them, or
+        PLACES.
+        """
         return [line for found, line in self.bad_lines if found == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +167,9 @@ class DataReport:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
-        """Return the report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
+        """Return the report that `to_json` made into values. Raises TypeError or KeyError for
+        anything else.
+        """
         restored: dict[str, Any] = {
             "bad_samples": Counter(content["bad_samples"]),
             "bad_lines": [(cause, line) for cause, line in content["bad_lines"]],
@@ -147,15 +180,24 @@ class DataReport:
         return DataReport(**dict(content) | restored)
 
     def check_share(self) -> None:
-        """Raise DataError if, from some of the sources, no token or every token is a label token."""
-        found = [(part.source, fault) for part in self.parts or [self] if (fault := part.share_fault())]
+        """Raise DataError if, from some of the sources, no token or every token is a label
+        token.
+        """
+        found = [
+            (part.source, fault) for part in self.parts or [self] if (fault := part.share_fault())
+        ]
         if found:
             remedy = "or set data.check_label_mask to false if it is meant"
             raise DataError(*(f"{source}: {fault}, {remedy}" for source, fault in found))
 
     def sample_faults(self) -> list[str]:
-        """Return a line for each of the first bad samples of one source, and one that counts them all."""
-        lines, bad = [line for _, line in self.bad_lines[:MOST_BAD_LINES]], sum(self.bad_samples.values())
+        """Return a line for each of the first bad samples of one source, and one that counts them
+        all.
+        """
+        lines, bad = (
+            [line for _, line in self.bad_lines[:MOST_BAD_LINES]],
+            sum(self.bad_samples.values()),
+        )
         if bad == 0:
             return []
         if bad == 1:
@@ -165,8 +207,11 @@ class DataReport:
         more = "" if bad == len(lines) else f", the first {len(lines)} of which stand above"
         return [
             *lines,
-            f"{self.source}: found {bad} samples of {self.samples_read} that cannot be used{more}; correct them, or "
-            "set data.on_invalid to skip (`tune data check` with the same config and overrides counts them by cause)",
+            (
+                f"{self.source}: found {bad} samples of {self.samples_read} that cannot be"
+                f" used{more}; correct them, or set data.on_invalid to skip (`tune data check` with"
+                " the same config and overrides counts them by cause)"
+            ),
         ]
 
     def nothing_left(self) -> str | None:
@@ -177,35 +222,54 @@ class DataReport:
             return f"{self.source}: found no samples, expected at least one"
         reasons, limit = [], f"max_seq_len={self.max_seq_len}"
         if self.bad_samples:
-            reasons.append(f"{sum(self.bad_samples.values())} bad ({next(iter(self.first_bad.values()))})")
+            reasons.append(
+                f"{sum(self.bad_samples.values())} bad ({next(iter(self.first_bad.values()))})"
+            )
         if self.emptied_sequences:
             reasons.append(f"{self.emptied_sequences} with the whole answer after {limit}")
         if self.skipped_long_sequences:
             reasons.append(f"{self.skipped_long_sequences} longer than {limit}")
-        remedy = "raise max_seq_len" if self.emptied_sequences or self.skipped_long_sequences else "correct the samples"
-        return f"{self.source}: found no sample to train on among {self.samples_read}: {', '.join(reasons)}; {remedy}"
+        remedy = (
+            "raise max_seq_len"
+            if self.emptied_sequences or self.skipped_long_sequences
+            else "correct the samples"
+        )
+        return (
+            f"{self.source}: found no sample to train on among {self.samples_read}:"
+            f" {', '.join(reasons)}; {remedy}"
+        )
 
     def share_fault(self) -> str | None:
         """Return what is wrong with the share of trained tokens of one source; None: nothing.
 
-        Texts are learned as a whole, and so is everything where `data.train_on` is all. A sequence's first token is
-        never trained, because nothing stands before it; it is a prompt only if it was meant to be one."""
+        Texts are learned as a whole, and so is everything where `data.train_on` is all. A
+        sequence's first token is never trained, because nothing stands before it; it is a prompt
+        only if it was meant to be one.
+        """
         tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens
         if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
             return None
-        every, none = ("that every token is a label token", "prompts and answers"), ("no label token", "answers")
+        every, none = (
+            ("that every token is a label token", "prompts and answers"),
+            ("no label token", "answers"),
+        )
         found, wanted = every if trained else none
         sequences = counted(self.sequences, "sequence")
-        return f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or data.train_on"
+        return (
+            f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or"
+            " data.train_on"
+        )
 
     def plain_note(self) -> str | None:
-        """Return that the built-in template is written where nobody asked for it; None: it is not."""
+        """Return that the built-in template is written where nobody asked for it; None: it is
+        not.
+        """
         if self.template != "plain" or not self.falls_back:
             return None
         return (
-            "warning: data.template: the tokenizer has no chat template, so that conversations are written in the "
-            "built-in plain one (User:, Assistant:), which exports will carry; for chats begin with an instruct model, "
-            "or set tokenizer.chat_template"
+            "warning: data.template: the tokenizer has no chat template, so that conversations are"
+            " written in the built-in plain one (User:, Assistant:), which exports will carry; for"
+            " chats begin with an instruct model, or set tokenizer.chat_template"
         )
 
     def lines(self, *, faults: bool = True) -> list[str]:
@@ -214,25 +278,38 @@ class DataReport:
         faults: with samples that are bad, or the same as another one.
         """
         lines = [
-            f"data: {self._counts()} read from {self.source} (format {self.format}, template "
-            f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
-            f"{_percent(self.label_token_fraction)}",
+            (
+                f"data: {self._counts()} read from {self.source} (format {self.format}, template "
+                f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
+                f"{_percent(self.label_token_fraction)}"
+            ),
             *(
-                f"data: {part._counts()} from {part.source} (format {part.format}), {part.tokens} tokens, "
-                f"{_percent(part.label_token_fraction)} trained"
+                f"data: {part._counts()} from {part.source} (format {part.format}), {part.tokens}"
+                f" tokens, {_percent(part.label_token_fraction)} trained"
                 for part in self.parts
             ),
             *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
-        lines += self._sequence_lines() + self._lost_lines() + self.special.lines(self.chats) + self._odd_lines()
+        lines += (
+            self._sequence_lines()
+            + self._lost_lines()
+            + self.special.lines(self.chats)
+            + self._odd_lines()
+        )
         return lines + self._bad_lines() if faults else lines
 
     def _counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
-        kind = counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
+        kind = (
+            counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
+        )
         if self.texts and not self._others:
             return f"{kind} cut from {counted(self.texts, 'text')}"
-        texts = f", {self.texts} of them {'a text' if self.texts == 1 else 'texts'}," if self.texts else ""
+        texts = (
+            f", {self.texts} of them {'a text' if self.texts == 1 else 'texts'},"
+            if self.texts
+            else ""
+        )
         if self.split_sequences:
             return f"{kind} from the {self.samples_read} samples{texts}"
         return f"{kind} of {counted(self.samples_read, 'sample')}{texts}"
@@ -247,24 +324,40 @@ class DataReport:
             return "whole texts, each of which has a class"
         if self.train_on == "all" or (self.texts and not self._others):
             return "all tokens"
-        return "answers incl. end-of-turn, and whole texts" if self.texts else "answers incl. end-of-turn"
+        return (
+            "answers incl. end-of-turn, and whole texts"
+            if self.texts
+            else "answers incl. end-of-turn"
+        )
 
     def _sequence_lines(self) -> list[str]:
-        """Return what became of conversations of several answers, and who says what an answer is."""
+        """Return what became of conversations of several answers, and who says what an answer
+        is.
+        """
         is_asked = self.history == "split"
-        why = "as data.history says" if is_asked else "because the chat template writes earlier turns anew"
+        why = (
+            "as data.history says"
+            if is_asked
+            else "because the chat template writes earlier turns anew"
+        )
         cost = self.split_tokens / max(1, self.unsplit_tokens)
         return choose_lines(
             (
                 self.split_samples,
-                f"data: {self.split_samples} conversations became {self.split_sequences} sequences, {why}: each answer "
-                f"follows the prompt that generation is given; {self.split_tokens} tokens in place of "
-                f"{self.unsplit_tokens} ({cost:.2f} times as many)",
+                (
+                    f"data: {self.split_samples} conversations became {self.split_sequences}"
+                    f" sequences, {why}: each answer follows the prompt that generation is given;"
+                    f" {self.split_tokens} tokens in place of {self.unsplit_tokens} ({cost:.2f}"
+                    " times as many)"
+                ),
             ),
             (
                 self.marked_answers,
-                f"data: of {self.marked_answers} answers the chat template itself says what is trained "
-                f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for",
+                (
+                    f"data: of {self.marked_answers} answers the chat template itself says what is"
+                    f" trained ({{% generation %}}); {self.marks_differing} of them are not what"
+                    " generation is asked for"
+                ),
             ),
             (self.first_mark, f"data: first that is not: {self.first_mark}"),
         )
@@ -281,52 +374,78 @@ class DataReport:
         return choose_lines(
             (
                 long,
-                f"{'warning: data' if share else 'data'}: {long} of {of} exceed {self.max_seq_len} tokens and were "
-                f"{done}{empty}; {_percent(share)} of their answer tokens lost",
+                (
+                    f"{'warning: data' if share else 'data'}: {long} of {of} exceed"
+                    f" {self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} of their"
+                    " answer tokens lost"
+                ),
             ),
             (
                 self.untrained_ends,
-                f"warning: data: {self.untrained_ends} answers end without their end-of-turn token, so nothing "
-                "teaches the model to stop there (they were cut, or their last token is none that generation stops at)",
+                (
+                    f"warning: data: {self.untrained_ends} answers end without their end-of-turn"
+                    " token, so nothing teaches the model to stop there (they were cut, or their"
+                    " last token is none that generation stops at)"
+                ),
             ),
         )
 
     def _odd_lines(self) -> list[str]:
-        """Return what is not as most would expect, and no fault; what samples hold that is not read, and of
-        data.ignore_columns what none has."""
+        """Return what is not as most would expect, and no fault; what samples hold that is not
+        read, and of data.ignore_columns what none has.
+        """
         named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
         # What a bad sample holds is not counted, so that with one nobody knows.
-        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
+        missing = (
+            []
+            if self.bad_samples
+            else [name for name in self.ignored if name not in self.idle_names]
+        )
         return choose_lines(
             (
                 self.texts and self.lacks_eos,
-                "warning: data: the tokenizer has no EOS token, so that nothing says where a text ends; set eos_token "
-                "in tokenizer_config.json, or data.add_eos=false",
+                (
+                    "warning: data: the tokenizer has no EOS token, so that nothing says where a"
+                    " text ends; set eos_token in tokenizer_config.json, or data.add_eos=false"
+                ),
             ),
             (
                 self.openings,
-                f"data: in {counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "
-                "message, so it is not trained",
+                (
+                    f"data: in {counted(self.openings, 'conversation')} the assistant begins; no"
+                    " prompt asks for that message, so it is not trained"
+                ),
             ),
             (
                 self.endings,
-                f"data: in {counted(self.endings, 'conversation')} messages follow the last one that is trained; they "
-                "are left out",
+                (
+                    f"data: in {counted(self.endings, 'conversation')} messages follow the last one"
+                    " that is trained; they are left out"
+                ),
             ),
             (
                 self.apart_samples,
-                f"data: in {self.apart_samples} samples an answer's first letters would join the prompt's last token; "
-                "the answer is encoded on its own there, as it is generated",
+                (
+                    f"data: in {self.apart_samples} samples an answer's first letters would join"
+                    " the prompt's last token; the answer is encoded on its own there, as it is"
+                    " generated"
+                ),
             ),
             (
                 self.unseen_samples,
-                f"warning: data: in {self.unseen_samples} samples the chat template leaves out a system's or user's "
-                "message, which the model is never shown; set tokenizer.chat_template to one that writes it",
+                (
+                    f"warning: data: in {self.unseen_samples} samples the chat template leaves out"
+                    " a system's or user's message, which the model is never shown; set"
+                    " tokenizer.chat_template to one that writes it"
+                ),
             ),
             (named, f"data: columns that change nothing: {named}"),
             (
                 self.margins,
-                f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed alone reads",
+                (
+                    f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed"
+                    " alone reads"
+                ),
             ),
             (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),
         )
@@ -341,33 +460,57 @@ class DataReport:
         lines = choose_lines(
             (
                 self.duplicate_sequences,
-                f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
-                f"the same (first: {first})",
+                (
+                    f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an"
+                    f" earlier one, and kept all the same (first: {first})"
+                ),
             ),
-            (bad, f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {were} left out: {causes}"),
+            (
+                bad,
+                (
+                    f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {were} left"
+                    f" out: {causes}"
+                ),
+            ),
         )
-        return lines + [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
+        return lines + [
+            f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()
+        ]
 
     def bos_line(self) -> str:
         """Return what is put before a sequence, or who decides it."""
-        ours = "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
+        ours = (
+            "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
+        )
         if self.template != "chat" or not self.chats:  # the plain template leaves it to us
             return ours
         decides = "the chat template decides whether a sequence begins with BOS"
-        return decides if self._others == self.chats and not self.texts else f"{decides}; without one {ours}"
+        return (
+            decides
+            if self._others == self.chats and not self.texts
+            else f"{decides}; without one {ours}"
+        )
 
 
-def report_lines(training: DataReport, validation: DataReport | None = None, *, faults: bool = True) -> list[str]:
-    """Return the lines of both, those of the validation so named; what is put before sequences once if it is one."""
+def report_lines(
+    training: DataReport, validation: DataReport | None = None, *, faults: bool = True
+) -> list[str]:
+    """Return the lines of both, those of the validation so named; what is put before sequences once
+    if it is one.
+    """
     lines = training.lines(faults=faults)
     if validation is not None:
-        once = "" if validation.bos_line() != training.bos_line() else f"data: {training.bos_line()}"
+        once = (
+            "" if validation.bos_line() != training.bos_line() else f"data: {training.bos_line()}"
+        )
         own = [line for line in validation.lines(faults=faults) if line != once]
         lines += [line.replace("data: ", "validation: ", 1) for line in own]
     return lines
 
 
-_COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]
+_COUNTS = [
+    item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"
+]
 
 
 def _percent(share: float) -> str:

@@ -1,4 +1,6 @@
-"""Turns samples of a file into tokens and labels, a run of samples at a time: what a tokenizing process does."""
+"""Turns samples of a file into tokens and labels, a run of samples at a time: what a tokenizing
+process does.
+"""
 
 import json
 import re
@@ -55,9 +57,11 @@ from recipe_lib.errors import DataError, UserError
 
 
 class Task(NamedTuple):
-    """Samples start .. stop (exclusive) of a file; stop None: the file cannot be counted, reading it says why.
+    """Samples start .. stop (exclusive) of a file; stop None: the file cannot be counted, reading
+    it says why.
 
-    source, file: their numbers, that of the file among those of all sources."""
+    source, file: their numbers, that of the file among those of all sources.
+    """
 
     source: int
     file: int
@@ -67,9 +71,11 @@ class Task(NamedTuple):
 
 @dataclass
 class Chunk:
-    """What a run of samples became. ids int32, trained uint8: of all its sequences in order. lengths: ids of each.
-    sample_of, digests, values: of each item. classes: by number, the names of those whose numbers are values. fault:
-    why the run stops here; what came before it counts for nothing then."""
+    """What a run of samples became. ids int32, trained uint8: of all its sequences in order.
+    lengths: ids of each. sample_of, digests, values: of each item. classes: by number, the names of
+    those whose numbers are values. fault: why the run stops here; what came before it counts for
+    nothing then.
+    """
 
     report: DataReport
     ids: array = field(default_factory=lambda: array("i"))
@@ -81,9 +87,12 @@ class Chunk:
     classes: list[str] = field(default_factory=list)
     fault: UserError | None = None
 
-    def append(self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0) -> None:
-        """Add an item of one sequence, or of two that stay together. sample: its number in the file. value: a margin, a
-        class' number in `classes`, or 1 for an answer that is wanted."""
+    def append(
+        self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0
+    ) -> None:
+        """Add an item of one sequence, or of two that stay together. sample: its number in the
+        file. value: a margin, a class' number in `classes`, or 1 for an answer that is wanted.
+        """
         ids, trained = array("i"), bytearray()
         for own_ids, own_trained in encoded:
             ids.extend(own_ids)
@@ -97,12 +106,21 @@ class Chunk:
 
 
 class SourceEncoder:
-    """Encodes the samples of one source. section: the section of the config that names its format, for error lines."""
+    """Encodes the samples of one source. section: the section of the config that names its format,
+    for error lines.
+    """
 
     def __init__(
-        self, cfg: DataConfig, source: SourceConfig, encoder: Encoder, max_seq_len: int, section: str = "data"
+        self,
+        cfg: DataConfig,
+        source: SourceConfig,
+        encoder: Encoder,
+        max_seq_len: int,
+        section: str = "data",
     ) -> None:
-        """Look up the source's format. Raises DataError for columns that the source's format does not know."""
+        """Look up the source's format. Raises DataError for columns that the source's format does
+        not know.
+        """
         self.cfg, self.source, self.encoder, self.max_seq_len = cfg, source, encoder, max_seq_len
         self.section = section
         self.format, self.columns = source.format or cfg.format, source.columns or {}
@@ -113,8 +131,8 @@ class SourceEncoder:
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
-                    f"{columns_section(section)}.columns.{name}: the format {self.format} has no such column, expected "
-                    f"one of {', '.join(known)}{did_you_mean(name, known)}"
+                    f"{columns_section(section)}.columns.{name}: the format {self.format} has no"
+                    f" such column, expected one of {', '.join(known)}{did_you_mean(name, known)}"
                 )
 
     def report(self) -> DataReport:
@@ -133,7 +151,9 @@ class SourceEncoder:
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
-        """Return samples start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
+        """Return samples start .. stop (exclusive) of a file; a fault that ends the run is kept in
+        the chunk.
+        """
         chunk = Chunk(self.report())
         try:
             if start == 0:
@@ -163,10 +183,14 @@ class SourceEncoder:
         texts = collect_texts(sample)
         idle_names = self.unread.find(renamed, sample, texts)
         self._add(chunk, number, place, sample)
-        chunk.report.add_idle((*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else "")
+        chunk.report.add_idle(
+            (*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else ""
+        )
 
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
-        """Return the sample under the names that the format knows. Raises SampleFault for a missing column."""
+        """Return the sample under the names that the format knows. Raises SampleFault for a missing
+        column.
+        """
         missing = [
             name
             for name in self.names.required
@@ -175,14 +199,18 @@ class SourceEncoder:
         if missing:
             if place.endswith(".txt"):
                 raise DataError(
-                    f"{place}: found a text file, expected .json or .jsonl for the format {self.format}; "
-                    f"set {self.section}.format to text to train on the text itself"
+                    f"{place}: found a text file, expected .json or .jsonl for the format"
+                    f" {self.format}; set {self.section}.format to text to train on the text itself"
                 )
             expected = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
             (one,) = overrides(columns_section(self.section), {missing[0]: "NAME"})
             others = fitting(sample, self.columns)  # of those without labels
-            remedy = f"these are of the format {others[0]}: set {self.section}.format={others[0]}" if others else ""
+            remedy = (
+                f"these are of the format {others[0]}: set {self.section}.format={others[0]}"
+                if others
+                else ""
+            )
             raise SampleFault(
                 f"no column {expected}",
                 f"found the columns {found}, expected {expected} (format {self.format}); "
@@ -234,7 +262,9 @@ class SourceEncoder:
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
-            report.endings += not pick_trained(sample.messages, self.cfg.train_on, sample.places)[-1]
+            report.endings += not pick_trained(sample.messages, self.cfg.train_on, sample.places)[
+                -1
+            ]
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)
@@ -253,11 +283,14 @@ class SourceEncoder:
         first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
         return encoded.trained.count(False) - first_is_none
 
-    def _shortened(self, report: DataReport, place: str, sequences: tuple[Encoded, ...]) -> tuple[Encoded, ...]:
-        """Return the sequences of an item within the limit; none, if nothing is left to learn from it.
+    def _shortened(
+        self, report: DataReport, place: str, sequences: tuple[Encoded, ...]
+    ) -> tuple[Encoded, ...]:
+        """Return the sequences of an item within the limit; none, if nothing is left to learn from
+        it.
 
-        A pair stays one: each of its answers is cut at the same place, and both are left out where one is lost, or
-        where they become equal.
+        A pair stays one: each of its answers is cut at the same place, and both are left out where
+        one is lost, or where they become equal.
         """
         room = self.max_seq_len + 1
         longest = max(len(encoded.ids) for encoded in sequences)
@@ -266,11 +299,14 @@ class SourceEncoder:
         policy = self.cfg.truncation
         if policy == "error":
             raise DataError(
-                f"{place}: found {longest - 1} tokens, expected at most max_seq_len={self.max_seq_len}; "
-                "raise max_seq_len, or set data.truncation to truncate or drop"
+                f"{place}: found {longest - 1} tokens, expected at most"
+                f" max_seq_len={self.max_seq_len}; raise max_seq_len, or set data.truncation to"
+                " truncate or drop"
             )
         cut = tuple(encoded.cut(room) for encoded in sequences)
-        lost = any(not any(encoded.trained) for encoded in cut) or (len(cut) == 2 and cut[0].ids == cut[1].ids)
+        lost = any(not any(encoded.trained) for encoded in cut) or (
+            len(cut) == 2 and cut[0].ids == cut[1].ids
+        )
         kept = () if policy == "drop" or lost else cut
         answers = sum(sum(encoded.trained) for encoded in sequences)
         report.truncated_sequences += policy == "truncate"
@@ -283,11 +319,14 @@ class SourceEncoder:
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
         """Cut a text into sequences of max_seq_len tokens, the last one of what is left.
 
-        Each begins with the last target of the one before: every id but the first is a target once."""
+        Each begins with the last target of the one before: every id but the first is a target once.
+        """
         report = chunk.report
         ids = self.encoder.encode_document(text)
         if len(ids) < 2:
-            raise SampleFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
+            raise SampleFault(
+                "nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2"
+            )
         report.texts += 1
         for start in range(0, len(ids) - 1, self.max_seq_len):
             piece = ids[start : start + self.max_seq_len + 1]
@@ -296,7 +335,9 @@ class SourceEncoder:
 
 
 def _value(sample: Sample, classes: list[str]) -> float:
-    """Return the number that an item keeps. classes: names that have a number; a new one is added."""
+    """Return the number that an item keeps. classes: names that have a number; a new one is
+    added.
+    """
     if isinstance(sample, Classified):
         if sample.label not in classes:
             classes.append(sample.label)
@@ -314,11 +355,15 @@ def _value(sample: Sample, classes: list[str]) -> float:
 
 
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
-# Control characters but tab, line feed and carriage return: a text may hold JSON's `\\b` of `\\boxed`.
+# Control characters but tab, line feed and carriage return: a text may hold JSON's `\\b` of
+# `\\boxed`.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TEXT_KEYS = frozenset(("content", *THOUGHT_KEYS))  # keys of a message whose values are its texts
 _LABEL_KEYS = ("role", "from", "type")  # keys of a message whose texts say nothing of their own
-_KEYS_BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}  # keys that are read in one role alone
+_KEYS_BY_ROLE = {
+    "assistant": THOUGHT_KEYS,
+    "tool": ("tool_call_id",),
+}  # keys that are read in one role alone
 
 
 class UnreadNames:
@@ -327,8 +372,8 @@ class UnreadNames:
     def __init__(self, form: str, ignored: Sequence[str], fields: TemplateFields) -> None:
         """Take what is known of all rows.
 
-        form: the format's name; of one that does not say which columns it reads nothing is looked at. ignored: as
-        data.ignore_columns has them.
+        form: the format's name; of one that does not say which columns it reads nothing is looked
+        at. ignored: as data.ignore_columns has them.
         """
         columns = find_columns(form)
         self.known = frozenset(columns.known)
@@ -340,10 +385,14 @@ class UnreadNames:
         self._column_by_alias = dict[str, str]()
         for column, aliases in columns.same.items():
             if column in self.known:
-                self._column_by_alias |= {alias: column for alias in aliases if alias not in self.known}
+                self._column_by_alias |= {
+                    alias: column for alias in aliases if alias not in self.known
+                }
 
     def leave_out(self, row: RawSample) -> tuple[RawSample, list[str]]:
-        """Return the row without what data.ignore_columns names, and the names of what was left out."""
+        """Return the row without what data.ignore_columns names, and the names of what was left
+        out.
+        """
         if not self.ignored:
             return row, []
         left_out = {name for name in self.ignored if name in row and not says_nothing(row[name])}
@@ -355,8 +404,8 @@ class UnreadNames:
     def _leave_out_keys(self, value: Any, left_out: set[str]) -> Any:
         """Return a column without the keys of its messages that data.ignore_columns names.
 
-        left_out: they are added to it. A message is what says whose it is: a tool's description may have
-        keys of the same names.
+        left_out: they are added to it. A message is what says whose it is: a tool's description may
+        have keys of the same names.
         """
         if is_json_list(value):
             try:
@@ -369,13 +418,18 @@ class UnreadNames:
             return [self._leave_out_keys(item, left_out) for item in value]
         if not isinstance(value, dict) or not value.keys() & {"role", "from"}:
             return value
-        found = {name for name in self._ignored_keys if not says_nothing(value.get(name.removeprefix("messages.")))}
+        found = {
+            name
+            for name in self._ignored_keys
+            if not says_nothing(value.get(name.removeprefix("messages.")))
+        }
         left_out |= found
         return {key: inner for key, inner in value.items() if f"messages.{key}" not in found}
 
     def tidy(self, row: Renamed) -> None:
-        """Drop optional columns that say nothing, in place, and put columns of other names under the one that the
-        format reads, where the row lacks that."""
+        """Drop optional columns that say nothing, in place, and put columns of other names under
+        the one that the format reads, where the row lacks that.
+        """
         for name in self._optional & row.keys():
             if says_nothing(row[name]):
                 del row[name]
@@ -390,8 +444,8 @@ class UnreadNames:
             row.own = {**row.own, column: alias}
 
     def find(self, row: Renamed, sample: Sample, texts: Sequence[str]) -> list[str]:
-        """Return the names of what the row holds that is known to change nothing; `messages.KEY` is that of messages'
-        keys. texts: of the sample.
+        """Return the names of what the row holds that is known to change nothing; `messages.KEY` is
+        that of messages' keys. texts: of the sample.
 
         Raises SampleFault for anything else that is not read.
         """
@@ -403,7 +457,9 @@ class UnreadNames:
         for name, value in (*unread, *row.hidden.items()):
             if says_nothing(value):
                 continue
-            why = self._why_not_idle(name=name, value=value, row=row, is_text=isinstance(sample, Document), texts=texts)
+            why = self._why_not_idle(
+                name=name, value=value, row=row, is_text=isinstance(sample, Document), texts=texts
+            )
             if why:
                 faults[name] = f"{format_path(name)}: found {why}"
             else:
@@ -416,7 +472,8 @@ class UnreadNames:
         return idle_names
 
     def find_beside(self, keys: Mapping[str, str], place: str) -> list[str]:
-        """Return the names of what stands beside a file's samples, `file.KEY`, if all of it is known to change nothing.
+        """Return the names of what stands beside a file's samples, `file.KEY`, if all of it is
+        known to change nothing.
 
         keys: as SampleFile.keys_beside. Raises DataError for anything else: no sample says it.
         """
@@ -427,35 +484,53 @@ class UnreadNames:
         }
         if faults:
             raise DataError(
-                f"{place}: {'; '.join(faults.values())} beside the list of samples, which is not read; write it into "
-                f"each sample that it is meant for, or {self._suggest_ignoring(faults)}"
+                f"{place}: {'; '.join(faults.values())} beside the list of samples, which is not"
+                " read; write it into each sample that it is meant for, or"
+                f" {self._suggest_ignoring(faults)}"
             )
         return [f"file.{key}" for key in keys]
 
-    def _why_not_idle(self, name: str, value: Any, row: Renamed, is_text: bool, texts: Sequence[str]) -> str:
+    def _why_not_idle(
+        self, name: str, value: Any, row: Renamed, is_text: bool, texts: Sequence[str]
+    ) -> str:
         """Return what a column holds that is not read; empty: it changes nothing."""
         column = self._column_by_alias.get(name)
         if column is not None and row.get(column) is not None:
-            return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
+            return (
+                ""
+                if row[column] == value
+                else f"another {column} than the one in {path_of(row, column)}"
+            )
         if why := why_not_column(name, value, is_text):
             return why
         word = normalize_name(name)
         if word in UNWANTED:
             chosen = row.get("chosen")
-            return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
+            return (
+                ""
+                if not says_nothing(chosen) and _repeats(chosen, texts)
+                else "an answer that is not wanted"
+            )
         if is_idle(name, value) or says_wanted(name, value) or isinstance(value, (date, time)):
             return ""
         if isinstance(value, str) and word in RENDERED:
             # A template may part what a format joins, as an instruction and its input.
-            column_texts = [text for column in self.known if isinstance(text := row.get(column), str)]
-            if any(parts and all(text.strip() in value for text in parts) for parts in (texts, column_texts)):
+            column_texts = [
+                text for column in self.known if isinstance(text := row.get(column), str)
+            ]
+            if any(
+                parts and all(text.strip() in value for text in parts)
+                for parts in (texts, column_texts)
+            ):
                 return ""
         if _holds_text(value) and _repeats(value, texts):
             return ""
         return kind_of(value) + self._not_read
 
     def _suggest_columns(self, row: Renamed, faults: Mapping[str, str]) -> str:
-        """Return the remedy for columns that the format may know by another name; empty: there is none."""
+        """Return the remedy for columns that the format may know by another name; empty: there is
+        none.
+        """
         free_names = [name for name in sorted(self.known) if says_nothing(row.get(name))]
         if not free_names or not any(fault.endswith(self._not_read) for fault in faults.values()):
             return ""
@@ -464,19 +539,27 @@ class UnreadNames:
     def _suggest_ignoring(self, names: Collection[str]) -> str:
         """Return the remedy for whatever changes nothing."""
         ignored = ",".join(
-            name if _WORD.match(name) else json.dumps(name, ensure_ascii=False) for name in (*self.ignored, *names)
+            name if _WORD.match(name) else json.dumps(name, ensure_ascii=False)
+            for name in (*self.ignored, *names)
         )
-        return f"set data.ignore_columns=[{ignored}] if {'it changes' if len(names) == 1 else 'they change'} nothing"
+        return (
+            f"set data.ignore_columns=[{ignored}] if"
+            f" {'it changes' if len(names) == 1 else 'they change'} nothing"
+        )
 
     def _build_fault(self, faults: Mapping[str, str], other_remedy: str = "") -> SampleFault:
-        """Return the fault of a row. faults: for each name what was found. other_remedy: the line's end."""
+        """Return the fault of a row. faults: for each name what was found. other_remedy: the line's
+        end.
+        """
         return SampleFault(
             f"{', '.join(faults)} {'is' if len(faults) == 1 else 'are'} not read",
             f"{'; '.join(faults.values())}; {self._suggest_ignoring(faults)}{other_remedy}",
         )
 
     def _find_keys(self, chats: Sequence[Conversation]) -> list[str]:
-        """Return what `find` does, of the messages' keys; those that data.ignore_columns names are taken out."""
+        """Return what `find` does, of the messages' keys; those that data.ignore_columns names are
+        taken out.
+        """
         idle_names = list[str]()
         faults = dict[str, str]()
         for chat in chats:
@@ -484,15 +567,24 @@ class UnreadNames:
                 if message.keys() <= MESSAGE_READ:  # as nearly every message
                     continue
                 role = message["role"]
-                for key, value in [(key, value) for key, value in message.items() if key not in MESSAGE_READ]:
+                for key, value in [
+                    (key, value) for key, value in message.items() if key not in MESSAGE_READ
+                ]:
                     name = f"messages.{key}"
-                    is_part = key.startswith(("content.", "tool_calls."))  # no key that a template may see
+                    is_part = key.startswith(
+                        ("content.", "tool_calls.")
+                    )  # no key that a template may see
                     if is_part and isinstance(message, dict):
                         del message[key]  # the reader's own copy
-                    elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
+                    elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(
+                        role, key, value
+                    ):
                         continue
                     elif not is_idle_key(key, value):
-                        why = why_not_key(key) or f"{kind_of(value)}, which the chat template does not read"
+                        why = (
+                            why_not_key(key)
+                            or f"{kind_of(value)}, which the chat template does not read"
+                        )
                         faults.setdefault(name, f"{chat.places.at(number, f'.{key}')}: found {why}")
                     idle_names.append(name)
         if faults:
@@ -500,15 +592,21 @@ class UnreadNames:
         return idle_names
 
     def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
-        """Yield what `find` returns, of what the row gives the chat template besides messages and tools."""
+        """Yield what `find` returns, of what the row gives the chat template besides messages and
+        tools.
+        """
         for name, value in variables.items():
             if says_nothing(value) or name in self._fields.names:
                 continue
             column = "documents" if name == "documents" else "chat_template_kwargs"
             full_name = name if name == column else f"{column}.{name}"
             if full_name not in self.ignored and (name == column or not is_label(value)):
-                fault = f"{path_of(row, column)}: found {name}, which the chat template does not read"
-                raise self._build_fault({full_name: fault}, ", or tokenizer.chat_template to one that does")
+                fault = (
+                    f"{path_of(row, column)}: found {name}, which the chat template does not read"
+                )
+                raise self._build_fault(
+                    {full_name: fault}, ", or tokenizer.chat_template to one that does"
+                )
             yield full_name
 
 
@@ -522,7 +620,9 @@ def collect_texts(sample: Sample) -> list[str]:
     texts = list[str]()
     for chat in list_conversations(sample):
         for message in chat.messages:
-            texts += [text for key, text in message.items() if key in _TEXT_KEYS and isinstance(text, str)]
+            texts += [
+                text for key, text in message.items() if key in _TEXT_KEYS and isinstance(text, str)
+            ]
     return texts
 
 

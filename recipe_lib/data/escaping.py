@@ -1,7 +1,9 @@
-"""Finds special tokens that a sample spells out, and keeps them from being taken for the template's.
+"""Finds special tokens that a sample spells out, and keeps them from being taken for the
+template's.
 
-A private-use letter stands inside each of them while a template is rendered, so that none is found that the template
-has not written itself. After that they stay text, or become tokens all the same (`data.parse_special_tokens`).
+A private-use letter stands inside each of them while a template is rendered, so that none is found
+that the template has not written itself. After that they stay text, or become tokens all the same
+(`data.parse_special_tokens`).
 """
 
 import re
@@ -32,7 +34,9 @@ class SpecialCounts:
     unparsed: Counter[str] = field(default_factory=Counter)  # stay text
     foreign: Counter[str] = field(default_factory=Counter)  # stay text: tokens of other tokenizers
     samples: int = 0  # with any that stay text
-    places: list[str] = field(default_factory=list)  # of the first of these samples, with what they spell out
+    places: list[str] = field(
+        default_factory=list
+    )  # of the first of these samples, with what they spell out
     rendered: int = 0  # samples that hold the template's own tokens and are encoded as they stand
 
     def note(self, place: str, spelled: "SpecialCounts") -> None:
@@ -65,7 +69,9 @@ class SpecialCounts:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
-        """Return the counts whose `vars` were made into JSON values. Raises TypeError or KeyError for anything else."""
+        """Return the counts whose `vars` were made into JSON values. Raises TypeError or KeyError
+        for anything else.
+        """
         counters = {name: Counter(content[name]) for name in ("parsed", "unparsed", "foreign")}
         return SpecialCounts(**dict(content) | counters)
 
@@ -74,13 +80,19 @@ class SpecialCounts:
         return choose_lines(
             (
                 self.parsed,
-                f"data: special tokens that the samples spell out are parsed: {_name_tokens(self.parsed)}",
+                (
+                    "data: special tokens that the samples spell out are parsed:"
+                    f" {_name_tokens(self.parsed)}"
+                ),
             ),
             (
                 self.rendered,
-                f"{'warning: data' if chats else 'data'}: {self.rendered} of "
-                f"{counted(self.rendered + chats, 'sample')} hold a chat template's special tokens: their texts are "
-                "taken as rendered already, and no template is applied",
+                (
+                    f"{'warning: data' if chats else 'data'}: {self.rendered} of"
+                    f" {counted(self.rendered + chats, 'sample')} hold a chat template's special"
+                    " tokens: their texts are taken as rendered already, and no template is"
+                    " applied"
+                ),
             ),
             (self.split, f"warning: data: {self.split_line()}"),
         )
@@ -91,8 +103,8 @@ class SpecialCounts:
         remedies = []
         if self.unparsed:
             remedies.append(
-                "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or take them out of the "
-                "samples"
+                "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or"
+                " take them out of the samples"
             )
         if self.foreign:
             named = " or ".join(map(repr, list(self.foreign)[:MOST_TOKENS]))
@@ -101,15 +113,16 @@ class SpecialCounts:
                 "template writes, or the model whose template wrote these"
             )
         return (
-            f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into pieces: "
-            f"{_name_tokens(self.split)}; {'; '.join(remedies)}"
+            f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
+            f" pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
         )
 
 
 def _name_tokens(counts: Counter[str]) -> str:
     """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
     named = [
-        f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(MOST_TOKENS)
+        f"{token!r} {'once' if count == 1 else f'{count} times'}"
+        for token, count in counts.most_common(MOST_TOKENS)
     ]
     return ", ".join(named) + (", ..." if len(counts) > MOST_TOKENS else "")
 
@@ -126,17 +139,22 @@ class Escape(NamedTuple):
     """Says how a sample's own special tokens are written."""
 
     letter: str | None = None  # stands in each of them; None: there are none
-    parses: bool = False  # they become tokens once the letter is taken out again, and stay text otherwise
+    parses: bool = (
+        False  # they become tokens once the letter is taken out again, and stay text otherwise
+    )
 
 
 class SpecialTokens:
-    """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None: there are none.
-    spelled: those of the sample that is encoded."""
+    """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None:
+    there are none. spelled: those of the sample that is encoded.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.spelled = SpecialCounts()
-        self.pattern = compile_alternation(text for text in tokenizer.special_texts if len(text) > 1)
+        self.pattern = compile_alternation(
+            text for text in tokenizer.special_texts if len(text) > 1
+        )
         self._foreign: dict[str, bool] = {}  # by token, as `_is_foreign` found it
 
     def take(self) -> SpecialCounts:
@@ -163,32 +181,39 @@ class SpecialTokens:
             noted -= self._escaped(content)[2]
 
     def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
-        """Return the same with a private letter inside each special token that is only written in the text; they are
-        noted.
+        """Return the same with a private letter inside each special token that is only written in
+        the text; they are noted.
 
-        Rendering puts the template's own special tokens between; these are found, the others are not.
+        Rendering puts the template's own special tokens between; these are found, the others are
+        not.
         """
         changed, letter, counts = self._escaped(content)
         self._add(counts, parses)
         return changed, Escape(letter, parses)
 
     def unused_letters(self, content: Any, count: int) -> list[str]:
-        """Return letters that neither the content nor the chat template holds. Raises SampleFault: there are none
-        left."""
+        """Return letters that neither the content nor the chat template holds. Raises SampleFault:
+        there are none left.
+        """
         taken = set(self._tokenizer.chat_template or "").union(*_collect_texts(content))
         free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
         letters = list(islice(free, count))
         if len(letters) < count:
             raise SampleFault(
-                "too many private letters", "found every letter of Unicode's private use areas, expected text"
+                "too many private letters",
+                "found every letter of Unicode's private use areas, expected text",
             )
         return letters
 
     def _is_foreign(self, token: str) -> bool:
-        """Return whether a template's token is neither a token of this tokenizer nor in its chat template."""
+        """Return whether a template's token is neither a token of this tokenizer nor in its chat
+        template.
+        """
         if token not in self._foreign:
             is_ours = token in (self._tokenizer.chat_template or "")
-            self._foreign[token] = not is_ours and len(self._tokenizer.encode_pieces([token])[0]) > 1
+            self._foreign[token] = (
+                not is_ours and len(self._tokenizer.encode_pieces([token])[0]) > 1
+            )
         return self._foreign[token]
 
     def _add(self, counts: Mapping[str, int], parses: bool) -> None:
@@ -204,8 +229,9 @@ class SpecialTokens:
         return Counter(tokens)
 
     def _escaped(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
-        """Return the content with a letter in each special token, the letter, and how many there are of each; the tags
-        of an answer's thought are none."""
+        """Return the content with a letter in each special token, the letter, and how many there
+        are of each; the tags of an answer's thought are none.
+        """
         counts = self._count(content)
         if self.pattern is None or not counts:
             return content, None, counts
@@ -224,12 +250,18 @@ class SpecialTokens:
 
 
 def with_tags(message: Message, letter: str) -> Message:
-    """The message with the tags of its thought as they were, where `letter` was written into them: they are no words.
+    """The message with the tags of its thought as they were, where `letter` was written into them:
+    they are no words.
 
-    Some tokenizers have the tags as special tokens, and those that a sample only writes are kept from being found.
+    Some tokenizers have the tags as special tokens, and those that a sample only writes are kept
+    from being found.
     """
     content, begin, end = message.get("content"), f"<{letter}think>", f"<{letter}/think>"
-    if message["role"] != "assistant" or not isinstance(content, str) or not content.lstrip().startswith(begin):
+    if (
+        message["role"] != "assistant"
+        or not isinstance(content, str)
+        or not content.lstrip().startswith(begin)
+    ):
         return message
     return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
 
@@ -259,5 +291,8 @@ def _change_texts(content: Any, change: Callable[[str], str]) -> Any:
     if isinstance(content, list):
         return [_change_texts(item, change) for item in content]
     if isinstance(content, dict):
-        return {_change_texts(key, change): _change_texts(value, change) for key, value in content.items()}
+        return {
+            _change_texts(key, change): _change_texts(value, change)
+            for key, value in content.items()
+        }
     return content

@@ -1,4 +1,6 @@
-"""Finds which format samples have, by the columns of the first of them: what `data.format: auto` means."""
+"""Finds which format samples have, by the columns of the first of them: what `data.format: auto`
+means.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,20 +30,32 @@ from recipe_lib.units import choose_lines
 AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
 MOST_NAMED = 12  # columns that a line names
-# Of several formats whose columns are all there, the first: `text` is often one more column, the whole sample in a row.
+# Of several formats whose columns are all there, the first: `text` is often one more column, the
+# whole sample in a row.
 _ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
 _LISTS = ("messages", "conversations")
 
 
 def _order(samples: str) -> tuple[str, ...]:
-    """Return the formats of a recipe that trains on such samples: those with labels where it has a use for these."""
-    return _ORDER if set(SAMPLES[samples]) <= set(_ORDER) else tuple(dict.fromkeys((*SAMPLES[samples], *_ORDER)))
+    """Return the formats of a recipe that trains on such samples: those with labels where it has a
+    use for these.
+    """
+    return (
+        _ORDER
+        if set(SAMPLES[samples]) <= set(_ORDER)
+        else tuple(dict.fromkeys((*SAMPLES[samples], *_ORDER)))
+    )
 
 
-def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers") -> list[str]:
-    """Return the formats whose columns a sample has, the likeliest first. columns: as `data.columns`. samples: see
-    RecipeFacts."""
-    plugin_formats = [name for name in names("data.format") if name not in BUILT_IN["data.format"][1]]
+def fitting(
+    sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers"
+) -> list[str]:
+    """Return the formats whose columns a sample has, the likeliest first. columns: as
+    `data.columns`. samples: see RecipeFacts.
+    """
+    plugin_formats = [
+        name for name in names("data.format") if name not in BUILT_IN["data.format"][1]
+    ]
     fitting_formats = list[str]()
     other_formats = list[str]()
     for name in (*plugin_formats, *_order(samples)):
@@ -52,12 +66,17 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str 
             may_be_either = name in (*plugin_formats, PAIRS, *LABELED, "prompt_completion")
             fits = may_be_either or are_lists == [column in _LISTS for column in required]
             (fitting_formats if fits else other_formats).append(name)
-    return fitting_formats or other_formats  # reading says what is wrong with a column that is no list, or is one
+    return (
+        fitting_formats or other_formats
+    )  # reading says what is wrong with a column that is no list, or is one
 
 
-def _find_value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
-    """Return what a sample has for a column of a format, under the first of its names that holds something; None:
-    nothing."""
+def _find_value(
+    form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]
+) -> Any:
+    """Return what a sample has for a column of a format, under the first of its names that holds
+    something; None: nothing.
+    """
     values = (sample.get(name) for name in find_columns(form).list_spellings(column, columns))
     return next((value for value in values if value is not None), None)
 
@@ -72,24 +91,32 @@ def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: 
 
 
 def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
-    """Put the format that is found into the config where it says `auto`, and return a line for each.
+    """Put the format that is found into the config where it says `auto`, and return a line for
+    each.
 
-    Raises DataError where samples are of no format, ConfigError where the recipe has no use for what they are.
+    Raises DataError where samples are of no format, ConfigError where the recipe has no use for
+    what they are.
     """
     data, validation, lines = cfg.data, cfg.validation, []
     held_out = validation_source(data, validation)
-    finds_validation = held_out is not None and held_out.format == AUTO  # before those of training are found
+    finds_validation = (
+        held_out is not None and held_out.format == AUTO
+    )  # before those of training are found
     for number, source in enumerate(resolved_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
-            section.format = _settled(cfg, source, f"data.sources[{number}]" if data.sources else "data")
+            section.format = _settled(
+                cfg, source, f"data.sources[{number}]" if data.sources else "data"
+            )
             if section.format == AUTO:
                 continue
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
     if held_out is not None and finds_validation:
         validation.format = _settled(cfg, held_out, "validation")
         if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
-            lines.append(f"data: format {validation.format}, found by the columns of {validation.source}")
+            lines.append(
+                f"data: format {validation.format}, found by the columns of {validation.source}"
+            )
     return lines
 
 
@@ -110,20 +137,28 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     faults = choose_lines(
         (
             found == PAIRS and PAIRS not in usable,
-            f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
-            "samples, or run dpo_distributed",
+            (
+                f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use"
+                " for; choose other samples, or run dpo_distributed"
+            ),
         ),
         (
             cfg.trains_on_pairs and found in _ORDER and found != PAIRS,
-            f"{source.source}: found the columns of the format {found}, expected those of {PAIRS} (chosen, rejected), "
-            f"as the loss compares two answers; name yours with {format_key}={PAIRS} {section}.columns.chosen=NAME "
-            f"{section}.columns.rejected=NAME, or train with lora_finetune_distributed",
+            (
+                f"{source.source}: found the columns of the format {found}, expected those of"
+                f" {PAIRS} (chosen, rejected), as the loss compares two answers; name yours with"
+                f" {format_key}={PAIRS} {section}.columns.chosen=NAME"
+                f" {section}.columns.rejected=NAME, or train with lora_finetune_distributed"
+            ),
         ),
         (
             not cfg.trains_on_pairs and found in known and found not in usable,
-            f"{source.source}: found the columns of the format {found}, expected those of {usable[0]} "
-            f"({', '.join(find_columns(usable[0]).required)}), as the loss needs a label; name yours with "
-            f"{format_key}={usable[0]} {section}.columns.label=NAME, or train with lora_finetune_distributed",
+            (
+                f"{source.source}: found the columns of the format {found}, expected those of"
+                f" {usable[0]} ({', '.join(find_columns(usable[0]).required)}), as the loss needs a"
+                f" label; name yours with {format_key}={usable[0]} {section}.columns.label=NAME, or"
+                " train with lora_finetune_distributed"
+            ),
         ),
     )
     if faults:
@@ -134,11 +169,15 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
 def with_format(
     source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
 ) -> SourceConfig:
-    """Return the source with the format of its files in the place of `auto`. Raises DataError if there is none."""
+    """Return the source with the format of its files in the place of `auto`. Raises DataError if
+    there is none.
+    """
     if source.format != AUTO:
         return source
     found = find_format(files, source.columns or {}, section=section, ignored=ignored)
-    return replace(source, format="messages" if found == AUTO else found)  # any will do: reading says what is wrong
+    return replace(
+        source, format="messages" if found == AUTO else found
+    )  # any will do: reading says what is wrong
 
 
 def find_format(
@@ -148,17 +187,22 @@ def find_format(
     samples: str = "answers",
     ignored: Sequence[str] = (),
 ) -> str:
-    """Return the format that the most of the first samples of the files have the columns of; `auto` where no sample
-    can be read.
+    """Return the format that the most of the first samples of the files have the columns of; `auto`
+    where no sample can be read.
 
-    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. ignored: columns that
-    are not looked at. Raises DataError if the samples are of no format.
+    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts.
+    ignored: columns that are not looked at. Raises DataError if the samples are of no format.
     """
     _check_names(columns, section)
-    first = [(place, {name: row[name] for name in row if name not in ignored}) for place, row in _first(files)]
+    first = [
+        (place, {name: row[name] for name in row if name not in ignored})
+        for place, row in _first(files)
+    ]
     votes = Counter(name for _, sample in first for name in fitting(sample, columns, samples)[:1])
     if not votes and first and not _remedy(first[0][1], section, samples):
-        votes = Counter(name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1])
+        votes = Counter(
+            name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1]
+        )
     if votes or not first:  # of columns that hold null, reading says so
         return votes.most_common(1)[0][0] if votes else AUTO
     place, sample = first[0]
@@ -166,9 +210,15 @@ def find_format(
 
 
 def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the first samples that can be read, with their places, of the first file that has any."""
+    """Return the first samples that can be read, with their places, of the first file that has
+    any.
+    """
     for file in files:
-        readable = ((place, sample) for place, sample in file.first(AMONG) if not isinstance(sample, SampleFault))
+        readable = (
+            (place, sample)
+            for place, sample in file.first(AMONG)
+            if not isinstance(sample, SampleFault)
+        )
         first = list(islice(readable, LOOKED_AT))
         if first:
             return first
@@ -180,22 +230,27 @@ def _check_names(columns: Mapping[str, str], section: str) -> None:
     known = {name for form in names("data.format") for name in find_columns(form).known}
     for name in columns:
         if name not in known:
-            hint = did_you_mean(name, sorted(known)) or f", expected one of {', '.join(sorted(known))}"
+            hint = (
+                did_you_mean(name, sorted(known)) or f", expected one of {', '.join(sorted(known))}"
+            )
             raise DataError(f"{section}.columns.{name}: no format has such a column{hint}")
 
 
-def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers") -> str:
+def no_format(
+    sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
+) -> str:
     """Return what is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
     found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
     known = "; ".join(
-        f"{name}: {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
+        f"{name}:"
+        f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
         for name in _order(samples)
     )
     remedy = "" if columns else _remedy(sample, section, samples)
     remedy = remedy or (
-        f"say which column is which with {section}.format and {section}.columns, or write the rows in one of these "
-        "layouts (docs/your_data.md)"
+        f"say which column is which with {section}.format and {section}.columns, or write the rows"
+        " in one of these layouts (docs/your_data.md)"
     )
     return f"found the columns {found}, which are those of no format ({known}); {remedy}"
 
@@ -206,21 +261,31 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
         read = find_columns(name)
         file_names = dict[str, str]()
         for column in read.known:
-            others = [other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()]
+            others = [
+                other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()
+            ]
             file_name = called(column, sample, others)
             if file_name and file_name not in file_names.values():
                 file_names[column] = file_name
-        renamed = {column: file_name for column, file_name in file_names.items() if file_name != column}
+        renamed = {
+            column: file_name for column, file_name in file_names.items() if file_name != column
+        }
         if file_names.keys() >= set(read.required) and _can_read(name, sample, renamed, section):
             words = [f"{section}.format={name}", *overrides(section, renamed)]
             return f"set {' '.join(words)}, if that is what they are"
     return ""
 
 
-def _can_read(name: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
-    """Return whether a format reads a sample under these names; one with an empty text is of the right kind."""
+def _can_read(
+    name: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str
+) -> bool:
+    """Return whether a format reads a sample under these names; one with an empty text is of the
+    right kind.
+    """
     try:
-        registered("data.format", name)(Renamed(sample, renamed, section, find_columns(name).required))
+        registered("data.format", name)(
+            Renamed(sample, renamed, section, find_columns(name).required)
+        )
     except SampleFault as fault:
         return fault.cause.startswith("empty")
     return True

@@ -1,9 +1,9 @@
 """How a sample of a dataset is read, by the name in `data.format`.
 
-A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a Conversation, a Completion, a
-Document, a Preference, a LabeledAnswer or a Classified text. A plugin registers its own with
-`@register("data.format", "name")`, and says with `@columns(...)` which columns it reads; it raises SampleFault for a
-sample that it cannot use.
+A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a
+Conversation, a Completion, a Document, a Preference, a LabeledAnswer or a Classified text. A plugin
+registers its own with `@register("data.format", "name")`, and says with `@columns(...)` which
+columns it reads; it raises SampleFault for a sample that it cannot use.
 """
 
 import math
@@ -61,14 +61,28 @@ from recipe_lib.data.samples import (
 # the question; and what the chat template is given besides messages and tools.
 
 
-CHAT = ("system", "tools", "chat_template_kwargs", "documents")  # columns of every format that a template writes
+CHAT = (
+    "system",
+    "tools",
+    "chat_template_kwargs",
+    "documents",
+)  # columns of every format that a template writes
 # What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
+_RESERVED = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "chat_template",
+)
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
 
 
 def with_system(sample: RawSample, turns: Turns) -> Turns:
-    """Return the turns after the message of the column `system`. Raises SampleFault: they begin with another one."""
+    """Return the turns after the message of the column `system`. Raises SampleFault: they begin
+    with another one.
+    """
     if says_nothing(sample.get("system")):
         return turns
     system = text_turn(sample, "system", "system")
@@ -76,17 +90,21 @@ def with_system(sample: RawSample, turns: Turns) -> Turns:
     if not system_messages:
         return system + turns
     text = system.messages[0]["content"]
-    if turns.messages[0] is system_messages[0] and all(message["content"] == text for message in system_messages):
+    if turns.messages[0] is system_messages[0] and all(
+        message["content"] == text for message in system_messages
+    ):
         return turns
     raise SampleFault(
         "two system messages",
-        f"{path_of(sample, 'system')}: found text, and a system message among the messages that differs from it, "
-        "expected one of them, or both alike",
+        f"{path_of(sample, 'system')}: found text, and a system message among the messages that"
+        " differs from it, expected one of them, or both alike",
     )
 
 
 def read_history(sample: RawSample) -> Turns:
-    """Return the turns of the column `history`: pairs of a question and its answer, as a list or its JSON text."""
+    """Return the turns of the column `history`: pairs of a question and its answer, as a list or
+    its JSON text.
+    """
     if says_nothing(sample.get("history")):
         return Turns()
     value, path = open_json_list(sample, "history")
@@ -95,15 +113,20 @@ def read_history(sample: RawSample) -> Turns:
         where = f"{path}[{number}]" if isinstance(value, list) else path
         if not isinstance(pair, list) or len(pair) != 2:
             found = f"a list of {len(pair)}" if isinstance(pair, list) else kind_of(pair)
-            raise SampleFault("history is no pairs", f"{where}: found {found}, expected [question, answer]")
+            raise SampleFault(
+                "history is no pairs", f"{where}: found {found}, expected [question, answer]"
+            )
         for index, role in enumerate(("user", "assistant")):
             text = text_of({str(index): pair[index]}, str(index), where=where)
-            turns += Turns([{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")])
+            turns += Turns(
+                [{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")]
+            )
     return turns
 
 
 def read_question(sample: RawSample, name: str) -> Turns:
-    """Return the question: the text of a column (or nothing, or messages), and under it that of `input`.
+    """Return the question: the text of a column (or nothing, or messages), and under it that of
+    `input`.
 
     One line end stands between them, as LLaMA-Factory writes it.
     """
@@ -112,8 +135,8 @@ def read_question(sample: RawSample, name: str) -> Turns:
         if not says_nothing(sample.get("input")):
             raise SampleFault(
                 "input beside messages",
-                f"{path_of(sample, 'input')}: found {found_in(sample, 'input')} beside {name} of messages, expected "
-                "it inside of them",
+                f"{path_of(sample, 'input')}: found {found_in(sample, 'input')} beside {name} of"
+                " messages, expected it inside of them",
             )
         return turns
     input_text = text_of(sample, "input", may_be_missing=True)
@@ -138,17 +161,27 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def open_request(sample: RawSample) -> RawSample:
-    """Return the sample with `input` in the columns prompt and tools, where that is a request as OpenAI's pairs have
-    it: {messages, tools}. Raises SampleFault."""
+    """Return the sample with `input` in the columns prompt and tools, where that is a request as
+    OpenAI's pairs have it: {messages, tools}. Raises SampleFault.
+    """
     request = sample.get("input")
     if not isinstance(request, dict):
         return sample
     path = path_of(sample, "input")
-    refuse_keys(request, ("messages", "tools"), path, owner="input", expected="expected messages and tools")
-    columns = {name: request[key] for name, key in (("prompt", "messages"), ("tools", "tools")) if key in request}
+    refuse_keys(
+        request, ("messages", "tools"), path, owner="input", expected="expected messages and tools"
+    )
+    columns = {
+        name: request[key]
+        for name, key in (("prompt", "messages"), ("tools", "tools"))
+        if key in request
+    }
     for name in columns:
         if not says_nothing(sample.get(name)):
-            raise SampleFault("two prompts", f"{path_of(sample, name)}: found it beside input, expected one of the two")
+            raise SampleFault(
+                "two prompts",
+                f"{path_of(sample, name)}: found it beside input, expected one of the two",
+            )
     opened = Renamed({**sample, "input": None} | columns, {}, "data")
     own_names = sample.own if isinstance(sample, Renamed) else {}
     opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
@@ -156,19 +189,27 @@ def open_request(sample: RawSample) -> RawSample:
 
 
 def read_answer(sample: RawSample, name: str) -> Turns:
-    """Return a column as messages of the assistant; a text that begins with `\\n\\nHuman:` is a whole conversation."""
+    """Return a column as messages of the assistant; a text that begins with `\\n\\nHuman:` is a
+    whole conversation.
+    """
     text = sample.get(name)
     if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
         return read_column(sample, name, "assistant")
     path = path_of(sample, name)
     parts = _SPEAKER.split(text_of(sample, name))[1:]  # speaker and words in turn
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
-    messages: list[Message] = [{"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)]
-    return Turns(messages, [MessagePlace(path, f"{path}: turn {number}") for number in range(len(messages))])
+    messages: list[Message] = [
+        {"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)
+    ]
+    return Turns(
+        messages, [MessagePlace(path, f"{path}: turn {number}") for number in range(len(messages))]
+    )
 
 
 def read_variables(sample: RawSample) -> dict[str, Any]:
-    """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`. Raises SampleFault."""
+    """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`. Raises
+    SampleFault.
+    """
     if "chat_template_kwargs" not in sample and "documents" not in sample:
         return {}
     arguments = sample.get("chat_template_kwargs")
@@ -180,13 +221,15 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, dict):
         found = kind_of(arguments)
-        raise SampleFault("template arguments", f"{path}: found {found}, expected an object {{name: value}}")
+        raise SampleFault(
+            "template arguments", f"{path}: found {found}, expected an object {{name: value}}"
+        )
     for name in arguments:
         if name in _RESERVED:
             raise SampleFault(
                 "template arguments",
-                f"{path}.{name}: found a name that a run gives itself, expected another; the columns messages and "
-                "tools hold these",
+                f"{path}.{name}: found a name that a run gives itself, expected another; the"
+                " columns messages and tools hold these",
             )
     documents, _ = open_json_list(sample, "documents")
     variables = {name: value for name, value in arguments.items() if value is not None}
@@ -194,13 +237,15 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
 
 
 def refuse_beside_text(sample: RawSample, *names: str) -> None:
-    """Raise SampleFault for columns of a conversation where the row is a text that no template writes."""
+    """Raise SampleFault for columns of a conversation where the row is a text that no template
+    writes.
+    """
     for name in names:
         if not says_nothing(sample.get(name)):
             raise SampleFault(
                 f"{name} beside text",
-                f"{path_of(sample, name)}: found {found_in(sample, name)} beside a text that no chat template writes, "
-                "expected it in the text, or messages in place of the text",
+                f"{path_of(sample, name)}: found {found_in(sample, name)} beside a text that no"
+                " chat template writes, expected it in the text, or messages in place of the text",
             )
 
 
@@ -217,8 +262,8 @@ def columns(
 ) -> Callable[[Reader], Reader]:
     """Return a decorator that says which columns a format reads.
 
-    instead: those that may stand in the place of a required one, which the format looks for itself. same: other names
-    of a column, put under its own before the format sees the row.
+    instead: those that may stand in the place of a required one, which the format looks for itself.
+    same: other names of a column, put under its own before the format sees the row.
     """
 
     def add(reader: Reader) -> Reader:
@@ -232,7 +277,8 @@ _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
 def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
-    """Return the conversation of these turns, with the system message, tools and template arguments of the row.
+    """Return the conversation of these turns, with the system message, tools and template arguments
+    of the row.
 
     asked: so many of the turns are the prompt; 0: nobody says which.
     """
@@ -251,12 +297,14 @@ def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
 @register("data.format", "alpaca")
 @_columns("instruction", "output", optional=("input", "history", *CHAT))
 def read_alpaca(sample: RawSample) -> Conversation:
-    """Read `instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and `history`: the turns
-    before, as pairs of texts."""
+    """Read `instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and
+    `history`: the turns before, as pairs of texts.
+    """
     asked = read_question(sample, "instruction")
     if not asked.messages[0]["content"].strip():
         raise SampleFault(
-            "empty instruction", f"{path_of(sample, 'instruction')}: found an empty instruction, expected text"
+            "empty instruction",
+            f"{path_of(sample, 'instruction')}: found an empty instruction, expected text",
         )
     return _chat(sample, read_history(sample) + asked + text_turn(sample, "output", "assistant"))
 
@@ -264,32 +312,42 @@ def read_alpaca(sample: RawSample) -> Conversation:
 @register("data.format", "sharegpt")
 @_columns("conversations", optional=CHAT)
 def read_sharegpt(sample: RawSample) -> Conversation:
-    """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be
-    JSON)."""
+    """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and
+    `tools` (may be JSON).
+    """
     return _chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
 @_columns("messages", optional=CHAT)
 def read_messages(sample: RawSample) -> Conversation:
-    """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`, `tools` for the chat
-    template."""
+    """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`,
+    `tools` for the chat template.
+    """
     return _chat(sample, read_turns(sample, "messages", names_calls=False))
 
 
 @register("data.format", "prompt_completion")
 @_columns("prompt", "completion", optional=CHAT)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
-    """Read `prompt` and `completion`: two texts, put together as they stand, with no template and no space between
-    them; or messages (one of the two may be text), of which the completion is trained."""
-    if isinstance(sample.get("prompt"), (list, dict)) or isinstance(sample.get("completion"), (list, dict)):
+    """Read `prompt` and `completion`: two texts, put together as they stand, with no template and
+    no space between them; or messages (one of the two may be text), of which the completion is
+    trained.
+    """
+    if isinstance(sample.get("prompt"), (list, dict)) or isinstance(
+        sample.get("completion"), (list, dict)
+    ):
         asked = read_column(sample, "prompt", "user")
-        return _chat(sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages))
+        return _chat(
+            sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages)
+        )
     refuse_beside_text(sample, *CHAT)
     completion = text_of(sample, "completion")
     if not completion:
         raise SampleFault(
-            "empty answer", f"{path_of(sample, 'completion')}: found an empty completion, expected text to train on"
+            "empty answer",
+            f"{path_of(sample, 'completion')}: found an empty completion, expected text to"
+            " train on",
         )
     return Completion(text_of(sample, "prompt"), completion)
 
@@ -301,45 +359,63 @@ def read_text(sample: RawSample) -> Document:
     text = text_of(sample, "text")
     if not text:
         raise SampleFault(
-            "empty text", f"{path_of(sample, 'text')}: found an empty text, expected something to train on"
+            "empty text",
+            f"{path_of(sample, 'text')}: found an empty text, expected something to train on",
         )
     return Document(text)
 
 
 @register("data.format", "preference")
 @_columns(
-    "chosen", "rejected", optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT)
+    "chosen",
+    "rejected",
+    optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT),
 )
 def read_preference(sample: RawSample) -> Preference:
-    """Read `chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike (also
-    as text of Human and Assistant).
+    """Read `chosen` and `rejected`: two answers (text or a message each), or two conversations that
+    begin alike (also as text of Human and Assistant).
 
-    What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with `input`; where the
-    conversations hold it already, none is needed. The prompt is all that both have in common, up to the answer in which
-    they part. `margin`: a number, by how much the chosen one is better.
+    What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with
+    `input`; where the conversations hold it already, none is needed. The prompt is all that both
+    have in common, up to the answer in which they part. `margin`: a number, by how much the chosen
+    one is better.
     """
     sample = open_request(sample)
     before = _read_prompt(sample, ("prompt", "conversations", "instruction"))
     chosen = _continue_with(before, read_answer(sample, "chosen"))
     rejected = _continue_with(before, read_answer(sample, "rejected"))
     if chosen.messages == rejected.messages:
-        raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
+        raise SampleFault(
+            "equal answers", "found chosen equal to rejected, expected two different answers"
+        )
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     no_prompt = _why_no_prompt(sample, chosen, rejected, shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
-        raise no_prompt  # of texts that begin alike the encoder raises it: it knows what a rendered prompt looks like
+        # Of texts that begin alike the encoder raises it: it knows what a rendered prompt looks
+        # like
+        raise no_prompt
     tools, path = read_tools(sample)
     places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
-    for name, turns, answer_places in (("chosen", chosen, places[0]), ("rejected", rejected, places[1])):
-        _check_end(sample, name, turns, shared, cause=f"{name} without an answer", expected="an answer of its own")
+    for name, turns, answer_places in (
+        ("chosen", chosen, places[0]),
+        ("rejected", rejected, places[1]),
+    ):
+        _check_end(
+            sample,
+            name,
+            turns,
+            shared,
+            cause=f"{name} without an answer",
+            expected="an answer of its own",
+        )
         role = turns.messages[shared]["role"]
         if role != "assistant":
             raise SampleFault(
                 "other questions",
-                f"{answer_places.at(shared)}: found a message of the {role} that differs between chosen and rejected, "
-                "expected them to part in an answer",
+                f"{answer_places.at(shared)}: found a message of the {role} that differs between"
+                " chosen and rejected, expected them to part in an answer",
             )
         check_order(turns.messages, answer_places)
         check_answers(turns.messages, shared, answer_places)
@@ -355,17 +431,23 @@ def read_preference(sample: RawSample) -> Preference:
     )
 
 
-def _check_end(sample: RawSample, name: str, turns: Turns, asked: int, cause: str, expected: str) -> None:
-    """Raise SampleFault for what a column adds to the prompt of so many messages, if it does not end with one of the
-    assistant."""
+def _check_end(
+    sample: RawSample, name: str, turns: Turns, asked: int, cause: str, expected: str
+) -> None:
+    """Raise SampleFault for what a column adds to the prompt of so many messages, if it does not
+    end with one of the assistant.
+    """
     last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
-        raise SampleFault(cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}")
+        raise SampleFault(
+            cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}"
+        )
 
 
 def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
-    """Return what comes before an answer: the system message, earlier turns, and the question under one of these
-    names."""
+    """Return what comes before an answer: the system message, earlier turns, and the question under
+    one of these names.
+    """
     given = [name for name in names if not says_nothing(sample.get(name))]
     given = given or [name for name in names if sample.get(name) is not None][:1]
     if len(given) > 1:
@@ -396,11 +478,11 @@ def _read_margin(value: object) -> float:
     instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
-    """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`: whether the completion
-    is wanted (true) or not (false).
+    """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`:
+    whether the completion is wanted (true) or not (false).
 
-    `instruction` with `input` is a prompt as well, `output` a completion; of `messages` or `conversations` the last one
-    is the completion.
+    `instruction` with `input` is a prompt as well, `output` a completion; of `messages` or
+    `conversations` the last one is the completion.
     """
     label = _read_label(sample)
     before = _read_prompt(sample, ("prompt", "instruction", *WHOLE))
@@ -419,7 +501,9 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     places = SamplePlaces(turns.places, path)
     if all(message["role"] == "system" for message in prompt):
         where = path_of(sample, "prompt")
-        raise SampleFault("no prompt", f"{where}: found no message of the user, expected what is answered")
+        raise SampleFault(
+            "no prompt", f"{where}: found no message of the user, expected what is answered"
+        )
     _check_end(sample, "completion", turns, num_asked, cause="no answer", expected="an answer")
     check_order(turns.messages, places)
     check_answers(turns.messages, num_asked, places)
@@ -434,31 +518,39 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
 
 
 def _read_label(sample: RawSample) -> bool:
-    """Return whether the completion is wanted. Raises SampleFault for a label that is not true or false."""
+    """Return whether the completion is wanted. Raises SampleFault for a label that is not true or
+    false.
+    """
     value = sample.get("label")
     label = read_truth(value)
     if label is None:
         where = path_of(sample, "label")
-        raise SampleFault("label is not true or false", f"{where}: found {shown(value)}, expected true or false")
+        raise SampleFault(
+            "label is not true or false", f"{where}: found {shown(value)}, expected true or false"
+        )
     return label
 
 
 @register("data.format", "classification")
 @_columns("label", optional=("text", "prompt", "messages", *CHAT))
 def read_classification(sample: RawSample) -> Classified:
-    """Read `label`, a whole number from 0 on or the class' name, and what has it: `text` as it stands, `prompt` (text
-    of the user) or `messages`."""
+    """Read `label`, a whole number from 0 on or the class' name, and what has it: `text` as it
+    stands, `prompt` (text of the user) or `messages`.
+    """
     given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise SampleFault("no one text", f"found {found}, expected one of text, prompt and messages")
+        raise SampleFault(
+            "no one text", f"found {found}, expected one of text, prompt and messages"
+        )
     label = _read_class(sample)
     if given == ["text"]:
         refuse_beside_text(sample, *CHAT)
         text = text_of(sample, "text")
         if not text.strip():
             raise SampleFault(
-                "empty text", f"{path_of(sample, 'text')}: found an empty text, expected one with a class"
+                "empty text",
+                f"{path_of(sample, 'text')}: found an empty text, expected one with a class",
             )
         return Classified(Document(text), label)
     turns = with_system(sample, read_column(sample, given[0], "user"))
@@ -474,28 +566,42 @@ def _read_class(sample: RawSample) -> str:
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
         where = path_of(sample, "label")
-        raise SampleFault("no class", f"{where}: found {shown(value)}, expected text or a whole number from 0 on")
+        raise SampleFault(
+            "no class", f"{where}: found {shown(value)}, expected text or a whole number from 0 on"
+        )
     return text.lower() if isinstance(value, bool) else text
 
 
-def _why_no_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> SampleFault | None:
-    """Return what is wrong with two answers that follow nothing, or a message of the system alone; None: they do
-    not."""
+def _why_no_prompt(
+    sample: RawSample, chosen: Turns, rejected: Turns, shared: int
+) -> SampleFault | None:
+    """Return what is wrong with two answers that follow nothing, or a message of the system alone;
+    None: they do not.
+    """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
     has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
-    if has_prompt or not all(messages and messages[0]["role"] == "assistant" for messages in answers):
+    if has_prompt or not all(
+        messages and messages[0]["role"] == "assistant" for messages in answers
+    ):
         return None
     column = called("prompt", sample, OTHER_NAMES["prompt"])
     section = sample.section if isinstance(sample, Renamed) else "data"
-    remedy = f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}" if column else ""
+    remedy = (
+        f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}"
+        if column
+        else ""
+    )
     return SampleFault(
         "no prompt",
-        f"found answers without a prompt, expected prompt, or conversations that begin alike{remedy}",
+        "found answers without a prompt, expected prompt, or conversations that begin"
+        f" alike{remedy}",
     )
 
 
 def _continue_with(before: Turns, answer: Turns) -> Turns:
-    """Return the whole conversation: the answer holds what comes before it already, or goes on from it."""
+    """Return the whole conversation: the answer holds what comes before it already, or goes on from
+    it.
+    """
     num_before = len(before.messages)
     if answer.messages[:num_before] == before.messages and len(answer.messages) > num_before:
         return answer
@@ -503,7 +609,8 @@ def _continue_with(before: Turns, answer: Turns) -> Turns:
     if any(message["role"] == "system" for message in answer.messages) and len(asked) < num_before:
         raise SampleFault(
             "two system messages",
-            f"{answer.places[0].path}: found a system message that differs from the one before, expected one of them",
+            f"{answer.places[0].path}: found a system message that differs from the one before,"
+            " expected one of them",
         )
     # A dataset may repeat the question of its conversations in a separate column.
     if len(asked) == 1 and asked[0]["role"] == "user" and asked[0] in answer.messages:

@@ -19,8 +19,9 @@ NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong. name: what `--allow` of `tune data check` takes. count: how many. places: of the first. more:
-    how many places there are besides. dataset: `training` or `validation`."""
+    """Something wrong. name: what `--allow` of `tune data check` takes. count: how many. places: of
+    the first. more: how many places there are besides. dataset: `training` or `validation`.
+    """
 
     name: str
     line: str
@@ -39,12 +40,16 @@ class Inspection:
 
 
 def inspect(
-    training: Dataset, validation: Dataset | None, max_seq_len: int, untrained_tokens: Sequence[str] | None
+    training: Dataset,
+    validation: Dataset | None,
+    max_seq_len: int,
+    untrained_tokens: Sequence[str] | None,
 ) -> Inspection:
-    """Counts and findings over the training sequences and those of the validation; in `numbers`, `validation` has the
-    counts of its samples.
+    """Counts and findings over the training sequences and those of the validation; in `numbers`,
+    `validation` has the counts of its samples.
 
-    untrained_tokens: special tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
+    untrained_tokens: special tokens in the sequences whose embedding was never trained; None: there
+    is no checkpoint.
     """
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
@@ -58,13 +63,20 @@ def inspect(
         "packing_efficiency": float(training.item_lengths.sum()) / (max(1, packs) * room),
         "validation_sequences": len(validation) if validation is not None else 0,
     }
-    shared = overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
-    numbers |= {"duplicate_sequences": report.duplicate_sequences, "overlapping_sequences": len(shared)}
+    shared = (
+        overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
+    )
+    numbers |= {
+        "duplicate_sequences": report.duplicate_sequences,
+        "overlapping_sequences": len(shared),
+    }
     findings = _report_findings(report, max_seq_len)
     if validation is not None:
         numbers["validation"] = _sample_counts(validation.report)
         own = _report_findings(validation.report, max_seq_len)
-        findings += [replace(one, line=f"validation: {one.line}", dataset="validation") for one in own]
+        findings += [
+            replace(one, line=f"validation: {one.line}", dataset="validation") for one in own
+        ]
         if len(shared):
             both = _said(len(shared), f"validation {validation.report.noun}", "is", "are")
             places = [validation.place(item) for item in shared[:SHOWN].tolist()]
@@ -73,7 +85,9 @@ def inspect(
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
-        names = ", ".join(untrained_tokens[:SHOWN]) + (", ..." if len(untrained_tokens) > SHOWN else "")
+        names = ", ".join(untrained_tokens[:SHOWN]) + (
+            ", ..." if len(untrained_tokens) > SHOWN else ""
+        )
         told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
         findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
     return Inspection(numbers, findings)
@@ -120,41 +134,46 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
     exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
-        _placed("bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause))
+        _placed(
+            "bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause)
+        )
         for cause, count in report.bad_samples.most_common()
     ]
-    empty = [Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.nothing_left())]
+    empty = [
+        Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.nothing_left())
+    ]
     by_count = [
         Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
         Finding(
             "no-answer-left",
-            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the whole answer is after "
-            f"{max_seq_len} tokens",
+            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
+            f" whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
         Finding(
             "untrained-ends",
-            f"{_said(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn token: nothing "
-            "teaches to stop there",
+            f"{_said(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
+            " token: nothing teaches to stop there",
             report.untrained_ends,
         ),
         _placed(
             "generation-marks",
-            f"in {counted(report.marks_differing, 'answer')} the chat template marks something else than what is "
-            "generated",
+            f"in {counted(report.marks_differing, 'answer')} the chat template marks something else"
+            " than what is generated",
             report.marks_differing,
             [report.first_mark],
         ),
         Finding(
             "unseen-messages",
-            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message",
+            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's"
+            " or user's message",
             report.unseen_samples,
         ),
         _placed("split-special-tokens", special.split_line(), special.samples, special.places),
         _placed(
             "control-characters",
-            f"in {counted(report.control_characters, 'sample')} a text holds a control character (JSON reads \\b as "
-            "one; a backslash is two there)",
+            f"in {counted(report.control_characters, 'sample')} a text holds a control character"
+            " (JSON reads \\b as one; a backslash is two there)",
             report.control_characters,
             [report.first_control],
         ),
@@ -170,7 +189,13 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
         report.duplicate_sequences,
         [f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
-    return [*bad, *empty, *(one for one in by_count if one.count), *shares, *([copies] if copies.count else [])]
+    return [
+        *bad,
+        *empty,
+        *(one for one in by_count if one.count),
+        *shares,
+        *([copies] if copies.count else []),
+    ]
 
 
 def _said(count: int, noun: str, one: str, several: str) -> str:
@@ -185,12 +210,21 @@ def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """The special tokens: id -> text."""
     texts = tokenizer.special_texts
-    return {ids[0]: text for ids, text in zip(tokenizer.encode_pieces(texts), texts, strict=True) if len(ids) == 1}
+    return {
+        ids[0]: text
+        for ids, text in zip(tokenizer.encode_pieces(texts), texts, strict=True)
+        if len(ids) == 1
+    }
 
 
 def ids_used(*datasets: Dataset | None) -> set[int]:
     """Every id that stands in the sequences."""
-    return {number for dataset in datasets if dataset is not None for number in np.unique(dataset.ids).tolist()}
+    return {
+        number
+        for dataset in datasets
+        if dataset is not None
+        for number in np.unique(dataset.ids).tolist()
+    }
 
 
 @dataclass(frozen=True)
@@ -204,10 +238,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """A sequence with what is known about it. place: the file and line it came from. tokens, trained: counts.
+    """A sequence with what is known about it. place: the file and line it came from. tokens,
+    trained: counts.
 
-    answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label, what that says; else
-    empty."""
+    answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label,
+    what that says; else empty.
+    """
 
     number: int
     place: str
@@ -224,7 +260,11 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
         Shown(
             number=sequence,
             place=dataset.place(item),
-            answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else _show_label(dataset, item),
+            answer=(
+                ("chosen", "rejected")[sequence % 2]
+                if dataset.group == 2
+                else _show_label(dataset, item)
+            ),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),
             pieces=list(pieces_of(dataset[sequence], tokenizer)),
@@ -244,8 +284,8 @@ def _show_label(dataset: Dataset, item: int) -> str:
 def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of a sequence, in order: all tokens, and the last target if it is trained.
 
-    A target is trained if the loss counts it; the first token is never one. Ids of one kind are decoded together, so
-    that a letter of several tokens comes out whole.
+    A target is trained if the loss counts it; the first token is never one. Ids of one kind are
+    decoded together, so that a letter of several tokens comes out whole.
     """
     targets = sequence.labels >= 0
     ids = np.append(sequence.tokens, sequence.labels[-1:][targets[-1:]])
@@ -253,5 +293,7 @@ def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     special = np.isin(ids, list(special_tokens(tokenizer)))
     kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
     for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):
-        text = b"".join(tokenizer.token_bytes(number) for number, *_ in run).decode("utf-8", errors="replace")
+        text = b"".join(tokenizer.token_bytes(number) for number, *_ in run).decode(
+            "utf-8", errors="replace"
+        )
         yield Piece(text, is_trained, is_special)

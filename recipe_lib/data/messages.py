@@ -1,5 +1,6 @@
-"""Reads messages as chat APIs have them, out of the spellings that samples are found in; what cannot be used is a
-SampleFault."""
+"""Reads messages as chat APIs have them, out of the spellings that samples are found in; what
+cannot be used is a SampleFault.
+"""
 
 import hashlib
 import json
@@ -38,12 +39,19 @@ SPEAKERS = {
     "chatbot": "assistant", "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
     "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-# Keys by which tools say whether a message is trained: of the first ones true says so, of the others it says no.
+# Keys by which tools say whether a message is trained: of the first ones true says so, of the
+# others it says no.
 TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
 WHOLE = ("messages", "conversations")  # columns that hold a conversation up to its last answer
-CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
-_CALL_KEYS = ("tool_calls", "function_call")  # keys of a message that hold calls; the second is the older one
+CALLS = (
+    "function_call",
+    "tool_call",
+)  # an assistant's turn that is a call, or a list of them, as JSON
+_CALL_KEYS = (
+    "tool_calls",
+    "function_call",
+)  # keys of a message that hold calls; the second is the older one
 _PARTS = ("text", "input_text", "output_text")  # types of a part of a content
 _PART_KEYS = ("type", "text")
 
@@ -60,17 +68,22 @@ class Turns:
 
 
 def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
-    """Return the messages of a column, each {from, value} or {role, content}; or texts of the user and the assistant in
-    turn.
+    """Return the messages of a column, each {from, value} or {role, content}; or texts of the user
+    and the assistant in turn.
 
-    A call of a tool joins the words of the assistant before it, and calls after each other become one message
-    (unless only one of the two is to be trained). names_calls: calls without an id are given one, also where all are
-    as chat APIs have them.
+    A call of a tool joins the words of the assistant before it, and calls after each other become
+    one message (unless only one of the two is to be trained). names_calls: calls without an id are
+    given one, also where all are as chat APIs have them.
     """
     messages = list[Message]()
     places = list[MessagePlace]()
     value = sample.get(name)
-    if name in WHOLE and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+    if (
+        name in WHOLE
+        and isinstance(value, list)
+        and value
+        and all(isinstance(text, str) for text in value)
+    ):
         return _read_texts(value, path_of(sample, name))
     turns, path = list_of(sample, name)
     for number, turn in enumerate(turns):
@@ -92,14 +105,18 @@ def _join_call(before: Message, call: Message, where: str) -> Message:
 
     Raises SampleFault where one message cannot say what the two do.
     """
-    asked = [key for key in call if key not in ("role", "content", "tool_calls") and not is_idle_key(key, call[key])]
+    asked = [
+        key
+        for key in call
+        if key not in ("role", "content", "tool_calls") and not is_idle_key(key, call[key])
+    ]
     shared_keys = [key for key in asked if key in before or key in THOUGHT_KEYS]
     for key in ("train", *shared_keys):
         if before.get(key) != call.get(key):
             raise SampleFault(
                 "call apart from its words",
-                f"{where}: found a call of which `{key}` is another than of the words before it, expected the same of "
-                "both",
+                f"{where}: found a call of which `{key}` is another than of the words before it,"
+                " expected the same of both",
             )
     return {**call, **before, "tool_calls": [*before.get("tool_calls", ()), *call["tool_calls"]]}
 
@@ -110,7 +127,9 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
     for number, text in enumerate(texts):
         where = f"{path}[{number}]"
         content = text_of({"text": text}, "text", where=where)
-        turns += Turns([{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)])
+        turns += Turns(
+            [{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)]
+        )
     return turns
 
 
@@ -126,7 +145,8 @@ def text_turn(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """Return one message, {from, value} or {role, content}. where: its path in the sample, for faults.
+    """Return one message, {from, value} or {role, content}. where: its path in the sample, for
+    faults.
 
     content may be a list of text parts, or null next to tool_calls.
     """
@@ -136,8 +156,8 @@ def read_turn(turn: RawSample, where: str) -> Message:
     if not is_api and ("role" in kept or "content" in kept):
         raise SampleFault(
             "message in two spellings",
-            f"{where}: found from and {'role' if 'role' in kept else 'content'}, expected {{from, value}} or "
-            "{role, content}",
+            f"{where}: found from and {'role' if 'role' in kept else 'content'}, expected {{from,"
+            " value} or {role, content}",
         )
     if is_call(turn):
         return _read_call_turn(turn, text_key, kept, where)
@@ -146,7 +166,10 @@ def read_turn(turn: RawSample, where: str) -> Message:
     content = turn.get(text_key)
     if is_api and isinstance(content, list):
         kept |= _collect_part_keys(content)
-        content = "".join(_read_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+        content = "".join(
+            _read_text_part(part, f"{where}.content[{number}]")
+            for number, part in enumerate(content)
+        )
     elif is_api and content is None and "tool_calls" in kept:
         content = ""
     else:
@@ -160,10 +183,14 @@ def is_call(turn: RawSample) -> bool:
 
 
 def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where: str) -> Message:
-    """Return a turn that is nothing but calls as a message of the assistant. kept: what it holds besides them."""
+    """Return a turn that is nothing but calls as a message of the assistant. kept: what it holds
+    besides them.
+    """
     text = text_of(turn, text_key, where=where)
     if second := next((key for key in _CALL_KEYS if key in kept), None):
-        raise SampleFault("calls of a message", f"{where}: found {text_key} and {second}, expected one of the two")
+        raise SampleFault(
+            "calls of a message", f"{where}: found {text_key} and {second}, expected one of the two"
+        )
     calls, idle = take_idle(calls_in_text(text, f"{where}.{text_key}"))
     return kept | idle | {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -175,21 +202,30 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
         return kept
     if len(keys) > 1 or role != "assistant":
         found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
-        raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")
+        raise SampleFault(
+            "calls of a message",
+            f"{where}: found {found}, expected one of the two, of the assistant",
+        )
     (key,) = keys
     path = f"{where}.{key}"
     held = kept[key]
     if key == "tool_calls":
         if not isinstance(held, list):
-            raise SampleFault(_CAUSE, f"{path}: found {kind_of(held)}, expected a list of calls {_CALL}")
+            raise SampleFault(
+                _CAUSE, f"{path}: found {kind_of(held)}, expected a list of calls {_CALL}"
+            )
         calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(held)]
-    elif not isinstance(held, dict) or "function" in held:  # the older field holds a function itself
+    elif (
+        not isinstance(held, dict) or "function" in held
+    ):  # the older field holds a function itself
         found = kind_of(held) if not isinstance(held, dict) else "an object with function"
         raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
     else:
         calls = [_read_call(held, path)]
     calls, idle = take_idle(calls)
-    return {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
+    return (
+        {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
+    )
 
 
 def _read_role(message: RawSample, key: str, where: str) -> str:
@@ -206,15 +242,22 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
 
 
 def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[str, Any]:
-    """Return what else a message holds; what says nothing is left out. `train` is what its flags say, whatever they are
-    called."""
-    kept = {name: value for name, value in message.items() if name not in read_keys and not says_nothing(value)}
+    """Return what else a message holds; what says nothing is left out. `train` is what its flags
+    say, whatever they are called.
+    """
+    kept = {
+        name: value
+        for name, value in message.items()
+        if name not in read_keys and not says_nothing(value)
+    }
     if _FLAGS.isdisjoint(kept):
         return kept
     flags = {name: _read_flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
     if len(set(flags.values())) > 1:
         found = " and ".join(f"{name}: {shown(message[name])}" for name in flags)
-        raise SampleFault("flags that differ", f"{where}: found {found}, expected them to say the same")
+        raise SampleFault(
+            "flags that differ", f"{where}: found {found}, expected them to say the same"
+        )
     if False in flags.values():
         return {"train": False} | kept
     if flags.keys().isdisjoint(TRAINED):
@@ -223,11 +266,15 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
 
 
 def _read_flag(name: str, value: Any, where: str) -> bool:
-    """Return whether a flag says that its message is trained; 0 and 1 are false and true, as in tables."""
+    """Return whether a flag says that its message is trained; 0 and 1 are false and true, as in
+    tables.
+    """
     says = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
     if says is None:
         expected = "0 or 1" if name == "weight" else "true or false"
-        raise SampleFault(f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected {expected}")
+        raise SampleFault(
+            f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected {expected}"
+        )
     return says is not (name in MASKED)
 
 
@@ -239,9 +286,11 @@ def conversation(
     variables: Mapping[str, Any] | None = None,
     asked: int = 0,
 ) -> Conversation:
-    """Return a conversation that has an answer, and no tool's result without a call. Raises SampleFault.
+    """Return a conversation that has an answer, and no tool's result without a call. Raises
+    SampleFault.
 
-    places: where in the sample the messages are, for the fault. variables, asked: as `Conversation` has them.
+    places: where in the sample the messages are, for the fault. variables, asked: as `Conversation`
+    has them.
     """
     places = places or SamplePlaces()
     check_order(messages, places)
@@ -265,22 +314,33 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
         if message["role"] == "tool" and before not in ("assistant", "tool"):
             raise SampleFault(
                 "wrong role order",
-                f"{places.at(number)}: found tool after {before}, expected it after assistant or tool",
+                f"{places.at(number)}: found tool after {before}, expected it after assistant or"
+                " tool",
             )
         before = message["role"]
 
 
 def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
-    """Raise SampleFault for an answer, from the message with this number on, with nothing in it to train on."""
+    """Raise SampleFault for an answer, from the message with this number on, with nothing in it to
+    train on.
+    """
     for number in range(first, len(messages)):
         message = messages[number]
-        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+        if (
+            message["role"] == "assistant"
+            and not message["content"].strip()
+            and not message.get("tool_calls")
+        ):
             where = places.text(number)
-            raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
+            raise SampleFault(
+                "empty answer", f"{where}: found an empty answer, expected text to train on"
+            )
 
 
 def _collect_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
-    """Return what the parts of a content hold beside their text, as keys of the message that are to be counted."""
+    """Return what the parts of a content hold beside their text, as keys of the message that are to
+    be counted.
+    """
     part_keys = dict[str, Any]()
     for part in parts:
         if isinstance(part, dict):
@@ -301,7 +361,11 @@ def _read_text_part(part: Any, where: str) -> str:
         return text_of(part, "text", where=where)
     found = kind_of(part)
     if isinstance(part, dict):
-        found = f"a part of the type {shown(part['type'])}" if "type" in part else "an object without a type"
+        found = (
+            f"a part of the type {shown(part['type'])}"
+            if "type" in part
+            else "an object without a type"
+        )
     raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")
 
 
@@ -316,7 +380,9 @@ _FUNCTION_KEYS = ("name", "arguments")
 _BARE_KEYS = ("name", "arguments", "id", "type")  # of a call that is a function itself
 _CAUSE = "tool call of another shape"
 
-_check_keys = partial(refuse_keys, owner="a tool call", expected=f"which is not read, expected {_FUNCTION}")
+_check_keys = partial(
+    refuse_keys, owner="a tool call", expected=f"which is not read, expected {_FUNCTION}"
+)
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
@@ -329,7 +395,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise SampleFault(_CAUSE, f"{path}: found {kind_of(function)}, expected {_FUNCTION}")
     if not isinstance(function.get("name"), str) or not function["name"]:
         found = "empty text" if function.get("name") == "" else found_in(function, "name")
-        raise SampleFault(_CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}")
+        raise SampleFault(
+            _CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}"
+        )
     check_arguments(function, f"{path}.arguments")
     if not is_bare:
         _check_keys(call, _CALL_FIELDS, where)
@@ -341,8 +409,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return calls with nothing in them but what is read, and what else they held, which changes nothing, as
-    `tool_calls.KEY`."""
+    """Return calls with nothing in them but what is read, and what else they held, which changes
+    nothing, as `tool_calls.KEY`.
+    """
     clean_calls = list[dict[str, Any]]()
     idle = dict[str, Any]()
     for call in calls:
@@ -351,7 +420,9 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
         beside += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
         idle |= {f"tool_calls.{name}": value for name, value in beside if not says_nothing(value)}
         clean_call = {name: value for name, value in call.items() if name in _CALL_FIELDS}
-        clean_call["function"] = {name: value for name, value in function.items() if name in _FUNCTION_KEYS}
+        clean_call["function"] = {
+            name: value for name, value in function.items() if name in _FUNCTION_KEYS
+        }
         clean_calls.append(clean_call)
     return clean_calls, idle
 
@@ -369,7 +440,9 @@ def check_arguments(function: RawSample, where: str) -> None:
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is no object."""
+    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is
+    no object.
+    """
     try:
         arguments = parse_json(text or "{}")
     except ValueError:
@@ -378,16 +451,21 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
-    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
+    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list
+    of them.
+    """
     try:
         content = parse_json(text)
     except ValueError:
         content = None
     calls = content if isinstance(content, list) else [content]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+    if not calls or not all(
+        isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls
+    ):
         raise SampleFault(
             "call that is no JSON",
-            f"{where}: found a function_call that is no JSON object, expected {_FUNCTION} or a list of them",
+            f"{where}: found a function_call that is no JSON object, expected {_FUNCTION} or a list"
+            " of them",
         )
     full_calls = list[dict[str, Any]]()
     for call in calls:
@@ -401,10 +479,11 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def name_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an id for each call that has none, and the answers of tools with the id of their call.
+    """Return the messages with an id for each call that has none, and the answers of tools with the
+    id of their call.
 
-    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt samples have none.
-    An id follows from the call and its place in the conversation.
+    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits);
+    sharegpt samples have none. An id follows from the call and its place in the conversation.
     """
     named_messages = list[Message]()
     open_calls = list[str]()
@@ -424,25 +503,35 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _make_call_id(number: int, position: int, call: RawSample) -> str:
     """Return an id for a message's call. position: of the call among those of the message."""
-    return hashlib.sha256(json.dumps([number, position, call], sort_keys=True).encode()).hexdigest()[:9]
+    return hashlib.sha256(
+        json.dumps([number, position, call], sort_keys=True).encode()
+    ).hexdigest()[:9]
 
 
 def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
-    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare function is put as
-    chat APIs have it. Raises SampleFault."""
+    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare
+    function is put as chat APIs have it. Raises SampleFault.
+    """
     path = path_of(sample, "tools")
     tools: Any = sample.get("tools")
     if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):
         return None, path
-    if isinstance(tools, list) and all(isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools):
-        tools = [parse_column(tool, "tools", f"{path}[{number}]", "an object") for number, tool in enumerate(tools)]
+    if isinstance(tools, list) and all(
+        isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools
+    ):
+        tools = [
+            parse_column(tool, "tools", f"{path}[{number}]", "an object")
+            for number, tool in enumerate(tools)
+        ]
         sample = {"tools": tools}
     described, path = list_of(sample, "tools")
     return [_read_tool(tool) for tool in described] or None, path
 
 
 def _read_tool(tool: RawSample) -> RawSample:
-    """Return a description as chat APIs have it; of a bare function, or of one with its type beside its name."""
+    """Return a description as chat APIs have it; of a bare function, or of one with its type beside
+    its name.
+    """
     if "name" not in tool or "function" in tool:
         return tool
     function = {key: value for key, value in tool.items() if key != "type" or value != "function"}

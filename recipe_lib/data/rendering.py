@@ -27,7 +27,11 @@ _ASK = {"role": "user", "content": "a"}
 _RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": "call00001"}
 _TOOL = {
     "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 # Jinja's blocks of a template, texts in quotes, and names that are no attributes.
@@ -37,7 +41,8 @@ _NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _UNUSED = "zqj"  # a text that no template holds
 
 Render = Callable[
-    [Sequence[Message], Sequence[RenderRequest], Sequence[Mapping[str, Any]] | None], Sequence[str | DataError]
+    [Sequence[Message], Sequence[RenderRequest], Sequence[Mapping[str, Any]] | None],
+    Sequence[str | DataError],
 ]
 
 
@@ -47,26 +52,36 @@ class Habits:
 
     thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
     tags: bool = True  # it reads one from between `<think>` and `</think>` as well
-    text_arguments: bool = False  # it wants the arguments of a tool call as JSON text, not as an object
+    text_arguments: bool = (
+        False  # it wants the arguments of a tool call as JSON text, not as an object
+    )
     after_call: str = ""  # the special token that follows a call at once, if there is one
     marks: bool = False  # it says with `{% generation %}` what an answer is
 
 
-def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, letter: str) -> Habits:
+def learn_habits(
+    render: Render, source: str, special: re.Pattern[str] | None, letter: str
+) -> Habits:
     """Return the habits of a template.
 
-    render: renderings of messages, with tools. source: the template's Jinja. letter: one that it does not hold.
+    render: renderings of messages, with tools. source: the template's Jinja. letter: one that it
+    does not hold.
     """
     text_arguments = False
     renderings = ["", ""]  # up to a call, and up to its result
     for as_text in (False, True):
         messages = [_ASK, _build_call(letter, as_text), _RESULT]
-        tried = [_get_text(one) for one in render(messages, [RenderRequest(2), RenderRequest(3)], [_TOOL])]
+        tried = [
+            _get_text(one)
+            for one in render(messages, [RenderRequest(2), RenderRequest(3)], [_TOOL])
+        ]
         if letter in tried[0]:
             text_arguments = as_text
             renderings = tried
             break
-    key = next((key for key in THOUGHT_KEYS if _reads_thought(render, key, letter, text_arguments)), "")
+    key = next(
+        (key for key in THOUGHT_KEYS if _reads_thought(render, key, letter, text_arguments)), ""
+    )
     return Habits(
         thought_key=key,
         tags=not key or _reads_tags(render, key, letter),
@@ -77,10 +92,14 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
 
 
 class TemplateFields:
-    """Knows which keys of a message, and which variables, a chat template reads. names: all that it speaks of."""
+    """Knows which keys of a message, and which variables, a chat template reads. names: all that it
+    speaks of.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Take the tokenizer that has the template; None: no template reads anything but roles and contents."""
+        """Take the tokenizer that has the template; None: no template reads anything but roles and
+        contents.
+        """
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
@@ -88,18 +107,23 @@ class TemplateFields:
         self._reads_key = dict[tuple[str, str, Any], bool]()
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
-        """Return whether the template writes another text for a message of this role with this key, or refuses it."""
+        """Return whether the template writes another text for a message of this role with this key,
+        or refuses it.
+        """
         if self._tokenizer is None:
             return False
         case = role, key, value if isinstance(value, bool) else type(value)
         if case not in self._reads_key:
-            self._reads_key[case] = self._writes_key(role, key, _UNUSED if isinstance(value, str) else value)
+            self._reads_key[case] = self._writes_key(
+                role, key, _UNUSED if isinstance(value, str) else value
+            )
         return self._reads_key[case]
 
     def _writes_key(self, role: str, key: str, value: Any) -> bool:
         """Return whether a rendering changes with the key.
 
-        The message is tried as the last one of its role and as an earlier one, an answer also as a call.
+        The message is tried as the last one of its role and as an earlier one, an answer also as a
+        call.
         """
         assert self._tokenizer is not None
         answer = {"role": "assistant", "content": "b"}
@@ -107,7 +131,9 @@ class TemplateFields:
         chats: dict[str, list[tuple[list[Message], int]]] = {
             "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
             "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
-            "assistant": [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)],
+            "assistant": (
+                [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)]
+            ),
             "tool": [([_ASK, call, _RESULT, answer], 2)],
         }
         for messages, at in chats[role]:
@@ -115,7 +141,9 @@ class TemplateFields:
             texts = set[str]()
             for message in (bare, {**bare, key: value}):
                 chat = [*messages[:at], message, *messages[at + 1 :]]
-                (rendering,) = self._tokenizer.render_chats(chat, [RenderRequest(len(chat))], [_TOOL])
+                (rendering,) = self._tokenizer.render_chats(
+                    chat, [RenderRequest(len(chat))], [_TOOL]
+                )
                 texts.add(_get_text(rendering))
             if len(texts) > 1:
                 return True
@@ -123,9 +151,14 @@ class TemplateFields:
 
 
 def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
-    """Return an answer that calls the tool with this letter. as_text: the arguments are JSON text."""
+    """Return an answer that calls the tool with this letter. as_text: the arguments are JSON
+    text.
+    """
     arguments: Any = {"x": letter}
-    function = {"name": "f", "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
+    function = {
+        "name": "f",
+        "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
+    }
     call = {"id": "call00001", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -133,22 +166,31 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
 def _reads_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
     """Return whether a thought in this field is written, after a question or before a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
-    renderings = [render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers]
+    renderings = [
+        render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
+    ]
     return any(letter in _get_text(rendering) for rendering in renderings)
 
 
 def _reads_tags(render: Render, key: str, letter: str) -> bool:
-    """Return whether a thought between tags is written as one in its field is, but for white space; yes, if that is
-    not."""
+    """Return whether a thought between tags is written as one in its field is, but for white space;
+    yes, if that is not.
+    """
     apart = {"role": "assistant", "content": "b", key: letter}
     tagged = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
-    texts = [_get_text(render([_ASK, answer], [RenderRequest(2)], None)[0]) for answer in (apart, tagged)]
+    texts = [
+        _get_text(render([_ASK, answer], [RenderRequest(2)], None)[0]) for answer in (apart, tagged)
+    ]
     return letter not in texts[0] or "".join(texts[0].split()) == "".join(texts[1].split())
 
 
 def _find_next_token(last: str, followed: str, special: re.Pattern[str] | None) -> str:
     """Return the special token at which `followed` goes on from `last`; empty: none."""
-    token = special.match(followed, len(last)) if special and last and followed.startswith(last) else None
+    token = (
+        special.match(followed, len(last))
+        if special and last and followed.startswith(last)
+        else None
+    )
     return token.group() if token else ""
 
 
@@ -183,19 +225,29 @@ def under_its_name(message: dict[str, Any], habits: Habits) -> dict[str, Any]:
     if thought is None or (found is None and habits.tags):
         return message
     kept = {key: value for key, value in message.items() if key != found}
-    return kept | {habits.thought_key: thought if found is None else message[found], "content": words}
+    return kept | {
+        habits.thought_key: thought if found is None else message[found],
+        "content": words,
+    }
 
 
 def after_opening(
-    alone: str, begin: str, message: Message, habits: Habits, letter: str, render: Callable[[Message], str]
+    alone: str,
+    begin: str,
+    message: Message,
+    habits: Habits,
+    letter: str,
+    render: Callable[[Message], str],
 ) -> str:
-    """What a model must write after a prompt that has begun a thought: the thought, its end, and the answer.
+    """What a model must write after a prompt that has begun a thought: the thought, its end, and
+    the answer.
 
-    alone: the rendering in which the answer comes last and its thought is missing or written in another way. begin: the
-    prompt without the beginning of a thought, which `alone` goes on from. render: the rendering up to this message,
-    with another in its place; empty if there is none.
+    alone: the rendering in which the answer comes last and its thought is missing or written in
+    another way. begin: the prompt without the beginning of a thought, which `alone` goes on from.
+    render: the rendering up to this message, with another in its place; empty if there is none.
 
-    The template's own words are taken where it writes thoughts, else those of DeepSeek-R1, whose template does not.
+    The template's own words are taken where it writes thoughts, else those of DeepSeek-R1, whose
+    template does not.
     """
     thought, words = thought_of(message)
     if habits.thought_key:
@@ -221,7 +273,9 @@ class Template:
     special: looks for special tokens. stops: the tokens that generation stops at, as text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: SpecialTokens, is_chat: bool, add_bos: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, special: SpecialTokens, is_chat: bool, add_bos: bool
+    ) -> None:
         """is_chat: the tokenizer's own template, not the plain one. add_bos: for the plain one."""
         self.tokenizer = tokenizer
         self.special = special
@@ -251,9 +305,11 @@ class Template:
         tools: Tools = None,
         options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
-        """Return renderings of one conversation, all made in one go; where the template objects, what it said.
+        """Return renderings of one conversation, all made in one go; where the template objects,
+        what it said.
 
-        options: as `ChatTemplate.render_many` has them. Raises DataError: the template cannot be run at all.
+        options: as `ChatTemplate.render_many` has them. Raises DataError: the template cannot be
+        run at all.
         """
         if self.is_chat:
             return self.tokenizer.render_chats(messages, requests, tools, options)
@@ -291,7 +347,9 @@ class RenderedChat:
         messages: Sequence[Message] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
-        """Return renderings as `Template.render` does. messages: other ones; the sample's variables win."""
+        """Return renderings as `Template.render` does. messages: other ones; the sample's variables
+        win.
+        """
         given = dict(options or {})
         if self._variables:
             given["variables"] = {**given.get("variables", {}), **self._variables}
@@ -318,7 +376,8 @@ class RenderedChat:
 def require_text(rendering: str | DataError) -> str:
     """Return a rendering.
 
-    Raises SampleFault: a template that objects to a conversation makes the sample a bad one, not the run.
+    Raises SampleFault: a template that objects to a conversation makes the sample a bad one, not
+    the run.
     """
     if isinstance(rendering, DataError):
         raise SampleFault("refused by the chat template", str(rendering))
@@ -329,7 +388,10 @@ def require_text(rendering: str | DataError) -> str:
 
 
 NO_CALLS = "the plain template has no tool calls; use a tokenizer with a chat template"
-NO_TOOLS = "the plain template does not show tools; leave them out, or use a tokenizer with a chat template"
+NO_TOOLS = (
+    "the plain template does not show tools; leave them out, or use a tokenizer with a chat"
+    " template"
+)
 WITHOUT_TURNS = (
     "text",
     "prompt_completion",
@@ -337,8 +399,9 @@ WITHOUT_TURNS = (
 
 _ANSWER = "Assistant:\n"
 
-# The same as `render_plain`, and the readers' checks of roles and contents, which other programs do not have. BOS and
-# EOS are written out: what a tokenizer calls its EOS may be set to something else later.
+# The same as `render_plain`, and the readers' checks of roles and contents, which other programs do
+# not have. BOS and EOS are written out: what a tokenizer calls its EOS may be set to something else
+# later.
 _JINJA = """\
 {%- set ns = namespace(text=BOS, content='', asks=false) -%}
 {%- for message in messages -%}
@@ -375,10 +438,12 @@ _JINJA = """\
 
 
 def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: bool = False) -> str:
-    """`User:`, `Tool:` and `Assistant:` on lines of their own before each turn, in any order, EOS after each answer.
+    """`User:`, `Tool:` and `Assistant:` on lines of their own before each turn, in any order, EOS
+    after each answer.
 
-    A question that comes last is followed by the prompt for its answer; prompt: whatever comes last is. Raises
-    DataError for a tool call."""
+    A question that comes last is followed by the prompt for its answer; prompt: whatever comes last
+    is. Raises DataError for a tool call.
+    """
     parts = [bos]
     for message in messages:
         role, content = message["role"], message["content"]
@@ -395,11 +460,16 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
     return "".join(parts)
 
 
-def plain_or_fault(messages: Sequence[Message], wanted: RenderRequest, eos: str, bos: str) -> str | DataError:
+def plain_or_fault(
+    messages: Sequence[Message], wanted: RenderRequest, eos: str, bos: str
+) -> str | DataError:
     """One rendering of a conversation, as a tokenizer's `render_chats` gives them."""
     stop, prompt, contents = wanted
     instead = dict(contents)
-    replaced = [{**message, "content": instead.get(n, message["content"])} for n, message in enumerate(messages)]
+    replaced = [
+        {**message, "content": instead.get(n, message["content"])}
+        for n, message in enumerate(messages)
+    ]
     try:
         return render_plain(replaced[:stop], eos, bos, prompt)
     except DataError as error:
@@ -407,12 +477,16 @@ def plain_or_fault(messages: Sequence[Message], wanted: RenderRequest, eos: str,
 
 
 def plain_jinja(eos: str, bos: str = "") -> str:
-    """The Jinja that writes what `render_plain` does, for transformers' `apply_chat_template` and what else reads it.
+    """The Jinja that writes what `render_plain` does, for transformers' `apply_chat_template` and
+    what else reads it.
 
-    It raises an exception where training refuses a sample: tool calls, tools that are not shown, unknown roles.
+    It raises an exception where training refuses a sample: tool calls, tools that are not shown,
+    unknown roles.
     """
     values = {"BOS": bos, "EOS": eos, "NO_CALLS": NO_CALLS, "NO_TOOLS": NO_TOOLS}
-    return re.sub("|".join(values), lambda name: json.dumps(values[name[0]], ensure_ascii=False), _JINJA)
+    return re.sub(
+        "|".join(values), lambda name: json.dumps(values[name[0]], ensure_ascii=False), _JINJA
+    )
 
 
 def eos_text(tokenizer: Tokenizer) -> str:
@@ -426,7 +500,9 @@ def eos_text(tokenizer: Tokenizer) -> str:
 
 
 def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
-    """What a conversation begins with: BOS as it is written where the tokenizer begins texts with it, else nothing."""
+    """What a conversation begins with: BOS as it is written where the tokenizer begins texts with
+    it, else nothing.
+    """
     if not add_bos or tokenizer.bos_id is None or not tokenizer.add_bos_by_default:
         return ""
     bos = tokenizer.token_bytes(tokenizer.bos_id).decode(errors="replace")
@@ -434,11 +510,12 @@ def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
 
 
 def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0) -> str | None:
-    """The template that wrote the conversations of a run, where the tokenizer's own files do not hold it; None: they
-    do, or no sample of the run is a conversation. One that asks for today's date has that of training instead.
+    """The template that wrote the conversations of a run, where the tokenizer's own files do not
+    hold it; None: they do, or no sample of the run is a conversation. One that asks for today's
+    date has that of training instead.
 
-    tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: how many samples a template
-    wrote, where that is known; else their formats decide.
+    tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: how
+    many samples a template wrote, where that is known; else their formats decide.
     """
     if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
         return None

@@ -1,7 +1,9 @@
-"""What a file of samples is to the rest: samples by number. And the kinds that are read line by line or whole.
+"""What a file of samples is to the rest: samples by number. And the kinds that are read line by
+line or whole.
 
-No object here holds samples. Each keeps where its samples are and reads those that are asked for, so that memory does
-not grow with the file (24 bytes a sample), and the processes of a machine share what they read through its page cache.
+No object here holds samples. Each keeps where its samples are and reads those that are asked for,
+so that memory does not grow with the file (24 bytes a sample), and the processes of a machine share
+what they read through its page cache.
 """
 
 import codecs
@@ -29,16 +31,20 @@ SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
 LINE_LIMIT = 2**30  # bytes of a line: a file with holes, or a disk's image, may have none that ends
 BLOCK = 2**22  # bytes read at once by a pass over a file
 
-Located = tuple[str, dict[str, Any] | SampleFault]  # where the sample is, and the sample or why there is none
+Located = tuple[
+    str, dict[str, Any] | SampleFault
+]  # where the sample is, and the sample or why there is none
 
 
 class SampleFile(ABC):
     """The samples of one file (or of one split of a hub dataset), read by number.
 
-    place: its path, or `hub:OWNER/NAME`. An object holds no open file and no sample, so that it may be pickled, and
-    used in several processes after a fork; asking for its `len` before the fork spares each of them the pass for the
-    index. Any method raises DataError if the file cannot be read as a whole (no permission, invalid JSON, empty, ...).
-    A sample of more than `sample_limit` bytes is a SampleFault, and is never held."""
+    place: its path, or `hub:OWNER/NAME`. An object holds no open file and no sample, so that it may
+    be pickled, and used in several processes after a fork; asking for its `len` before the fork
+    spares each of them the pass for the index. Any method raises DataError if the file cannot be
+    read as a whole (no permission, invalid JSON, empty, ...). A sample of more than `sample_limit`
+    bytes is a SampleFault, and is never held.
+    """
 
     def __init__(self, place: str, sample_limit: int = SAMPLE_LIMIT) -> None:
         self.place, self.sample_limit = place, sample_limit
@@ -47,35 +53,43 @@ class SampleFile(ABC):
         """The fault of a sample of so many bytes."""
         return SampleFault(
             "too large",
-            f"found a sample of {format_bytes(size)}, expected at most "
-            f"data.max_sample_mib={self.sample_limit / MIB:g}; "
-            "divide the text, or raise data.max_sample_mib (a sample takes about 80 times its size in memory)",
+            f"found a sample of {format_bytes(size)}, expected at most"
+            f" data.max_sample_mib={self.sample_limit / MIB:g}; divide the text, or raise"
+            " data.max_sample_mib (a sample takes about 80 times its size in memory)",
         )
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many samples it has, those included that turn out to be faulty; blank lines are none."""
+        """How many samples it has, those included that turn out to be faulty; blank lines are
+        none.
+        """
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """Samples start .. stop (exclusive; None: all that follow) in file order, each with its place, few at a time.
+        """Samples start .. stop (exclusive; None: all that follow) in file order, each with its
+        place, few at a time.
 
         A sample that cannot be used comes as a SampleFault.
         """
 
     def first(self, count: int) -> Iterator[Located]:
-        """As `read(0, count)`; files that are found out about line by line, or item by item, are not read further."""
+        """As `read(0, count)`; files that are found out about line by line, or item by item, are
+        not read further.
+        """
         return self.read(0, count)
 
     def place_of(self, sample: int) -> str:
-        """Return where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, by its line, counted from 1;
-        in a list its number from 0, as in jq: `rows.json:9: .[6]`, `rows.parquet: .[6]`."""
+        """Return where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, by its
+        line, counted from 1; in a list its number from 0, as in jq: `rows.json:9: .[6]`,
+        `rows.parquet: .[6]`.
+        """
         return f"{self.place}: .[{sample}]"
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return the keys of the file beside its samples, each with what it holds in words; empty: it changes
-        nothing."""
+        """Return the keys of the file beside its samples, each with what it holds in words; empty:
+        it changes nothing.
+        """
         return {}
 
     @property
@@ -90,7 +104,9 @@ class SampleFile(ABC):
 class LocalFile(SampleFile):
     """A file on disk."""
 
-    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+    def __init__(
+        self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
+    ) -> None:
         """place: what the file is called, where its content lies in another one."""
         super().__init__(place or str(path), sample_limit)
         self.path = path
@@ -109,9 +125,11 @@ class IndexedFile(LocalFile):
 
     @abstractmethod
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """Yield first byte, byte after the last one, and line of each sample; 0: the file is the sample.
+        """Yield first byte, byte after the last one, and line of each sample; 0: the file is the
+        sample.
 
-        Raises DataError for what is wrong with the file, where it is reached."""
+        Raises DataError for what is wrong with the file, where it is reached.
+        """
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         """Return the sample with this number, from its bytes."""
@@ -136,7 +154,9 @@ class IndexedFile(LocalFile):
     def place_of(self, sample: int) -> str:
         return self.locate(sample, int(self._index[sample, 2]))
 
-    def _read_rows(self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int) -> Iterator[Located]:
+    def _read_rows(
+        self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
+    ) -> Iterator[Located]:
         """Yield the samples at rows of the index. first: number of the first one."""
         at = -1
         for number, (start, end, line) in enumerate(rows, first):
@@ -207,13 +227,19 @@ class JsonLinesFile(IndexedFile):
         sample = parse_sample(content)
         is_list = number == 0 and content.lstrip().startswith(b"[")
         if is_list and isinstance(sample, SampleFault):  # it may be the whole file
-            return SampleFault(sample.cause, f"{sample}; if the file is one list of objects, name it .json")
+            return SampleFault(
+                sample.cause, f"{sample}; if the file is one list of objects, name it .json"
+            )
         return sample
 
 
 def skip_mark(file: BinaryIO) -> int:
-    """Put a file that was just opened behind its byte order mark, if it has one; return where that is."""
-    return file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
+    """Put a file that was just opened behind its byte order mark, if it has one; return where that
+    is.
+    """
+    return file.seek(
+        len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+    )
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
@@ -224,7 +250,8 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
         return fault
     except UnicodeDecodeError as error:
         return SampleFault(
-            "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
+            "not UTF-8",
+            f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8",
         )
     except ValueError as error:
         said = str(error).removeprefix("line 1 ")
@@ -232,21 +259,30 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
         return SampleFault("invalid JSON", f"{said}, expected an object a line")
     if isinstance(sample, dict):
         return sample
-    return SampleFault("not an object", f"found {kind_of(sample)}, expected an object with the columns of the sample")
+    return SampleFault(
+        "not an object",
+        f"found {kind_of(sample)}, expected an object with the columns of the sample",
+    )
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, open for reading; a DataError for what the system refuses inside, or what is no regular file."""
+    """The file, open for reading; a DataError for what the system refuses inside, or what is no
+    regular file.
+    """
     try:
         with open_regular(path) as file:
             yield file
     except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
+        raise DataError(
+            f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}"
+        ) from None
 
 
 def hash_of(*paths: Path) -> dict[str, Any]:
-    """`size` in bytes and `sha256`, in hex, of the content of one file or several. Raises DataError."""
+    """`size` in bytes and `sha256`, in hex, of the content of one file or several. Raises
+    DataError.
+    """
     digest, size = hashlib.sha256(), 0
     for path in paths:
         with opened(path) as file:
@@ -264,35 +300,45 @@ def empty(place: str) -> DataError:
 def build_line_fault(place: str, line: int) -> DataError:
     """Return the fault of a file with a line over LINE_LIMIT."""
     return DataError(
-        f"{place}:{line}: found {format_bytes(LINE_LIMIT)} without a line's end, expected a sample a line; "
-        "write or download the file again"
+        f"{place}:{line}: found {format_bytes(LINE_LIMIT)} without a line's end, expected a sample"
+        " a line; write or download the file again"
     )
 
 
 def not_utf8(place: str, line: int, byte: int) -> DataError:
     """The fault of a file with a byte that is no UTF-8."""
-    return DataError(f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file")
+    return DataError(
+        f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file"
+    )
 
 
 _DELIMITERS = (",", ";", "\t")  # of a .csv file, the one that its first line has the most of
 
 
 class CsvFile(IndexedFile):
-    """A .csv or .tsv file. Cells may be quoted, and hold line ends then; blank lines are passed over."""
+    """A .csv or .tsv file. Cells may be quoted, and hold line ends then; blank lines are passed
+    over.
+    """
 
-    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+    def __init__(
+        self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
+    ) -> None:
         super().__init__(path, sample_limit, place)
         csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         header, delimiter = self._header
         is_empty = True
-        for _, start, end, line in islice(_read_csv_rows(file, self.place, delimiter), 1, None):  # behind the header
+        for _, start, end, line in islice(
+            _read_csv_rows(file, self.place, delimiter), 1, None
+        ):  # behind the header
             is_empty = False
             yield start, end, line
         if is_empty:
             names = show(", ".join(filter(None, header)))
-            raise DataError(f"{self.place}: found a header ({names}) and no rows, expected samples below it")
+            raise DataError(
+                f"{self.place}: found a header ({names}) and no rows, expected samples below it"
+            )
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         header, delimiter = self._header
@@ -302,7 +348,8 @@ class CsvFile(IndexedFile):
             names = show(", ".join(header))
             return SampleFault(
                 "number of cells",
-                f"found {len(cells)} cells, expected {len(header)} ({names}); quote cells that hold the delimiter",
+                f"found {len(cells)} cells, expected {len(header)} ({names}); quote cells that hold"
+                " the delimiter",
             )
         return {name: cell for name, cell in zip(header, cells, strict=True) if name}
 
@@ -321,12 +368,18 @@ class CsvFile(IndexedFile):
         header = [name.strip() for name in cells]
         twice = next((name for name in header if name and header.count(name) > 1), None)
         if twice is not None:
-            raise DataError(f"{self.place}:1: found the column {twice} twice, expected each name once; rename one")
+            raise DataError(
+                f"{self.place}:1: found the column {twice} twice, expected each name once;"
+                " rename one"
+            )
         return header, delimiter
 
 
-def _read_csv_rows(file: BinaryIO, place: str, delimiter: str) -> Iterator[tuple[list[str], int, int, int]]:
-    """Yield the cells of each row that is not blank, its first byte, the one after its last, and its line.
+def _read_csv_rows(
+    file: BinaryIO, place: str, delimiter: str
+) -> Iterator[tuple[list[str], int, int, int]]:
+    """Yield the cells of each row that is not blank, its first byte, the one after its last, and
+    its line.
 
     file: just opened. Raises DataError for quotes that are not closed, and for what is no text.
     """
@@ -353,8 +406,8 @@ def _read_csv_rows(file: BinaryIO, place: str, delimiter: str) -> Iterator[tuple
             cells = next(reader, None)
         except csv.Error as error:
             raise DataError(
-                f"{place}:{first_line}: found a row that is no CSV ({error}), expected quotes around cells closed, "
-                "and doubled inside; correct the row"
+                f"{place}:{first_line}: found a row that is no CSV ({error}), expected quotes"
+                " around cells closed, and doubled inside; correct the row"
             ) from None
         if cells is None:
             return

@@ -1,4 +1,6 @@
-"""What a dataset sample is once it is read, whatever its format; and what a sample that cannot be read raises."""
+"""What a dataset sample is once it is read, whatever its format; and what a sample that cannot be
+read raises.
+"""
 
 import json
 import re
@@ -13,11 +15,15 @@ from recipe_lib.config.registry import registered
 from recipe_lib.errors import visible
 from recipe_lib.reading import parse_json
 
-Message = Mapping[str, Any]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
+Message = Mapping[
+    str, Any
+]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
 
 
 class MessagePlace(NamedTuple):
-    """Where a message is in its sample, as jq has it: `.messages[1]`. text: where its content is."""
+    """Where a message is in its sample, as jq has it: `.messages[1]`. text: where its content
+    is.
+    """
 
     path: str
     text: str
@@ -31,26 +37,36 @@ class SamplePlaces:
     tools: str = ".tools"
 
     def at(self, number: int, field: str = "") -> str:
-        """Where a message is, or one of its fields (`.train`), for the beginning of an error line."""
+        """Where a message is, or one of its fields (`.train`), for the beginning of an error
+        line.
+        """
         if number < len(self.messages):
             return self.messages[number].path + field
         return f"message {number} (the first is 0)" + (f": {field}" if field else "")
 
     @property
     def are_texts(self) -> bool:
-        """Return whether each message is the text of a column, which has the message's place too."""
+        """Return whether each message is the text of a column, which has the message's place
+        too.
+        """
         return bool(self.messages) and all(place.path == place.text for place in self.messages)
 
     def text(self, number: int) -> str:
         """Where the content of a message is."""
-        return self.messages[number].text if number < len(self.messages) else self.at(number, ".content")
+        return (
+            self.messages[number].text
+            if number < len(self.messages)
+            else self.at(number, ".content")
+        )
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of the roles system, user, assistant, tool. tools: descriptions that the template may show. places: in
-    the sample, for error lines. variables: more that the template is given. asked: so many of the first messages are
-    the prompt, which is trained with data.train_on=all alone."""
+    """Messages of the roles system, user, assistant, tool. tools: descriptions that the template
+    may show. places: in the sample, for error lines. variables: more that the template is given.
+    asked: so many of the first messages are the prompt, which is trained with data.train_on=all
+    alone.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -65,7 +81,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Text as it stands, without a template; the loss counts the completion and the end token after it."""
+    """Text as it stands, without a template; the loss counts the completion and the end token after
+    it.
+    """
 
     prompt: str
     completion: str
@@ -80,22 +98,29 @@ class Document:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two ways to go on from the same messages; each ends with a message of the assistant. places: in the sample, of
-    the prompt and the chosen answer, and of the prompt and the rejected one."""
+    """Two ways to go on from the same messages; each ends with a message of the assistant. places:
+    in the sample, of the prompt and the chosen answer, and of the prompt and the rejected one.
+    """
 
     prompt: Sequence[Message]
     chosen: Sequence[Message]
     rejected: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
-    places: tuple[SamplePlaces, SamplePlaces] = field(default=(SamplePlaces(), SamplePlaces()), compare=False)
+    places: tuple[SamplePlaces, SamplePlaces] = field(
+        default=(SamplePlaces(), SamplePlaces()), compare=False
+    )
     margin: float = 0.0  # by how much chosen is better; NaN: the sample has one that is no number
-    no_prompt: "SampleFault | None" = field(default=None, compare=False)  # unless the texts are rendered already
+    no_prompt: "SampleFault | None" = field(
+        default=None, compare=False
+    )  # unless the texts are rendered already
     variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
 
     def conversations(self) -> list[Conversation]:
         """Return the prompt with the chosen answer, and with the rejected one."""
         return [
-            Conversation([*self.prompt, *answer], self.tools, places, self.variables, len(self.prompt))
+            Conversation(
+                [*self.prompt, *answer], self.tools, places, self.variables, len(self.prompt)
+            )
             for answer, places in zip((self.chosen, self.rejected), self.places, strict=True)
         ]
 
@@ -135,7 +160,9 @@ Sample = Conversation | Completion | Document | Preference | LabeledAnswer | Cla
 
 
 class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, turned into a DataError or a count)
-    """A sample that cannot be used. cause: a few words to count by; str(): what was found and expected."""
+    """A sample that cannot be used. cause: a few words to count by; str(): what was found and
+    expected.
+    """
 
     def __init__(self, cause: str, detail: str) -> None:
         self.cause = visible(cause)
@@ -155,11 +182,15 @@ def kind_of(value: Any) -> str:
         (date, "a date"),
         (time, "a time"),
     )
-    return next((words for kind, words in kinds if isinstance(value, kind)), "a value of another kind")
+    return next(
+        (words for kind, words in kinds if isinstance(value, kind)), "a value of another kind"
+    )
 
 
 def shown(value: Any) -> str:
-    """A short value as it is, for error lines: text in quotes, a number, true, false or null; else its kind."""
+    """A short value as it is, for error lines: text in quotes, a number, true, false or null; else
+    its kind.
+    """
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else f"{value[:37]}...")
     if isinstance(value, bool):
@@ -168,9 +199,13 @@ def shown(value: Any) -> str:
 
 
 def located(place: str, detail: object) -> str:
-    """A fault with its place before it; a path in the sample goes on from that of the sample (`rows.json:4: .[1]`)."""
+    """A fault with its place before it; a path in the sample goes on from that of the sample
+    (`rows.json:4: .[1]`).
+    """
     text = str(detail)
-    goes_on = place.endswith("]") and text.startswith(".") and "/" not in text.partition(": ")[0]  # no path of a file
+    goes_on = (
+        place.endswith("]") and text.startswith(".") and "/" not in text.partition(": ")[0]
+    )  # no path of a file
     return place + text if goes_on else f"{place}: {text}"
 
 
@@ -196,17 +231,23 @@ OTHER_NAMES = {
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
+    """Return an object of JSON. Raises SampleFault for a key that stands in it twice: the last one
+    would win unsaid.
+    """
     json_object = dict(pairs)
     if len(json_object) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated_key = next(key for key in keys if keys.count(key) > 1)
-        raise SampleFault("key twice", f"found the key {shown(repeated_key)} twice in an object, expected it once")
+        raise SampleFault(
+            "key twice", f"found the key {shown(repeated_key)} twice in an object, expected it once"
+        )
     return json_object
 
 
 def parse_object(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError like `parse_json`, and SampleFault for a key twice."""
+    """Return the value of a JSON text. Raises ValueError like `parse_json`, and SampleFault for a
+    key twice.
+    """
     return parse_json(text, make_object=_build_object)
 
 
@@ -216,8 +257,12 @@ class Columns:
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    instead: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what may stand in the place of a required one
-    same: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other names, put under the column's own
+    instead: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # what may stand in the place of a required one
+    same: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # other names, put under the column's own
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -225,7 +270,9 @@ class Columns:
         return (*self.required, *self.optional)
 
     def list_spellings(self, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the names under which a column of a row is taken, in this order. columns: as `data.columns`."""
+        """Return the names under which a column of a row is taken, in this order. columns: as
+        `data.columns`.
+        """
         if column in columns:
             return (columns[column],)
         return (column, *self.same.get(column, ()), *self.instead.get(column, ()))
@@ -237,17 +284,28 @@ def find_columns(form: str) -> Columns:
 
 
 def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
-    """Return what a sample calls a column, of the column's name and others; None: there is none, or it is null."""
-    names_by_lower = {str(name).lower(): str(name) for name, value in sample.items() if value is not None}
-    return next((names_by_lower[name] for name in (column, *others) if name in names_by_lower), None)
+    """Return what a sample calls a column, of the column's name and others; None: there is none, or
+    it is null.
+    """
+    names_by_lower = {
+        str(name).lower(): str(name) for name, value in sample.items() if value is not None
+    }
+    return next(
+        (names_by_lower[name] for name in (column, *others) if name in names_by_lower), None
+    )
 
 
 class Renamed(dict[str, Any]):
-    """A sample under the names that formats know. own: by what names the file has them, as `data.columns`. section: of
-    the config, in which `columns` are."""
+    """A sample under the names that formats know. own: by what names the file has them, as
+    `data.columns`. section: of the config, in which `columns` are.
+    """
 
-    def __init__(self, sample: RawSample, own: Mapping[str, str], section: str, required: Sequence[str] = ()) -> None:
-        """Rename the columns; one that goes under another name keeps its own only where that is required."""
+    def __init__(
+        self, sample: RawSample, own: Mapping[str, str], section: str, required: Sequence[str] = ()
+    ) -> None:
+        """Rename the columns; one that goes under another name keeps its own only where that is
+        required.
+        """
         file_names = set(own.values())
         moved_names = file_names - set(own) - set(required)
         super().__init__({name: value for name, value in sample.items() if name not in moved_names})
@@ -255,7 +313,9 @@ class Renamed(dict[str, Any]):
         self.own = own
         self.section = section
         # Columns of the file that have the name of another one here.
-        self.hidden = {name: sample[name] for name in own if name in sample and name not in file_names}
+        self.hidden = {
+            name: sample[name] for name in own if name in sample and name not in file_names
+        }
 
 
 def path_of(sample: RawSample, name: str) -> str:
@@ -264,27 +324,38 @@ def path_of(sample: RawSample, name: str) -> str:
 
 
 def format_path(name: str) -> str:
-    """Return the path of a column by its name in the file; one that begins with a dot is a path already."""
+    """Return the path of a column by its name in the file; one that begins with a dot is a path
+    already.
+    """
     if name.startswith("."):
         return name
     return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
 
 
 def columns_section(section: str) -> str:
-    """Return the section of the config that names the columns of a source of this one; validation has none of its
-    own."""
+    """Return the section of the config that names the columns of a source of this one; validation
+    has none of its own.
+    """
     return "data" if section == "validation" else section
 
 
 def overrides(section: str, own: Mapping[str, str]) -> list[str]:
-    """Return what names columns on the command line: `data.columns.prompt=question`. section: that of the source."""
+    """Return what names columns on the command line: `data.columns.prompt=question`. section: that
+    of the source.
+    """
     if section == "data":
         return [f"data.columns.{name}={column}" for name, column in own.items()]
-    return [f"{section}.columns={{{', '.join(f'{name}: {column}' for name, column in own.items())}}}"] if own else []
+    return (
+        [f"{section}.columns={{{', '.join(f'{name}: {column}' for name, column in own.items())}}}"]
+        if own
+        else []
+    )
 
 
 def found_in(holder: RawSample, name: str) -> str:
-    """Return the kind of a field, in words, for error lines; of one that is not there, `nothing`."""
+    """Return the kind of a field, in words, for error lines; of one that is not there,
+    `nothing`.
+    """
     return kind_of(holder[name]) if name in holder else "nothing"
 
 
@@ -298,36 +369,45 @@ def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where
         return ""
     label = f"{where}.{name}" if where else path_of(sample, name)
     if not isinstance(value, str):
-        raise SampleFault(f"{name} is no text", f"{label}: found {found_in(sample, name)}, expected text")
+        raise SampleFault(
+            f"{name} is no text", f"{label}: found {found_in(sample, name)}, expected text"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise SampleFault(
             "half a character",
-            f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole characters",
+            f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole"
+            " characters",
         ) from None
     return value
 
 
 def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
-    """Return the list of objects in a column, and its path, which an index goes behind. Raises SampleFault."""
+    """Return the list of objects in a column, and its path, which an index goes behind. Raises
+    SampleFault.
+    """
     value, path = open_json_list(sample, name)
     if not isinstance(value, list):
         found = found_in(sample, name)
         if isinstance(value, str):
             found = "text that is no JSON list" if value.strip() else "empty text"
-        raise SampleFault(f"{name} is no list", f"{path}: found {found}, expected a list of objects")
+        raise SampleFault(
+            f"{name} is no list", f"{path}: found {found}, expected a list of objects"
+        )
     for number, item in enumerate(value):
         if not isinstance(item, dict):
             raise SampleFault(
-                f"{name} is no list of objects", f"{path}[{number}]: found {kind_of(item)}, expected an object"
+                f"{name} is no list of objects",
+                f"{path}[{number}]: found {kind_of(item)}, expected an object",
             )
     return value, path
 
 
 def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
-    """Return what a column holds, and its path; a list as JSON text, as tables have it, is parsed. Raises SampleFault
-    for one that is no JSON."""
+    """Return what a column holds, and its path; a list as JSON text, as tables have it, is parsed.
+    Raises SampleFault for one that is no JSON.
+    """
     value = sample.get(name)
     path = path_of(sample, name)
     if is_json_list(value):
@@ -340,14 +420,20 @@ def is_json_list(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.lstrip().startswith("[")
 
 
-def refuse_keys(holder: RawSample, read_keys: Sequence[str], where: str, owner: str, expected: str) -> None:
-    """Raise SampleFault for a key of an object that is not read and holds something that may change something.
+def refuse_keys(
+    holder: RawSample, read_keys: Sequence[str], where: str, owner: str, expected: str
+) -> None:
+    """Raise SampleFault for a key of an object that is not read and holds something that may change
+    something.
 
-    where: the object's path. owner: what has the key, in words, to count the fault by. expected: the line's end.
+    where: the object's path. owner: what has the key, in words, to count the fault by. expected:
+    the line's end.
     """
     for name, value in holder.items():
         if name not in read_keys and not says_nothing(value) and not is_idle(name, value):
-            raise SampleFault(f"key {name} of {owner}", f"{where}.{name}: found {kind_of(value)}, {expected}")
+            raise SampleFault(
+                f"key {name} of {owner}", f"{where}.{name}: found {kind_of(value)}, {expected}"
+            )
 
 
 def parse_column(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
@@ -356,7 +442,8 @@ def parse_column(text: str, name: str, path: str, expected: str = "a list of obj
         return parse_object(text)
     except ValueError as error:
         raise SampleFault(
-            f"{name} is no JSON", f"{path}: found text that is no JSON ({error}), expected {expected} as JSON"
+            f"{name} is no JSON",
+            f"{path}: found text that is no JSON ({error}), expected {expected} as JSON",
         ) from None
 
 
@@ -371,7 +458,14 @@ def parse_column(text: str, name: str, path: str, expected: str = "a list of obj
 # Other names under which tools write what a format reads: taken where the column itself is absent.
 SAME_AS = {
     "system": ("system_prompt", "system_message", "system_instruction"),
-    "tools": ("functions", "function", "function_list", "tool_list", "available_tools", "tool_definitions"),
+    "tools": (
+        "functions",
+        "function",
+        "function_list",
+        "tool_list",
+        "available_tools",
+        "tool_definitions",
+    ),
     "input": ("query",),
     "label": ("kto_tag",),
     "chosen": ("preferred_output",),
@@ -379,49 +473,57 @@ SAME_AS = {
 }
 
 _MEDIA = frozenset(
-    "image images img imgs image_path image_paths image_url image_urls image_file picture pictures photo pixel_values "
-    "image_grid_thw video videos video_path video_paths video_url frames audio audios audio_path audio_paths audio_url "
-    "speech sound sounds wav waveform multi_modal_data mm_data objects bbox bboxes box boxes".split()
+    "image images img imgs image_path image_paths image_url image_urls image_file picture pictures"
+    " photo pixel_values image_grid_thw video videos video_path video_paths video_url frames audio"
+    " audios audio_path audio_paths audio_url speech sound sounds wav waveform multi_modal_data"
+    " mm_data objects bbox bboxes box boxes".split()
 )
 _TOKENIZED = frozenset(
-    "input_ids token_ids tokens labels attention_mask loss_mask completion_mask assistant_masks position_ids "
-    "token_type_ids prompt_ids completion_ids prompt_input_ids chosen_input_ids rejected_input_ids "
-    "special_tokens_mask".split()
+    "input_ids token_ids tokens labels attention_mask loss_mask completion_mask assistant_masks"
+    " position_ids token_type_ids prompt_ids completion_ids prompt_input_ids chosen_input_ids"
+    " rejected_input_ids special_tokens_mask".split()
 )
 _WEIGHTS = frozenset("weight weights sample_weight loss_weight example_weight loss_scale".split())
 _JUDGED = frozenset(
-    "label kto_tag is_correct correct is_chosen is_preferred preferred is_good good is_desirable desirable "
-    "accepted acceptable approved passed is_passed valid is_valid verified is_verified success is_success successful "
-    "solved is_solved resolved train training trainable loss use keep include".split()
+    "label kto_tag is_correct correct is_chosen is_preferred preferred is_good good is_desirable"
+    " desirable accepted acceptable approved passed is_passed valid is_valid verified is_verified"
+    " success is_success successful solved is_solved resolved train training trainable loss use"
+    " keep include".split()
 )
-UNWANTED = frozenset("rejected rejected_response response_rejected rejected_answer non_preferred_output".split())
+UNWANTED = frozenset(
+    "rejected rejected_response response_rejected rejected_answer non_preferred_output".split()
+)
 # A text in which a whole row stands, as another template has written it.
 RENDERED = frozenset(
-    "text full_text formatted formatted_text rendered prompt_text chat_text conversation_text chatml templated".split()
+    "text full_text formatted formatted_text rendered prompt_text chat_text conversation_text"
+    " chatml templated".split()
 )
 
 _IDLE = frozenset(
-    "id ids idx index uid uuid guid sha sha1 sha256 md5 hash key row_number line_number source sources src origin "
-    "dataset datasets subset split config fold shard batch batch_number file filename file_name path filepath repo "
-    "category categories subcategory subcategories class_name task tasks subtask topic topics subtopic subject domain "
-    "domains field area genre theme keyword keywords tag tags type kind style format lang langs language languages "
-    "language_code locale country region difficulty level grade complexity quality score scores rating ratings rank "
-    "ranks reward rewards likes upvotes downvotes votes views view_count model models model_name generator "
-    "generated_by teacher engine provider annotator annotators annotation_type author authors user username "
-    "contributor license licence copyright url urls link links uri href doi avatarurl date datetime time timestamp "
-    "timestamps created updated modified created_utc year version revision status stage state tree_state turn turns "
-    "n_turns length len size count token_count word_count char_count temperature top_p max_tokens seed "
-    "skip_prompt_formatting custom_instruction deleted synthetic toxic redacted nsfw flagged title order usage "
-    "helpfulness correctness coherence verbosity harmlessness honesty truthfulness safety relevance fluency accuracy "
-    "instruction_following instruction_adherence confidence agreement perplexity seconds duration cost epoch step "
-    "iteration votes_up votes_down "
-    "dataset_name task_name source_name finish_reason finish_reasons stop_reason object label_text label_name dump "
-    "crawl pile_set_name repo_name hexsha added seed_data audience".split()
+    "id ids idx index uid uuid guid sha sha1 sha256 md5 hash key row_number line_number source"
+    " sources src origin dataset datasets subset split config fold shard batch batch_number file"
+    " filename file_name path filepath repo category categories subcategory subcategories"
+    " class_name task tasks subtask topic topics subtopic subject domain domains field area genre"
+    " theme keyword keywords tag tags type kind style format lang langs language languages"
+    " language_code locale country region difficulty level grade complexity quality score scores"
+    " rating ratings rank ranks reward rewards likes upvotes downvotes votes views view_count model"
+    " models model_name generator generated_by teacher engine provider annotator annotators"
+    " annotation_type author authors user username contributor license licence copyright url urls"
+    " link links uri href doi avatarurl date datetime time timestamp timestamps created updated"
+    " modified created_utc year version revision status stage state tree_state turn turns n_turns"
+    " length len size count token_count word_count char_count temperature top_p max_tokens seed"
+    " skip_prompt_formatting custom_instruction deleted synthetic toxic redacted nsfw flagged title"
+    " order usage helpfulness correctness coherence verbosity harmlessness honesty truthfulness"
+    " safety relevance fluency accuracy instruction_following instruction_adherence confidence"
+    " agreement perplexity seconds duration cost epoch step iteration votes_up votes_down"
+    " dataset_name task_name source_name finish_reason finish_reasons stop_reason object label_text"
+    " label_name dump crawl pile_set_name repo_name hexsha added seed_data audience".split()
 )
 _IDLE_ENDS = tuple(
-    "_id _ids _idx _index _uuid _hash _url _urls _uri _link _score _scores _rating _ratings _rank _model _source "
-    "_category _type _tag _tags _count _length _len _tokens _date _at _time _timestamp _utc _lang _language "
-    "_license _version _split _subset _difficulty _level _topic _domain _prob _logprob _path".split()
+    "_id _ids _idx _index _uuid _hash _url _urls _uri _link _score _scores _rating _ratings _rank"
+    " _model _source _category _type _tag _tags _count _length _len _tokens _date _at _time"
+    " _timestamp _utc _lang _language _license _version _split _subset _difficulty _level _topic"
+    " _domain _prob _logprob _path".split()
 )
 _IDLE_STARTS = tuple(
     "num_ n_ score_ rating_ index_level_ unnamed_ meta_ metadata_ token_count_ created_ updated_".split()
@@ -429,13 +531,15 @@ _IDLE_STARTS = tuple(
 _ADDRESSES = ("url", "urls", "link", "links", "license", "licence", "copyright", "path", "filepath")
 # Whatever lists and objects they hold: notes of those who made the rows.
 _NOTES = frozenset(
-    "meta metadata extra_info extra_fields annotations detoxify emojis labels moderation openai_moderation "
-    "detoxify_moderation logprobs top_logprobs usage stats statistics provenance lineage quality_signals "
-    "cache_control header".split()
+    "meta metadata extra_info extra_fields annotations detoxify emojis labels moderation"
+    " openai_moderation detoxify_moderation logprobs top_logprobs usage stats statistics provenance"
+    " lineage quality_signals cache_control header".split()
 )
 
 MESSAGE_READ = frozenset(("role", "content", "train", "tool_calls"))
-_MESSAGE_IDLE = frozenset("name turn_identifier language country state object status end_turn is_error".split())
+_MESSAGE_IDLE = frozenset(
+    "name turn_identifier language country state object status end_turn is_error".split()
+)
 _WHY_NOT_MEDIA = "images, sound or film, which no recipe reads"
 _WHY_NOT_DETAIL = "which letters of a message are trained, which is said of whole messages alone"
 _MESSAGE_REFUSED = {
@@ -452,13 +556,16 @@ _REQUEST = ("parallel_tool_calls", "tool_choice")  # settings of a request, whic
 
 @lru_cache(4096)  # rows repeat the same few names
 def normalize_name(name: str) -> str:
-    """Return a name in small letters with one underscore in the place of all that is no letter and no digit."""
+    """Return a name in small letters with one underscore in the place of all that is no letter and
+    no digit.
+    """
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value is as good as absent: null, blank text, an object of such, or a list of nothing or
-    nulls."""
+    """Return whether a value is as good as absent: null, blank text, an object of such, or a list
+    of nothing or nulls.
+    """
     if isinstance(value, str):
         return not value or value.isspace()
     if isinstance(value, dict):
@@ -478,7 +585,9 @@ def is_label(value: Any) -> bool:
 
 
 def is_idle(name: str, value: Any) -> bool:
-    """Return whether a column or a key is known to change nothing by its name, and holds what such a one does."""
+    """Return whether a column or a key is known to change nothing by its name, and holds what such
+    a one does.
+    """
     word = normalize_name(name)
     if word in _NOTES or word in _REQUEST:
         return not isinstance(value, str) or is_label(value) or value.lstrip()[:1] in ("{", "[")
@@ -489,8 +598,14 @@ def is_idle(name: str, value: Any) -> bool:
 
 
 def is_idle_key(name: str, value: Any) -> bool:
-    """Return whether a key of a message is known to change nothing where the chat template does not read it."""
-    return is_idle(name, value) or (name in _MESSAGE_IDLE and is_label(value)) or _MESSAGE_USUAL.get(name) is value
+    """Return whether a key of a message is known to change nothing where the chat template does not
+    read it.
+    """
+    return (
+        is_idle(name, value)
+        or (name in _MESSAGE_IDLE and is_label(value))
+        or _MESSAGE_USUAL.get(name) is value
+    )
 
 
 def why_not_key(name: str) -> str:
@@ -501,7 +616,8 @@ def why_not_key(name: str) -> str:
 
 
 def why_not_column(name: str, value: Any, is_text: bool) -> str:
-    """Return what a column says of its row, where that is known and not read; empty: it says nothing of the kind.
+    """Return what a column says of its row, where that is known and not read; empty: it says
+    nothing of the kind.
 
     is_text: the rows are documents, whose label may be a number that judges nothing.
     """
@@ -513,7 +629,10 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
     if _is_weight(word) and not _is_one(value):
         return "a weight of the row, which data.sources has for whole sources alone"
     if word in _JUDGED and _judge(word, value, is_text) is False:
-        return "that the row is not wanted, and it would be trained; leave such rows out, or train with dpo.loss=kto"
+        return (
+            "that the row is not wanted, and it would be trained; leave such rows out, or train"
+            " with dpo.loss=kto"
+        )
     return ""
 
 
@@ -523,11 +642,17 @@ def is_idle_beside(name: str, value: Any) -> bool:
 
 
 def says_wanted(name: str, value: Any) -> bool:
-    """Return whether a column says of its row no more than that it is wanted, or its class, or that it counts once."""
+    """Return whether a column says of its row no more than that it is wanted, or its class, or that
+    it counts once.
+    """
     word = normalize_name(name)
     if _is_weight(word):
         return _is_one(value)
-    return word in _JUDGED and (_judge(word, value, is_text=False) is not None or word == "label") and is_label(value)
+    return (
+        word in _JUDGED
+        and (_judge(word, value, is_text=False) is not None or word == "label")
+        and is_label(value)
+    )
 
 
 def _is_weight(word: str) -> bool:
@@ -543,11 +668,18 @@ def _is_one(value: Any) -> bool:
 def _judge(word: str, value: Any, is_text: bool) -> bool | None:
     """Return what a column of this name says: the row is wanted, or not; None: neither."""
     is_label_column = word in ("label", *SAME_AS["label"])
-    is_switch = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
+    is_switch = isinstance(value, bool) or (
+        isinstance(value, str) and value.strip().lower() in ("true", "false")
+    )
     return read_truth(value) if is_switch or (is_label_column and not is_text) else None
 
 
-_TRUTHS = {"true": True, "false": False, "1": True, "0": False}  # as JSON has them, and as tables' text
+_TRUTHS = {
+    "true": True,
+    "false": False,
+    "1": True,
+    "0": False,
+}  # as JSON has them, and as tables' text
 
 
 def read_truth(value: Any) -> bool | None:

@@ -1,4 +1,6 @@
-"""Where samples come from: files, folders of files, hub datasets. Each is a list of SampleFiles, read by number."""
+"""Where samples come from: files, folders of files, hub datasets. Each is a list of SampleFiles,
+read by number.
+"""
 
 import codecs
 import gzip
@@ -45,7 +47,8 @@ from recipe_lib.units import GIB, MIB, format_bytes
 # object.
 
 
-# A fault so near to the end of what is decoded may be only that it ends there (in a word or in an escape).
+# A fault so near to the end of what is decoded may be only that it ends there (in a word or in an
+# escape).
 UNSURE = 16
 
 _BLANK = re.compile(rb"[ \t\n\r]*+")
@@ -56,7 +59,9 @@ TOO_LONG = object()
 
 
 class JsonFile(IndexedFile):
-    """A .json file. Its index is made by decoding each item once, which also finds every fault of the file."""
+    """A .json file. Its index is made by decoding each item once, which also finds every fault of
+    the file.
+    """
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         if os.fstat(file.fileno()).st_size == 0:
@@ -97,14 +102,19 @@ class _Scanner:
         self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
         self.line = 1
         self.decoder = json.JSONDecoder()
-        self.beside = dict[str, str]()  # keys of the object that holds the list, as SampleFile.keys_beside
+        self.beside = dict[
+            str, str
+        ]()  # keys of the object that holds the list, as SampleFile.keys_beside
 
     def items(self) -> Iterator[tuple[int, int, int]]:
         """Yield what JsonFile's `scan` does. Raises DataError."""
         opening = self.next_byte()
         if opening not in (b"[", b"{"):
             value = self.value()
-            raise DataError(f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data": [...]}}')
+            raise DataError(
+                f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data":'
+                " [...]}"
+            )
         yield from self.list_items() if opening == b"[" else self.object_items()
         if self.next_byte():
             raise self.invalid("Extra data", self.at)
@@ -131,8 +141,9 @@ class _Scanner:
             yield first, self.at, line
 
     def object_items(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what `items` does of the list under the key `data` of the object that begins here; else the object
-        itself."""
+        """Yield what `items` does of the list under the key `data` of the object that begins here;
+        else the object itself.
+        """
         start = self.at
         has_list = False
         num_data_keys = 0
@@ -142,7 +153,10 @@ class _Scanner:
             key = self.value()
             num_data_keys += key == "data"
             if num_data_keys > 1:
-                raise DataError(f"{self.place}:{self.line}: found the key 'data' twice, expected it once; correct it")
+                raise DataError(
+                    f"{self.place}:{self.line}: found the key 'data' twice, expected it once;"
+                    " correct it"
+                )
             if self.next_byte() != b":":
                 raise self.invalid("Expecting ':' delimiter", self.at)
             self.advance(self.at + 1)
@@ -152,7 +166,9 @@ class _Scanner:
             else:
                 value = self.value()
                 if not says_nothing(value):
-                    self.beside[str(key)] = "" if is_idle_beside(str(key), value) else _describe(value)
+                    self.beside[str(key)] = (
+                        "" if is_idle_beside(str(key), value) else _describe(value)
+                    )
         if not has_list:
             self.beside.clear()  # the object is the one sample, and these are its columns
             yield start, self.at, 0
@@ -182,15 +198,18 @@ class _Scanner:
             self.advance(end)
             return TOO_LONG
         except RecursionError:
-            raise DataError(f"{self.place}: JSON nested too deep, expected a list of objects") from None
+            raise DataError(
+                f"{self.place}: JSON nested too deep, expected a list of objects"
+            ) from None
         except ValueError:  # Python refuses integers of thousands of digits
             raise self.invalid("a number of too many digits", self.at) from None
         self.advance(self.at + len(text[:length].encode()))
         return value
 
     def _find_end(self) -> tuple[int, bool]:
-        """Return where the list, object, text or word that begins here ends, by its brackets and quotes alone, and
-        whether it does before the file."""
+        """Return where the list, object, text or word that begins here ends, by its brackets and
+        quotes alone, and whether it does before the file.
+        """
         depth = 0
         word = _WORD.match(self.content, self.at)
         if word and word.end() > self.at:
@@ -209,11 +228,18 @@ class _Scanner:
     def invalid(self, said: str, position: int) -> DataError:
         """Return the fault at a position that is not before `at`."""
         line = self.line + self.content[self.at : position].count(b"\n")
-        before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(codecs.BOM_UTF8)
-        remedy = "; if every line is an object of its own, name the file .jsonl" if said == "Extra data" else ""
+        before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(
+            codecs.BOM_UTF8
+        )
+        remedy = (
+            "; if every line is an object of its own, name the file .jsonl"
+            if said == "Extra data"
+            else ""
+        )
         column = len(before.decode(errors="replace")) + 1
         return DataError(
-            f"{self.place}:{line}: column {column}: invalid JSON ({said}), expected a list of objects{remedy}"
+            f"{self.place}:{line}: column {column}: invalid JSON ({said}), expected a list of"
+            f" objects{remedy}"
         )
 
 
@@ -224,7 +250,8 @@ class _Scanner:
 
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
-# A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a tenth.
+# A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a
+# tenth.
 MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
 MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
 ROWS_PER_BYTE = 1000  # of the file
@@ -236,7 +263,9 @@ NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
 class ParquetFile(LocalFile):
     """A .parquet file; where its samples begin is what its footer says of the row groups."""
 
-    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+    def __init__(
+        self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
+    ) -> None:
         super().__init__(path, sample_limit, place)
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
@@ -267,11 +296,12 @@ class ParquetFile(LocalFile):
                         return
 
     def _rows_at_once(self, group: Any) -> int:
-        """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's metadata allows on
-        average.
+        """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's
+        metadata allows on average.
 
-        A value that is kept once, in a dictionary, may be that of every sample. Raises DataError for samples that
-        cannot be."""
+        A value that is kept once, in a dictionary, may be that of every sample. Raises DataError
+        for samples that cannot be.
+        """
         sample = 0.0
         with opened(self.path) as content:
             for index in range(group.num_columns):
@@ -281,9 +311,9 @@ class ParquetFile(LocalFile):
                 sample += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
         if sample > MAX_ROW_BYTES:
             raise DataError(
-                f"{self.place}: a sample may unpack to {format_bytes(sample)}, expected at most "
-                f"{format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or take it from a "
-                "source you trust"
+                f"{self.place}: a sample may unpack to {format_bytes(sample)}, expected at most"
+                f" {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or"
+                " take it from a source you trust"
             )
         return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample, 1))))
 
@@ -291,17 +321,22 @@ class ParquetFile(LocalFile):
     def _ends(self) -> np.ndarray:
         """The number of samples up to the end of each row group, int64."""
         with _parquet(self.path) as file:
-            groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+            groups = [
+                file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)
+            ]
         counts = [group.num_rows for group in groups]
         num_samples = sum(counts)
         num_bytes = sum(group.total_byte_size for group in groups)
         size = os.path.getsize(self.path)
         # Metadata that speak of far more than the file's bytes can hold.
-        if num_bytes > max(MOST_UNPACKED, LARGEST_RATIO * size) or num_samples > ROWS_PER_BYTE * size:
+        if (
+            num_bytes > max(MOST_UNPACKED, LARGEST_RATIO * size)
+            or num_samples > ROWS_PER_BYTE * size
+        ):
             raise DataError(
-                f"{self.place}: {format_bytes(size)} say that they unpack to {num_samples} samples of "
-                f"{format_bytes(num_bytes)}, "
-                f"expected at most {LARGEST_RATIO} times the size; take the file from a source you trust"
+                f"{self.place}: {format_bytes(size)} say that they unpack to {num_samples} samples"
+                f" of {format_bytes(num_bytes)}, expected at most {LARGEST_RATIO} times the size;"
+                " take the file from a source you trust"
             )
         if not num_samples:
             raise empty(self.place)
@@ -309,9 +344,11 @@ class ParquetFile(LocalFile):
 
 
 def _dictionary_bytes(file: BinaryIO, column: Any) -> int:
-    """Bytes that a column's dictionary page unpacks to, from the first numbers of its header; all, if not to be seen.
+    """Bytes that a column's dictionary page unpacks to, from the first numbers of its header; all,
+    if not to be seen.
 
-    The header is a Thrift compact struct: field 1 the kind of page, field 2 its bytes, both i32 (0x15) and zigzag.
+    The header is a Thrift compact struct: field 1 the kind of page, field 2 its bytes, both i32
+    (0x15) and zigzag.
     """
     everything = int(column.total_uncompressed_size)
     if column.dictionary_page_offset is None:
@@ -337,13 +374,17 @@ def _parquet(path: Path) -> Iterator[Any]:
         begins, size = content.read(len(MAGIC)), content.seek(0, os.SEEK_END)
         content.seek(max(0, size - len(MAGIC)))
         if begins != MAGIC or content.read() != MAGIC:
-            raise DataError(f"{path}: found no Parquet table, or one that is cut short; write or download it again")
+            raise DataError(
+                f"{path}: found no Parquet table, or one that is cut short; write or download it"
+                " again"
+            )
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except (ArrowException, OSError) as error:
         raise DataError(
-            f"{path}: the Parquet file cannot be read ({first_line(error)}); write or download it again"
+            f"{path}: the Parquet file cannot be read ({first_line(error)}); write or download it"
+            " again"
         ) from None
 
 
@@ -361,7 +402,8 @@ def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | Sampl
 def _leave_out_nulls(value: Any) -> Any:
     """Return a value of an Arrow table without the nulls in it.
 
-    A table gives all objects of a column the same fields, filled up with nulls; a chat template would write them out.
+    A table gives all objects of a column the same fields, filled up with nulls; a chat template
+    would write them out.
     """
     if isinstance(value, dict):
         return {name: _leave_out_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -373,11 +415,15 @@ def _leave_out_nulls(value: Any) -> Any:
 class HubSamples(SampleFile):
     """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
 
-    def __init__(self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source") -> None:
+    def __init__(
+        self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source"
+    ) -> None:
         super().__init__(source, sample_limit)
         self.split = split
         if not NAME.fullmatch(source.removeprefix(HUB)):
-            raise DataError(f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
+            raise DataError(
+                f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
+            )
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
@@ -434,13 +480,18 @@ _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {
 
 
 def open_sources(
-    cfg: SourceConfig, sample_limit: int = SAMPLE_LIMIT, cache: Path | None = None, section: str = "data"
+    cfg: SourceConfig,
+    sample_limit: int = SAMPLE_LIMIT,
+    cache: Path | None = None,
+    section: str = "data",
 ) -> list[SampleFile]:
-    """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its samples.
+    """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its
+    samples.
 
-    sample_limit: bytes of a sample; a larger one cannot be used. cache: where compressed files are unpacked; None: the
-    default one. Others are looked up and not read yet. section: of the config, with the key `source`. Raises DataError:
-    nothing is there, or a kind that is not read."""
+    sample_limit: bytes of a sample; a larger one cannot be used. cache: where compressed files are
+    unpacked; None: the default one. Others are looked up and not read yet. section: of the config,
+    with the key `source`. Raises DataError: nothing is there, or a kind that is not read.
+    """
     if is_hub(cfg.source):
         return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
     files = list[SampleFile]()
@@ -464,31 +515,41 @@ _BLOCK = 2**18  # bytes read at a time
 
 
 def unpacked(path: Path, root: Path) -> Path:
-    """The content of a compressed file, as a file below `root/unpacked`; made if it is not there yet.
+    """The content of a compressed file, as a file below `root/unpacked`; made if it is not there
+    yet.
 
-    It is found again as long as the compressed file is the same by path, size and time. Raises DataError for one that
-    is damaged or of another kind, StorageError where the disk has no room.
+    It is found again as long as the compressed file is the same by path, size and time. Raises
+    DataError for one that is damaged or of another kind, StorageError where the disk has no room.
     """
     try:
         found = os.stat(path)
     except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
+        raise DataError(
+            f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}"
+        ) from None
     state = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
     folder = root / "unpacked"
-    target = folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
+    target = (
+        folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
+    )
     discard_idle(folder, "*")  # also of files that nobody asks for again
     if target.exists():
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with write_aside(target) as partial, phase(f"unpacking {path.name}", unit="bytes") as progress:
+        with (
+            write_aside(target) as partial,
+            phase(f"unpacking {path.name}", unit="bytes") as progress,
+        ):
             _unpack(path, partial, progress.advance)
     except OSError as error:
         if error.filename == str(path):
-            raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
+            raise DataError(
+                f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}"
+            ) from None
         raise StorageError(
-            f"{path}: cannot be unpacked into {folder} ({error.strerror or error}); free some space, or set "
-            "data.cache_dir to another disk"
+            f"{path}: cannot be unpacked into {folder} ({error.strerror or error}); free some"
+            " space, or set data.cache_dir to another disk"
         ) from None
     return target
 
@@ -502,14 +563,16 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
                 size += len(block)
                 if size > most:
                     raise DataError(
-                        f"{path}: unpacks to more than {_MOST_TIMES} times its size ({format_bytes(most)}), expected "
-                        "samples; unpack it yourself if it is to be read"
+                        f"{path}: unpacks to more than {_MOST_TIMES} times its size"
+                        f" ({format_bytes(most)}), expected samples; unpack it yourself if it is to"
+                        " be read"
                     )
                 out.write(block)
                 advance(len(block))
     except _DAMAGED as error:
         raise DataError(
-            f"{path}: is damaged, or no {COMPRESSED[path.suffix]} file ({error}); fetch or make it again"
+            f"{path}: is damaged, or no {COMPRESSED[path.suffix]} file ({error}); fetch or make it"
+            " again"
         ) from None
 
 
@@ -520,8 +583,10 @@ def _gzip_blocks(path: Path) -> Generator[bytes]:
 
 
 def _zstd_blocks(path: Path) -> Generator[bytes]:
-    """Yield the content, one frame after the other. Raises DataError without the package that reads it, and EOFError
-    for a damaged file, or a last frame that is not whole, which the package passes over."""
+    """Yield the content, one frame after the other. Raises DataError without the package that reads
+    it, and EOFError for a damaged file, or a last frame that is not whole, which the package passes
+    over.
+    """
     try:
         import zstandard
     except ImportError:

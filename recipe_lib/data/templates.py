@@ -1,7 +1,8 @@
 """Turns a sample into ids and says which of them the loss counts.
 
-An answer is trained from the first token after the prompt that generation would be given, up to and including the
-token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it becomes ids.
+An answer is trained from the first token after the prompt that generation would be given, up to and
+including the token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it
+becomes ids.
 """
 
 import re
@@ -58,8 +59,12 @@ class Encoded:
 
     ids: list[int]
     trained: list[bool]  # whether the loss counts each id as a target
-    apart: bool = False  # a text is encoded apart from what stands before it: a token reached over the border
-    answers: tuple[tuple[int, int], ...] = ()  # [start, end) of each trained message, with its end-of-turn token
+    apart: bool = (
+        False  # a text is encoded apart from what stands before it: a token reached over the border
+    )
+    answers: tuple[
+        tuple[int, int], ...
+    ] = ()  # [start, end) of each trained message, with its end-of-turn token
     untrained_ends: int = 0  # trained messages whose end-of-turn token was cut off, or is none
     left_out: int = 0  # messages of the system and the user that are not written
 
@@ -82,14 +87,22 @@ class EncodedSample:
 
     sequences: Sequence[Encoded]
     whole_tokens: int = 0  # ids of the whole conversation in one, where it became several
-    marked: Marked | None = None  # how it differs from the template's own marks, if there are any and they were used
+    marked: Marked | None = (
+        None  # how it differs from the template's own marks, if there are any and they were used
+    )
 
 
 def encode_spans(
-    tokenizer: Tokenizer, text: str, spans: Sequence[Span], escape: Escape, add_bos: bool, inside: bool = True
+    tokenizer: Tokenizer,
+    text: str,
+    spans: Sequence[Span],
+    escape: Escape,
+    add_bos: bool,
+    inside: bool = True,
 ) -> Encoded:
-    """Return ids of the whole text, trained inside of the spans, or outside of them. Raises SampleFault: none is
-    trained."""
+    """Return ids of the whole text, trained inside of the spans, or outside of them. Raises
+    SampleFault: none is trained.
+    """
     cuts = [0]
     for span in spans:
         cuts += (span.start, span.end)
@@ -100,7 +113,9 @@ def encode_spans(
     trained = list[bool]()
     for number, length in enumerate(lengths):  # those with odd numbers lie inside of a span
         trained += [bool(number % 2) is inside] * length
-    trained[:1] = [False] * len(trained[:1])  # nothing stands before the first token to predict it from
+    trained[:1] = [False] * len(
+        trained[:1]
+    )  # nothing stands before the first token to predict it from
     if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
     end = len(trained) - trained[::-1].index(True)
@@ -118,14 +133,17 @@ def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 def _encode_between(
     tokenizer: Tokenizer, text: str, cuts: Sequence[int], escape: Escape
 ) -> tuple[list[int], list[int], bool]:
-    """Return ids of a text, how many lie between the cuts, and whether a cut had to be forced through a token."""
+    """Return ids of a text, how many lie between the cuts, and whether a cut had to be forced
+    through a token.
+    """
     pieces = encode_escaped(tokenizer, [text[start:end] for start, end in pairwise(cuts)], escape)
     piece_ids = list(chain.from_iterable(pieces))
     lengths = [len(piece) for piece in pieces]
     text_ids = encode_escaped(tokenizer, [text], escape)[0]
     if piece_ids == text_ids:
         return piece_ids, lengths, False
-    # Pieces can differ from the whole although no token reaches over a cut: one that takes space does.
+    # Pieces can differ from the whole although no token reaches over a cut: one that takes space
+    # does.
     ends = [0]
     for cut in cuts[1:]:
         ids_before = encode_escaped(tokenizer, [text[:cut]], escape)[0]
@@ -138,7 +156,11 @@ def _encode_between(
 _PROMPTS: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
-    ({"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}),
+    (
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ),
 )
 
 
@@ -157,12 +179,18 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
     first = chats[0]
     asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
     prompt = first.messages[:asked]
-    answers = [list(chat.messages[asked:]) for chat in chats if not isinstance(sample, Conversation)]
+    answers = [
+        list(chat.messages[asked:]) for chat in chats if not isinstance(sample, Conversation)
+    ]
     roles = [message["role"] for message in prompt]
     are_single = all(len(answer) == 1 for answer in answers)
     if roles not in _PROMPTS or not are_single or not all(chat.places.are_texts for chat in chats):
         return None
-    columns = {"tools": first.tools, "system": "system" in roles, "chat_template_kwargs": first.variables}
+    columns = {
+        "tools": first.tools,
+        "system": "system" in roles,
+        "chat_template_kwargs": first.variables,
+    }
     return TextRow(
         prompt=prompt[-1]["content"] if "user" in roles else "",
         answers=[answer[0]["content"] for answer in answers],
@@ -173,10 +201,11 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
 class Encoder:
     """Encodes samples for one tokenizer and template.
 
-    template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on: `assistant`, `last`, `all`,
-    or a list of roles; a message's own `train` wins. add_bos: begin plain text with BOS where the tokenizer does so
-    by itself; a chat template writes its own. history: `auto`, `split` or `refuse`, as `share_out` has them. add_eos:
-    put EOS behind texts that no template writes. parse_special: special tokens that a sample spells out become tokens;
+    template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on:
+    `assistant`, `last`, `all`, or a list of roles; a message's own `train` wins. add_bos: begin
+    plain text with BOS where the tokenizer does so by itself; a chat template writes its own.
+    history: `auto`, `split` or `refuse`, as `share_out` has them. add_eos: put EOS behind texts
+    that no template writes. parse_special: special tokens that a sample spells out become tokens;
     None: in the texts of columns, and not in messages.
     """
 
@@ -195,10 +224,12 @@ class Encoder:
         self.train_on, self.history = train_on, history
         if template == "chat" and tokenizer.chat_template is None:
             raise DataError(
-                f"{tokenizer.place}: data.template is chat, but the tokenizer has no chat template; "
-                "set tokenizer.chat_template to a Jinja file, or data.template to plain"
+                f"{tokenizer.place}: data.template is chat, but the tokenizer has no chat template;"
+                " set tokenizer.chat_template to a Jinja file, or data.template to plain"
             )
-        self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
+        self.template = (
+            "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
+        )
         is_chat = self.template == "chat"
         self._template = Template(tokenizer, SpecialTokens(tokenizer), is_chat, add_bos)
         self.tokenizer = tokenizer
@@ -212,23 +243,28 @@ class Encoder:
         self.fields = TemplateFields(tokenizer if is_chat else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
-        """The one sequence of a sample. Raises SampleFault for a sample that does not fit the template, or that becomes
-        several."""
+        """The one sequence of a sample. Raises SampleFault for a sample that does not fit the
+        template, or that becomes several.
+        """
         return _only(self.encode_sample(sample))
 
     def encode_sample(self, sample: Conversation | Completion) -> EncodedSample:
-        """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
-        template."""
+        """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not
+        fit the template.
+        """
         if isinstance(sample, Conversation):
             picked = pick_trained(sample.messages, self.train_on, sample.places)
             if sample.asked and self.train_on != "all":
-                picked[: sample.asked] = [message.get("train") is True for message in sample.messages[: sample.asked]]
+                picked[: sample.asked] = [
+                    message.get("train") is True for message in sample.messages[: sample.asked]
+                ]
             return self._conversation(sample, picked)
         return EncodedSample([self.encode_completion(sample, with_prompt=self.train_on == "all")])
 
     def encode_answers(self, sample: Preference | LabeledAnswer) -> tuple[Encoded, ...]:
-        """Return the prompt with each answer; only the answers are trained, whatever `train_on` says. Raises
-        SampleFault."""
+        """Return the prompt with each answer; only the answers are trained, whatever `train_on`
+        says. Raises SampleFault.
+        """
         row = read_text_row(sample) if self._parses_texts else None
         if row is not None and self.is_rendered(row):
             encoded = self.encode_rendered(row)
@@ -242,29 +278,41 @@ class Encoder:
                 self.special.note_once(self._prepared(prompt), parses)
         if len(encoded) == 2 and encoded[0].ids == encoded[1].ids:
             raise SampleFault(
-                "nothing to prefer", "found the same chosen and rejected answer, expected two that differ"
+                "nothing to prefer",
+                "found the same chosen and rejected answer, expected two that differ",
             )
         return tuple(encoded)
 
     def _encode_answer(self, chat: Conversation, parses: bool) -> Encoded:
-        """Return a prompt with an answer, which alone is trained. parses: special tokens in these messages become
-        tokens, as `parse_special` has it for all. Raises SampleFault."""
+        """Return a prompt with an answer, which alone is trained. parses: special tokens in these
+        messages become tokens, as `parse_special` has it for all. Raises SampleFault.
+        """
         picked = [
-            number >= chat.asked and message["role"] == "assistant" and message.get("train") is not False
+            number >= chat.asked
+            and message["role"] == "assistant"
+            and message.get("train") is not False
             for number, message in enumerate(chat.messages)
         ]
         return _only(self._conversation(chat, picked, only=True, parses=parses))
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
-        """A text, or messages up to the end of the last one; all of it is trained. Raises SampleFault."""
-        row = read_text_row(content) if isinstance(content, Conversation) and self._parses_texts else None
+        """A text, or messages up to the end of the last one; all of it is trained. Raises
+        SampleFault.
+        """
+        row = (
+            read_text_row(content)
+            if isinstance(content, Conversation) and self._parses_texts
+            else None
+        )
         if row is not None and self.is_rendered(row):
             content = Document(row.prompt)
         if isinstance(content, Document):
             ids = self.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
         chat = self.open_chat(content, self._parses or row is not None)
-        return encode_spans(self.tokenizer, chat.whole, [], chat.escape, self._puts_bos, inside=False)
+        return encode_spans(
+            self.tokenizer, chat.whole, [], chat.escape, self._puts_bos, inside=False
+        )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a conversation that the assistant is to go on with. Raises DataError."""
@@ -278,18 +326,23 @@ class Encoder:
     def _conversation(
         self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
     ) -> EncodedSample:
-        """only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as `_encode_answer`
-        has it."""
+        """only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as
+        `_encode_answer` has it.
+        """
         if not any(picked):
             raise SampleFault(
                 "no trained message",
-                f"found none of {len(picked)} messages to be trained, expected one that data.train_on names or that "
-                "says `train: true`",
+                f"found none of {len(picked)} messages to be trained, expected one that"
+                " data.train_on names or that says `train: true`",
             )
         inside = only or self.train_on != "all"
         numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         parses = parses or self._parses
-        written = [self._without_end(message) for message in sample.messages] if parses else sample.messages
+        written = (
+            [self._without_end(message) for message in sample.messages]
+            if parses
+            else sample.messages
+        )
         try:
             chat = self.open_chat(replace(sample, messages=written), parses)
             return self._shared_out(chat, numbers, inside)
@@ -299,16 +352,21 @@ class Encoder:
             ) from None
 
     def _without_end(self, message: Message) -> Message:
-        """Return an answer without the end token that its text ends with: the template writes it."""
+        """Return an answer without the end token that its text ends with: the template writes
+        it.
+        """
         end = self.find_end(message["content"]) if message["role"] == "assistant" else ""
         if not end:
             return message
         self.special.note([end], parses=True)
         return {**message, "content": self.take_end(message["content"])}
 
-    def _shared_out(self, chat: RenderedChat, numbers: Sequence[int], inside: bool) -> EncodedSample:
-        """Return the messages with these numbers in as few sequences as the template allows; inside false: everything
-        but them, in one."""
+    def _shared_out(
+        self, chat: RenderedChat, numbers: Sequence[int], inside: bool
+    ) -> EncodedSample:
+        """Return the messages with these numbers in as few sequences as the template allows; inside
+        false: everything but them, in one.
+        """
         messages = chat.messages
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
         chat.fetch([RenderRequest(len(messages)), *list_requests(answers)])
@@ -345,16 +403,21 @@ class Encoder:
         by_number = dict(zip(others, find_others(chat, others), strict=True))
         for number in sorted(set(numbers) - set(others)):
             answer = find_answer(chat, number)
-            remedy = "data.train_on to assistant or last, or tokenizer.chat_template to one that does not"
+            remedy = (
+                "data.train_on to assistant or last, or tokenizer.chat_template to one that"
+                " does not"
+            )
             check_in_whole(chat, answer, remedy)
             (span,) = answer.spans
             by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
         return [by_number[number] for number in numbers]
 
     def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
-        """Return a conversation to be rendered, with a letter in the special tokens that it spells out; they are noted.
+        """Return a conversation to be rendered, with a letter in the special tokens that it spells
+        out; they are noted.
 
-        parses: as `_encode_answer` has it."""
+        parses: as `_encode_answer` has it.
+        """
         (messages, tools, variables), escape = self.special.escape(self._prepared(sample), parses)
         opened = replace(sample, messages=messages, tools=tools, variables=variables)
         return RenderedChat(self._template, opened, escape)
@@ -363,7 +426,8 @@ class Encoder:
         """Return what the template is given: messages, tools, variables."""
         habits = self._template.habits
         messages = [
-            prepare_message(message, sample.places.at(number), habits) for number, message in enumerate(sample.messages)
+            prepare_message(message, sample.places.at(number), habits)
+            for number, message in enumerate(sample.messages)
         ]
         return [messages, list(sample.tools) if sample.tools else None, dict(sample.variables)]
 
@@ -380,10 +444,12 @@ class Encoder:
         return ids if is_ended or eos is None or not self._add_eos else [*ids, eos]
 
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
-        """Return prompt and completion as they stand, and EOS unless they end with an end token; the completion is
-        trained.
+        """Return prompt and completion as they stand, and EOS unless they end with an end token;
+        the completion is trained.
 
-        with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is trained."""
+        with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is
+        trained.
+        """
         texts = [sample.prompt, sample.completion]
         escape = Escape()
         if self._parses_texts:
@@ -391,13 +457,16 @@ class Encoder:
         else:
             texts, escape = self.special.escape(texts)
         is_ended = self._parses_texts and self.find_end(sample.completion)
-        whole_text = "".join(texts) + (eos_text(self.tokenizer) if self._add_eos and not is_ended else "")
+        whole_text = "".join(texts) + (
+            eos_text(self.tokenizer) if self._add_eos and not is_ended else ""
+        )
         span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
         return encode_spans(self.tokenizer, whole_text, [span], escape, self.add_bos)
 
     def find_end(self, text: str) -> str:
-        """Return the special token at the end of a text, white space left out, that generation stops at; empty:
-        none."""
+        """Return the special token at the end of a text, white space left out, that generation
+        stops at; empty: none.
+        """
         bare = text.rstrip()
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
 
@@ -407,30 +476,40 @@ class Encoder:
         return text.rstrip().removesuffix(end) if end else text
 
     def is_rendered(self, row: TextRow) -> bool:
-        """Return whether the texts hold special tokens of a template; an end token behind an answer is none.
+        """Return whether the texts hold special tokens of a template; an end token behind an answer
+        is none.
 
-        Raises SampleFault where something stands beside them that they would have to hold."""
+        Raises SampleFault where something stands beside them that they would have to hold.
+        """
         turns = self._turn_tokens
-        if turns is None or not any(map(turns.search, [row.prompt, *map(self.take_end, row.answers)])):
+        if turns is None or not any(
+            map(turns.search, [row.prompt, *map(self.take_end, row.answers)])
+        ):
             self.special.note_foreign([row.prompt, *row.answers])
             return False
         if row.beside:
             raise SampleFault(
                 f"{row.beside} beside a rendered text",
-                f".{row.beside}: found {row.beside} beside texts that spell out the chat template's special tokens and "
-                "are not rendered again, expected it within them",
+                f".{row.beside}: found {row.beside} beside texts that spell out the chat template's"
+                " special tokens and are not rendered again, expected it within them",
             )
         self.special.spelled.rendered = 1
         return True
 
     def encode_rendered(self, row: TextRow) -> list[Encoded]:
-        """Return each answer behind the prompt, as they stand. Raises SampleFault: two texts that share no beginning.
+        """Return each answer behind the prompt, as they stand. Raises SampleFault: two texts that
+        share no beginning.
 
-        The prompt of a pair without one is what the ids of both begin with."""
+        The prompt of a pair without one is what the ids of both begin with.
+        """
         prompt = row.prompt
         if prompt or len(row.answers) == 1:
             are_whole = all(answer.startswith(prompt) for answer in row.answers)
-            answers = [answer.removeprefix(prompt) for answer in row.answers] if are_whole else row.answers
+            answers = (
+                [answer.removeprefix(prompt) for answer in row.answers]
+                if are_whole
+                else row.answers
+            )
             encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
             self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
@@ -439,21 +518,31 @@ class Encoder:
         if not shared:
             raise SampleFault(
                 "no prompt",
-                "found two rendered texts that differ from their first token on, expected them to begin alike",
+                "found two rendered texts that differ from their first token on, expected them to"
+                " begin alike",
             )
         return [
-            Encoded(ids, [False] * shared + [True] * (len(ids) - shared), answers=((shared, len(ids)),)) for ids in both
+            Encoded(
+                ids, [False] * shared + [True] * (len(ids) - shared), answers=((shared, len(ids)),)
+            )
+            for ids in both
         ]
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str] | None:
-        """Return what finds the special tokens that make a text a rendered one: those that the template writes, BOS,
-        and those that end an answer; without a template any. None: there are none."""
+        """Return what finds the special tokens that make a text a rendered one: those that the
+        template writes, BOS, and those that end an answer; without a template any. None: there are
+        none.
+        """
         any_special = self.special.pattern
         if not self._template.is_chat or any_special is None:
             return any_special
         bos = self.tokenizer.bos_id
-        turn_tokens = set(self._ends) if bos is None else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
+        turn_tokens = (
+            set(self._ends)
+            if bos is None
+            else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
+        )
         for messages in _PROBES:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
             for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
@@ -465,9 +554,9 @@ def _only(sample: EncodedSample) -> Encoded:
     if len(sample.sequences) > 1:
         raise SampleFault(
             "several sequences",
-            f"found {len(sample.sequences)} answers that the chat template writes in as many ways, expected one "
-            "sequence; "
-            "set tokenizer.chat_template to one that does not write earlier answers anew",
+            f"found {len(sample.sequences)} answers that the chat template writes in as many ways,"
+            " expected one sequence; set tokenizer.chat_template to one that does not write"
+            " earlier answers anew",
         )
     return sample.sequences[0]
 
@@ -475,7 +564,9 @@ def _only(sample: EncodedSample) -> Encoded:
 def render_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
 ) -> list[int]:
-    """Ids to generate an answer from, the same as training puts before that answer. Raises DataError."""
+    """Ids to generate an answer from, the same as training puts before that answer. Raises
+    DataError.
+    """
     return Encoder(tokenizer, template, add_bos=add_bos).prompt(messages)
 
 

@@ -1,4 +1,6 @@
-"""From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of them."""
+"""From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of
+them.
+"""
 
 import gc
 import multiprocessing
@@ -52,28 +54,36 @@ def build_dataset(
 ) -> Dataset:
     """All samples of all sources, tokenized; out of the cache if they are there.
 
-    validation: the source that is read in place of those in `cfg`. may_be_empty: a source of which no sample is left
-    is no error; nothing is cached then.
-    Raises DataError: nothing there, a bad or too long sample where those are errors, no sample that trains anything, or
-    a source of which no token or every token is trained."""
+    validation: the source that is read in place of those in `cfg`. may_be_empty: a source of which
+    no sample is left is no error; nothing is cached then. Raises DataError: nothing there, a bad or
+    too long sample where those are errors, no sample that trains anything, or a source of which no
+    token or every token is trained.
+    """
     return DatasetBuilder(cfg, tokenizer, max_seq_len, validation, may_be_empty).build()
 
 
 def build_validation_dataset(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
 ) -> Dataset | None:
-    """The samples of `validation.source`; None: no validation. may_be_empty, raises: as `build_dataset`."""
+    """The samples of `validation.source`; None: no validation. may_be_empty, raises: as
+    `build_dataset`.
+    """
     source = validation_source(cfg.data, cfg.validation)
     if source is None:
         return None
-    return build_dataset(cfg.data, tokenizer, cfg.max_seq_len, validation=source, may_be_empty=may_be_empty)
+    return build_dataset(
+        cfg.data, tokenizer, cfg.max_seq_len, validation=source, may_be_empty=may_be_empty
+    )
 
 
-def build_datasets(cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False) -> PreparedData:
+def build_datasets(
+    cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
+) -> PreparedData:
     """The samples for training, and those of `validation.source`. may_be_empty: as `build_dataset`.
 
-    Before there is a process group or a device context it works with `data.num_proc` processes; on a machine with
-    several ranks one of them does the work and the others map its files. Raises DataError with what is wrong with both.
+    Before there is a process group or a device context it works with `data.num_proc` processes; on
+    a machine with several ranks one of them does the work and the others map its files. Raises
+    DataError with what is wrong with both.
     """
     training: Dataset | None = None
     validation: Dataset | None = None
@@ -103,15 +113,27 @@ class DatasetBuilder:
         validation: SourceConfig | None = None,
         may_be_empty: bool = False,
     ) -> None:
-        """Look the files up, and into them only where their format is to be found. Raises DataError.
+        """Look the files up, and into them only where their format is to be found. Raises
+        DataError.
 
-        validation, may_be_empty: as `build_dataset` has them."""
+        validation, may_be_empty: as `build_dataset` has them.
+        """
         sources = {"validation": validation} if validation is not None else sources_by_section(cfg)
         if not sources:
-            raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
-        self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = cfg, tokenizer, max_seq_len, may_be_empty
+            raise DataError(
+                "data.source: is not set; set it to a file or folder of samples, or to"
+                " hub:OWNER/NAME"
+            )
+        self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = (
+            cfg,
+            tokenizer,
+            max_seq_len,
+            may_be_empty,
+        )
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
-        opened = [open_sources(source, limit, cache, section) for section, source in sources.items()]
+        opened = [
+            open_sources(source, limit, cache, section) for section, source in sources.items()
+        ]
         sources = {
             section: with_format(source, files, columns_section(section), cfg.ignore_columns)
             for (section, source), files in zip(sources.items(), opened, strict=True)
@@ -128,7 +150,8 @@ class DatasetBuilder:
         )
         self.add_bos, self.template = encoder.add_bos, encoder.template
         self.encoders = [
-            SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
+            SourceEncoder(cfg, source, encoder, max_seq_len, section)
+            for section, source in sources.items()
         ]
         self.files: list[SampleFile] = [file for files in opened for file in files]
         self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
@@ -138,7 +161,11 @@ class DatasetBuilder:
         if not self.cfg.cache or self.may_be_empty:  # what no run can use is not left for one
             return None
         cfg = self.cfg  # also what decides which samples can be read, and is not said of those
-        read = {"max_sample_mib": cfg.max_sample_mib, "history": cfg.history, "ignore_columns": cfg.ignore_columns}
+        read = {
+            "max_sample_mib": cfg.max_sample_mib,
+            "history": cfg.history,
+            "ignore_columns": cfg.ignore_columns,
+        }
         return cache_key(self._decides() | read, self.files, self.encoders, self.tokenizer)
 
     def build(self) -> Dataset:
@@ -164,8 +191,12 @@ class DatasetBuilder:
     def _decides(self) -> dict[str, Any]:
         """The settings that decide what the samples become."""
         cfg = self.cfg
-        # At their defaults these change no sequence of an earlier version, whose runs can be resumed then.
-        newer = {"add_eos": (cfg.add_eos, True), "parse_special_tokens": (cfg.parse_special_tokens, None)}
+        # At their defaults these change no sequence of an earlier version, whose runs can be
+        # resumed then.
+        newer = {
+            "add_eos": (cfg.add_eos, True),
+            "parse_special_tokens": (cfg.parse_special_tokens, None),
+        }
         return {name: value for name, (value, default) in newer.items() if value != default} | {
             "formats": [encoder.format for encoder in self.encoders],
             "template": self.template,
@@ -179,14 +210,18 @@ class DatasetBuilder:
         }
 
     def _make(self, writer: ArrayWriter) -> DataReport:
-        """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what is wrong with the
-        samples of all sources."""
+        """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what
+        is wrong with the samples of all sources.
+        """
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         samples = sum((task.stop or 0) - task.start for task in tasks)
         # Each rank of this machine makes what is kept in memory.
         shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
+        workers = min(
+            worker_count(self.cfg.num_proc, shared_by),
+            1 + sum(map(_size, self.files)) // BYTES_PER_WORKER,
+        )
         with (
             phase("data: tokenizing", samples, "samples") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,
@@ -194,7 +229,12 @@ class DatasetBuilder:
             for task, chunk in zip(tasks, chunks, strict=True):
                 if chunk.fault is not None:
                     strict = self.cfg.on_invalid == "error"
-                    bad = [line for part in reports for _, line in part.bad_lines[:MOST_BAD_LINES] if strict]
+                    bad = [
+                        line
+                        for part in reports
+                        for _, line in part.bad_lines[:MOST_BAD_LINES]
+                        if strict
+                    ]
                     raise DataError(*bad, *chunk.fault.faults) if bad else chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
@@ -204,21 +244,23 @@ class DatasetBuilder:
         report = self._summed(reports)
         if report.pairs not in (0, writer.items):
             raise DataError(
-                f"{report.source}: found {report.pairs} preference pairs among {writer.items} items, expected pairs "
-                "alone or none; give all sources the same kind of format"
+                f"{report.source}: found {report.pairs} preference pairs among {writer.items}"
+                " items, expected pairs alone or none; give all sources the same kind of format"
             )
         for count, noun in ((report.labels, "true or false"), (report.classified, "a class")):
             if count and count != report.samples_read - sum(report.bad_samples.values()):
                 raise DataError(
-                    f"{report.source}: found samples with {noun} as label among others, expected such alone or none; "
-                    "give all sources the same kind of format"
+                    f"{report.source}: found samples with {noun} as label among others, expected"
+                    " such alone or none; give all sources the same kind of format"
                 )
         report.classes = list(writer.classes)
         self._count_copies(report, writer)
         return report
 
     def _faults(self, part: DataReport) -> list[str]:
-        """What is wrong with one source: its bad samples, where they are errors; else, that it has no other."""
+        """What is wrong with one source: its bad samples, where they are errors; else, that it has
+        no other.
+        """
         if part.bad_samples and self.cfg.on_invalid == "error":
             return part.sample_faults()
         nothing = None if self.may_be_empty else part.nothing_left()
@@ -235,11 +277,16 @@ class DatasetBuilder:
                 continue
             try:
                 samples = len(file) if room is None else min(len(file), room)
-            except DataError:  # its place among the faults comes after those of the samples before it
+            except (
+                DataError
+            ):  # its place among the faults comes after those of the samples before it
                 return [*tasks, Task(source, number, 0, None)]
             left[source] = None if room is None else room - samples
             starts = range(0, samples, SAMPLES_PER_TASK)
-            tasks += [Task(source, number, start, min(start + SAMPLES_PER_TASK, samples)) for start in starts]
+            tasks += [
+                Task(source, number, start, min(start + SAMPLES_PER_TASK, samples))
+                for start in starts
+            ]
         return tasks
 
     def _encode(self, task: Task) -> Chunk:
@@ -284,20 +331,25 @@ _work: Callable[[Any], Any] | None = None  # in a worker: what it does
 
 
 def worker_count(wanted: int | None, shared_by: int = 1) -> int:
-    """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do the same work on it.
+    """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do
+    the same work on it.
 
-    One where a fork is no longer safe, since a process group or a device has threads that a fork does not have; and in
-    a daemonic process, which may have no children.
+    One where a fork is no longer safe, since a process group or a device has threads that a fork
+    does not have; and in a daemonic process, which may have no children.
     """
     grouped = dist.is_available() and dist.is_initialized()
     if grouped or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, (wanted or cores) // shared_by)
 
 
 def has_dead_groups() -> bool:
-    """Return True where threads show that a run before has left its process group in this process."""
+    """Return True where threads show that a run before has left its process group in this
+    process.
+    """
     if not dist.is_available() or dist.is_initialized():
         return False
     names = []
@@ -308,19 +360,24 @@ def has_dead_groups() -> bool:
 
 
 def drop_dead_groups() -> None:
-    """Collect the process group that a run before has left in this process, if there is one; called before a fork.
+    """Collect the process group that a run before has left in this process, if there is one; called
+    before a fork.
 
-    A fork in which the group's last reference goes away crashes or hangs (docs/upstream/gloo_group_in_fork.md).
+    A fork in which the group's last reference goes away crashes or hangs
+    (docs/upstream/gloo_group_in_fork.md).
     """
     if has_dead_groups():
         gc.unfreeze()
         gc.collect()
 
 
-def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Generator[Result, None, None]:
+def in_order(
+    work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int
+) -> Generator[Result, None, None]:
     """`work` of each piece, in the order of the pieces, by so many forks of this process; 1: here.
 
-    A piece and its result go through pipes, `work` does not. Raises SetupError if a worker is killed.
+    A piece and its result go through pipes, `work` does not. Raises SetupError if a worker is
+    killed.
     """
     workers = min(workers, len(pieces))
     if workers <= 1:
@@ -337,21 +394,26 @@ def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: 
                 yield done.popleft().result()
     except BrokenProcessPool:
         raise SetupError(
-            f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?); lower data.num_proc"
+            f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?);"
+            " lower data.num_proc"
         ) from None
 
 
 @contextmanager
-def forks(work: Callable[[Piece], Result], workers: int) -> Iterator[Callable[[Piece], Future[Result]]]:
+def forks(
+    work: Callable[[Piece], Result], workers: int
+) -> Iterator[Callable[[Piece], Future[Result]]]:
     """`workers` forks of this process; what is yielded has one of them do `work` of a piece.
 
-    A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a fork was killed.
+    A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a
+    fork was killed.
     """
     drop_dead_groups()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
     with warnings.catch_warnings():
-        # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker takes.
+        # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker
+        # takes.
         warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
         try:
             yield lambda piece: pool.submit(_run, piece)

@@ -1,1 +1,3 @@
-"""Evaluation of a trained model on held-out samples: likelihoods, answers, metrics, and how they are shown."""
+"""Evaluation of a trained model on held-out samples: likelihoods, answers, metrics, and how they
+are shown.
+"""

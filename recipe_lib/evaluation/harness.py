@@ -1,7 +1,8 @@
 """Tasks of lm-evaluation-harness (extra `eval`) on our own model object, without an export.
 
-Texts become tokens as its own class for Hugging Face models makes them: BOS where the tokenizer begins with one, a
-context's trailing spaces with what follows it, contexts cut on the left to what the model reads.
+Texts become tokens as its own class for Hugging Face models makes them: BOS where the tokenizer
+begins with one, a context's trailing spaces with what follows it, contexts cut on the left to what
+the model reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,18 +29,30 @@ _DRAWS = ("temperature", "top_k", "top_p")
 
 
 def run_tasks(
-    model: "LM", tasks: Sequence[str], *, include_path: str | None, num_fewshot: int | None, limit: int | None
+    model: "LM",
+    tasks: Sequence[str],
+    *,
+    include_path: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
 ) -> dict[str, Any]:
-    """What the harness reports: task -> metric -> number. ConfigError for a task that it does not know."""
+    """What the harness reports: task -> metric -> number. ConfigError for a task that it does not
+    know.
+    """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
-    if any(name not in manager.all_tasks for name in tasks):  # its own are thousands of files to look at
+    if any(
+        name not in manager.all_tasks for name in tasks
+    ):  # its own are thousands of files to look at
         manager = TaskManager(include_path=include_path)
     for name in tasks:
         if name not in manager.all_tasks:
-            hint = did_you_mean(name, manager.all_tasks) or "; `lm-eval ls tasks` lists them, --include-path adds yours"
+            hint = (
+                did_you_mean(name, manager.all_tasks)
+                or "; `lm-eval ls tasks` lists them, --include-path adds yours"
+            )
             raise ConfigError(f"--lm-eval: unknown task {show(name)}{hint}")
     found = simple_evaluate(
         model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False,
@@ -49,22 +62,32 @@ def run_tasks(
 
 
 def metric_rows(results: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """(task, metric) -> number, of what `run_tasks` gives; standard errors and names are left out."""
+    """(task, metric) -> number, of what `run_tasks` gives; standard errors and names are left
+    out.
+    """
     rows = {}
     for task, metrics in results.items():
         for key, value in metrics.items():
             name, _, way = key.partition(",")
-            if isinstance(value, int | float) and not name.endswith("_stderr") and name not in ("alias", "sample_len"):
+            if (
+                isinstance(value, int | float)
+                and not name.endswith("_stderr")
+                and name not in ("alias", "sample_len")
+            ):
                 rows[task, name if way in ("", "none") else f"{name} ({way})"] = float(value)
     return rows
 
 
 def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
-    """Our model as the harness asks it; options: of `HarnessMethods`. SetupError without the extra `eval`."""
+    """Our model as the harness asks it; options: of `HarnessMethods`. SetupError without the extra
+    `eval`.
+    """
     try:
         from lm_eval.api.model import TemplateLM
     except ModuleNotFoundError as error:
-        raise SetupError(f"--lm-eval: lm-evaluation-harness is not installed; {install_line('eval')}") from error
+        raise SetupError(
+            f"--lm-eval: lm-evaluation-harness is not installed; {install_line('eval')}"
+        ) from error
 
     class HarnessModel(HarnessMethods, TemplateLM):
         """Both."""
@@ -73,8 +96,9 @@ def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
 
 
 class HarnessMethods:
-    """What the harness' `TemplateLM` leaves to its subclasses: likelihoods by `continuation_scores`, answers by
-    `generate_batch`."""
+    """What the harness' `TemplateLM` leaves to its subclasses: likelihoods by
+    `continuation_scores`, answers by `generate_batch`.
+    """
 
     tokenizer_name = "tune-recipes"
 
@@ -96,14 +120,18 @@ class HarnessMethods:
     @property
     def eot_token_id(self) -> int:
         if self._tokenizer.eos_id is None:
-            raise ConfigError("--lm-eval: the tokenizer has no EOS token, which tasks end a text with")
+            raise ConfigError(
+                "--lm-eval: the tokenizer has no EOS token, which tasks end a text with"
+            )
         return self._tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
         return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         begins = string.startswith(self._tokenizer.decode([self.prefix_token_id]))
         add_bos = self._tokenizer.add_bos_by_default and (
             not begins if add_special_tokens is None else add_special_tokens
@@ -112,7 +140,9 @@ class HarnessMethods:
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
-        return continuation_scores(self._model, pairs, self._spec.max_positions, self._device, self._batch_size)
+        return continuation_scores(
+            self._model, pairs, self._spec.max_positions, self._device, self._batch_size
+        )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """The log-likelihoods of whole texts, in windows of what the model reads."""
@@ -135,17 +165,33 @@ class HarnessMethods:
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answers up to the texts that end them."""
-        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+        from lm_eval.models.utils import (
+            handle_stop_sequences,
+            normalize_gen_kwargs,
+            postprocess_generated_text,
+        )
 
         end = self._tokenizer.decode([self.eot_token_id])
         answers: list[str] = [""] * len(requests)
-        for numbers, options in _alike([dict(request.args[1]) for request in requests], self._batch_size):
+        for numbers, options in _alike(
+            [dict(request.args[1]) for request in requests], self._batch_size
+        ):
             kwargs = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
-            until, count = handle_stop_sequences(kwargs.get("until"), eos=end), int(kwargs["max_gen_toks"])
-            draws = {name: kwargs[name] for name in _DRAWS if kwargs.get(name)} if kwargs["do_sample"] else {}
+            until, count = (
+                handle_stop_sequences(kwargs.get("until"), eos=end),
+                int(kwargs["max_gen_toks"]),
+            )
+            draws = (
+                {name: kwargs[name] for name in _DRAWS if kwargs.get(name)}
+                if kwargs["do_sample"]
+                else {}
+            )
             room = self._spec.max_positions - count
             if room < 1:
-                raise ConfigError(f"--lm-eval: an answer of {count} tokens: the model reads {self._spec.max_positions}")
+                raise ConfigError(
+                    f"--lm-eval: an answer of {count} tokens: the model reads"
+                    f" {self._spec.max_positions}"
+                )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             found = generate_batch(
                 self._model, self._spec, prompts, max_new_tokens=count, stop_ids={self.eot_token_id},
@@ -157,7 +203,9 @@ class HarnessMethods:
         return answers
 
 
-def _alike(options: list[dict[str, Any]], batch_size: int) -> Iterator[tuple[list[int], dict[str, Any]]]:
+def _alike(
+    options: list[dict[str, Any]], batch_size: int
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
     """Batches of requests that are generated in the same way: their numbers, and how."""
     groups: dict[str, list[int]] = {}
     for number, each in enumerate(options):
@@ -175,19 +223,29 @@ def continuation_scores(
     device: torch.device,
     batch_size: int,
 ) -> list[tuple[float, bool]]:
-    """(log-likelihood, whether greedy decoding gives it) of each continuation after its context, both ids.
+    """(log-likelihood, whether greedy decoding gives it) of each continuation after its context,
+    both ids.
 
     most: tokens that the model reads; a longer context loses its beginning.
     """
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1]))
+    order = sorted(
+        range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1])
+    )
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         whole = [(pairs[number][0] + pairs[number][1])[-(most + 1) :] for number in numbers]
-        counts = [min(len(pairs[number][1]), len(ids) - 1) for number, ids in zip(numbers, whole, strict=True)]
-        tokens = pad_sequence([torch.tensor(ids[:-1], dtype=torch.int64) for ids in whole], batch_first=True)
+        counts = [
+            min(len(pairs[number][1]), len(ids) - 1)
+            for number, ids in zip(numbers, whole, strict=True)
+        ]
+        tokens = pad_sequence(
+            [torch.tensor(ids[:-1], dtype=torch.int64) for ids in whole], batch_first=True
+        )
         targets = [
-            torch.tensor([IGNORED] * (len(ids) - 1 - count) + ids[len(ids) - count :], dtype=torch.int64)
+            torch.tensor(
+                [IGNORED] * (len(ids) - 1 - count) + ids[len(ids) - count :], dtype=torch.int64
+            )
             for ids, count in zip(whole, counts, strict=True)
         ]
         labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED).to(device)

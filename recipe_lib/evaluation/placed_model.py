@@ -1,4 +1,6 @@
-"""A model on the disk, or an adapter and its base, in the memory of all ranks: to be evaluated, not trained."""
+"""A model on the disk, or an adapter and its base, in the memory of all ranks: to be evaluated, not
+trained.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,9 +28,10 @@ from recipe_lib.parallel.world import derive_seed
 
 @dataclass
 class PlacedModel:
-    """model: frozen, in this rank's memory. parallel: how it is divided. base: the name of what it was trained from,
-    None where that is not known; `as_base` has it in place of what was trained. rounding: of the trained weights, as
-    `qat` had it."""
+    """model: frozen, in this rank's memory. parallel: how it is divided. base: the name of what it
+    was trained from, None where that is not known; `as_base` has it in place of what was trained.
+    rounding: of the trained weights, as `qat` had it.
+    """
 
     model: Decoder
     parallel: Parallel
@@ -39,7 +42,9 @@ class PlacedModel:
 
     @contextmanager
     def as_base(self) -> Iterator[nn.Module]:
-        """The model before training, in its own weights. Without adapters they replace the trained ones, for good."""
+        """The model before training, in its own weights. Without adapters they replace the trained
+        ones, for good.
+        """
         if self.rounding is not None:
             self.rounding.is_on = False
         if self._load_base is not None:
@@ -53,8 +58,9 @@ def place_model(
 ) -> PlacedModel:
     """Reads the weights, each rank its part as `cfg.parallel` divides them.
 
-    storage: how an adapter's base is kept, as `lora.quantize_base`. base: of a model without adapters, the folder that
-    its training began from; None with cfg.model.preset: random weights of cfg.seed.
+    storage: how an adapter's base is kept, as `lora.quantize_base`. base: of a model without
+    adapters, the folder that its training began from; None with cfg.model.preset: random weights of
+    cfg.seed.
     """
     dtype = DTYPES[cfg.dtype]
     spec = source.base_spec or source.spec
@@ -68,7 +74,9 @@ def place_model(
         cfg = replace(cfg, lora=kept)
         add_adapters(model, kept, dtype)
     model.requires_grad_(False)
-    rounding = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, 0)  # what the export rounds
+    rounding = fake_quantize_linears(
+        model, cfg.qat, cfg.qat_group_size, 0
+    )  # what the export rounds
     if rounding is not None:
         get_logger().info("%s", rounding.describe())
     parallel = parallelize(model, cfg, world, for_training=False)

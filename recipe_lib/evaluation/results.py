@@ -1,4 +1,6 @@
-"""What is measured of each sequence, gathered from the ranks: as a table, as JSON lines, and as a page."""
+"""What is measured of each sequence, gathered from the ranks: as a table, as JSON lines, and as a
+page.
+"""
 
 import json
 import math
@@ -30,8 +32,9 @@ _SHOWN = 50  # examples on the page
 
 @dataclass(frozen=True)
 class SequenceScore:
-    """log_likelihood: of the label tokens, a sum in nats. tokens: how many there are. right: how many of them are the
-    likeliest token after those before."""
+    """log_likelihood: of the label tokens, a sum in nats. tokens: how many there are. right: how
+    many of them are the likeliest token after those before.
+    """
 
     log_likelihood: float
     tokens: int
@@ -47,7 +50,9 @@ class Measured:
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
-        """loss (mean over label tokens), perplexity, token_accuracy, and the means of the metrics."""
+        """loss (mean over label tokens), perplexity, token_accuracy, and the means of the
+        metrics.
+        """
         tokens = sum(score.tokens for score in self.scores.values())
         loss = -math.fsum(score.log_likelihood for score in self.scores.values()) / max(1, tokens)
         found = {
@@ -55,7 +60,11 @@ class Measured:
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
             "token_accuracy": sum(score.right for score in self.scores.values()) / max(1, tokens),
         }
-        return found | {name: math.fsum(each.values()) / len(each) for name, each in self.metrics.items() if each}
+        return found | {
+            name: math.fsum(each.values()) / len(each)
+            for name, each in self.metrics.items()
+            if each
+        }
 
 
 def score_sequences(
@@ -69,7 +78,12 @@ def score_sequences(
     """The scores of all sequences, on every rank. Collective."""
     batch_size = cfg.validation.batch_size or cfg.batch_size
     steps = validation_steps(
-        dataset, world.data_rank, world.data_ranks, batch_size, pad_id, multiple=padded_multiple(cfg)
+        dataset,
+        world.data_rank,
+        world.data_ranks,
+        batch_size,
+        pad_id,
+        multiple=padded_multiple(cfg),
     )
     own: list[tuple[int, float, int, int]] = []
     for batches in steps:
@@ -79,15 +93,18 @@ def score_sequences(
             continue
         sums = sequence_sums(scores, micro_batch).tolist()
         for row, (likelihood, tokens, right) in zip(micro_batch.sequences, sums, strict=True):
-            own += [(number, likelihood, int(tokens), int(right)) for number in row]  # none in a row that fills up
+            own += [
+                (number, likelihood, int(tokens), int(right)) for number in row
+            ]  # none in a row that fills up
     gathered = sorted(row for rows in world.gather_json(own) for row in rows)
     return {number: SequenceScore(*numbers) for number, *numbers in gathered}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """models: what was measured of each, by `base` and `tuned`. names: of the models. questions: by number of the
-    sequence, those that were answered. settings: what it was done with, as text."""
+    """models: what was measured of each, by `base` and `tuned`. names: of the models. questions: by
+    number of the sequence, those that were answered. settings: what it was done with, as text.
+    """
 
     models: Mapping[str, Measured]
     names: Mapping[str, str]
@@ -115,7 +132,9 @@ class Evaluation:
         rows = []
         for name in next(iter(numbers.values())):
             row = [name, *(_shown(each[name]) for each in numbers.values())]
-            rows.append([*row, f"{numbers[TUNED][name] - numbers[BASE][name]:+.4f}"] if both else row)
+            rows.append(
+                [*row, f"{numbers[TUNED][name] - numbers[BASE][name]:+.4f}"] if both else row
+            )
         header = ["metric", *numbers, *(["change"] if both else [])]
         return Table("Evaluation", header, rows, left=("metric",))
 
@@ -142,13 +161,19 @@ class Evaluation:
         return found
 
     def write(self, folder: Path) -> None:
-        """examples.jsonl, summary.json and report.html in `folder`, each whole or not at all. StorageError."""
-        examples = [self.example(number) for number in sorted(next(iter(self.models.values())).scores)]
+        """examples.jsonl, summary.json and report.html in `folder`, each whole or not at all.
+        StorageError.
+        """
+        examples = [
+            self.example(number) for number in sorted(next(iter(self.models.values())).scores)
+        ]
         with files.storage_faults():
             folder.mkdir(parents=True, exist_ok=True)
             lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
             files.replace_text(folder / EXAMPLES_FILE, redact(lines))
-            files.replace_text(folder / SUMMARY_FILE, redact(json.dumps(self.summary(), indent=1) + "\n"))
+            files.replace_text(
+                folder / SUMMARY_FILE, redact(json.dumps(self.summary(), indent=1) + "\n")
+            )
             files.replace_text(folder / PAGE_FILE, redact(self.page(examples[:_SHOWN])))
 
     def page(self, examples: list[dict[str, Any]]) -> str:
@@ -157,19 +182,28 @@ class Evaluation:
         summary = self.summary()
         header = ["prompt", "reference", *self.models]
         rows = [
-            [example["prompt"], example["reference"], *(example[which].get("prediction", "") for which in self.models)]
+            [
+                example["prompt"],
+                example["reference"],
+                *(example[which].get("prediction", "") for which in self.models),
+            ]
             for example in examples
             if "prompt" in example
         ]
         answers = Table("Answers", header, rows, left=tuple(header)) if rows else None
-        counts = [(key.replace("_", " "), summary[key]) for key in ("sequences", "label_tokens", "answers")]
+        counts = [
+            (key.replace("_", " "), summary[key])
+            for key in ("sequences", "label_tokens", "answers")
+        ]
         sections = [
             Section("Numbers", table=self.table()),
             Section("Held-out samples", facts=[*counts, ("source", self.dataset.report.source)]),
             Section(f"Answers (the first {_SHOWN} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
-        headline = ", ".join(f"{key} {_shown(value)}" for key, value in list(summary.values())[-2].items())
+        headline = ", ".join(
+            f"{key} {_shown(value)}" for key, value in list(summary.values())[-2].items()
+        )
         return render_page("evaluation", f"{name}: evaluation", name, headline, sections)
 
 

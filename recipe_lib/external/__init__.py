@@ -1,1 +1,3 @@
-"""Models that transformers, or a plugin, implements: read, called, adapted and sharded as our decoder is."""
+"""Models that transformers, or a plugin, implements: read, called, adapted and sharded as our
+decoder is.
+"""

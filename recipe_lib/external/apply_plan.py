@@ -1,4 +1,5 @@
-"""Tensor parallel for a model that somebody else trains: a loop of one's own, or the Trainer of transformers.
+"""Tensor parallel for a model that somebody else trains: a loop of one's own, or the Trainer of
+transformers.
 
     plan = infer_tensor_plan(model, batch)   # batch: what the forward is called with
     plan.certify()
@@ -7,8 +8,8 @@
         ...                                  # all ranks of the mesh take the same batches
     plan.save_pretrained(model, folder)
 
-The model's class runs as it is, its parameters are DTensors, and each backward leaves the gradients of the whole model
-in them. See docs/external_models.md.
+The model's class runs as it is, its parameters are DTensors, and each backward leaves the gradients
+of the whole model in them. See docs/external_models.md.
 """
 
 import copy
@@ -29,7 +30,12 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import embedding_and_head
 from recipe_lib.external.plan_executor import framed_forward, ranks_of
 from recipe_lib.external.plan_proof import certify, plan_differences
-from recipe_lib.external.tensor_parallel import place_parameters, plan_runs, project, with_loss_of_parts
+from recipe_lib.external.tensor_parallel import (
+    place_parameters,
+    plan_runs,
+    project,
+    with_loss_of_parts,
+)
 from recipe_lib.external.tensor_plan import sharding_plan
 from recipe_lib.external.tensor_plan.exchanges import own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
@@ -47,11 +53,11 @@ def infer_tensor_plan(
 ) -> "TensorPlan":
     """How ranks can share a model, found in one forward of it; the model is not changed.
 
-    inputs: what training calls its forward with, token ids first, such as a batch of two short rows, or these ids
-    alone; labels are left out. Another set of arguments may go another way through the forward, which `apply`'s model
-    refuses. size: takes what so many ranks can share; 0: all that can be shared. tokens: shares out tokens, too
-    (sequence parallel): rows have to be padded to a length that the ranks divide. Raises SetupError where the forward
-    cannot be traced.
+    inputs: what training calls its forward with, token ids first, such as a batch of two short
+    rows, or these ids alone; labels are left out. Another set of arguments may go another way
+    through the forward, which `apply`'s model refuses. size: takes what so many ranks can share; 0:
+    all that can be shared. tokens: shares out tokens, too (sequence parallel): rows have to be
+    padded to a length that the ranks divide. Raises SetupError where the forward cannot be traced.
     """
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     called = {name: value for name, value in inputs.items() if name != "labels"}
@@ -64,7 +70,8 @@ def infer_tensor_plan(
 class TensorPlan:
     """A tensor-parallel plan of one model.
 
-    sharding: which parameter is cut how, and where ranks exchange what. inputs, model, size: what it was inferred with.
+    sharding: which parameter is cut how, and where ranks exchange what. inputs, model, size: what
+    it was inferred with.
     """
 
     sharding: sharding_plan.ShardingPlan
@@ -78,43 +85,59 @@ class TensorPlan:
         return self.sharding.legal_sizes
 
     def certify(self, model: nn.Module | None = None, size: int | None = None) -> int:
-        """Proves the plan for so many ranks, in this process and on the CPU; returns the number of comparisons.
+        """Proves the plan for so many ranks, in this process and on the CPU; returns the number of
+        comparisons.
 
-        model: None: the one that it was inferred of, before `apply`. size: None: what it was inferred for, or else the
-        fewest ranks that can share the model.
+        model: None: the one that it was inferred of, before `apply`. size: None: what it was
+        inferred for, or else the fewest ranks that can share the model.
 
-        A rank has nothing but its own part, and what the model gives and the gradients of all parameters have to be
-        the whole model's. A large model of transformers is proven on a small copy of its class
-        and its kinds of layers, whose plan has to be this one; adapters are added afterwards. Raises SetupError.
+        A rank has nothing but its own part, and what the model gives and the gradients of all
+        parameters have to be the whole model's. A large model of transformers is proven on a small
+        copy of its class and its kinds of layers, whose plan has to be this one; adapters are added
+        afterwards. Raises SetupError.
         """
         model, size = model or self.model, size or self.size or min(self.legal_sizes, default=0)
         if not size:
-            raise SetupError(f"tensor plan of {type(model).__name__}: no number of ranks can share the model")
-        small, plan, inputs, ranks = copy.deepcopy(model).cpu().float(), self.sharding, self.inputs, size
+            raise SetupError(
+                f"tensor plan of {type(model).__name__}: no number of ranks can share the model"
+            )
+        small, plan, inputs, ranks = (
+            copy.deepcopy(model).cpu().float(),
+            self.sharding,
+            self.inputs,
+            size,
+        )
         if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
             small, inputs = _small_copy(model, self.inputs)
             plan, ranks = _plan_of_copy(small, inputs, size, self.sharding)
         randomize(small)
-        inputs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        inputs = {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
         proof = certify(small, plan, ranks, inputs)
         if proof.failures:
             raise SetupError(
-                f"tensor plan of {type(model).__name__} for {size} ranks: is wrong ({proof.failures[0]}); do not use it"
+                f"tensor plan of {type(model).__name__} for {size} ranks: is wrong"
+                f" ({proof.failures[0]}); do not use it"
             )
         return proof.checked
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Makes the model that of one rank of a mesh of one dimension, in place. Every rank has the whole model.
+        """Makes the model that of one rank of a mesh of one dimension, in place. Every rank has the
+        whole model.
 
-        Parameters become DTensors, those of transposed or fused matrices in an order of their own; the optimizer is
-        made afterwards. A gradient of which each rank has a part is summed in backward. Logits are whole on every rank.
-        Raises ConfigError for a number of ranks that the plan does not allow.
+        Parameters become DTensors, those of transposed or fused matrices in an order of their own;
+        the optimizer is made afterwards. A gradient of which each rank has a part is summed in
+        backward. Logits are whole on every rank. Raises ConfigError for a number of ranks that the
+        plan does not allow.
         """
         size, plan = mesh.size(), self.sharding
         if mesh.ndim != 1 or size not in plan.legal_sizes:
             raise ConfigError(
-                f"tensor plan of {type(model).__name__}: found a mesh of {tuple(mesh.shape)}, expected one dimension "
-                f"of {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
+                f"tensor plan of {type(model).__name__}: found a mesh of {tuple(mesh.shape)},"
+                " expected one dimension of"
+                f" {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
             )
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
         found = embedding_and_head(model)
@@ -123,7 +146,8 @@ class TensorPlan:
             plan, columns = with_loss_of_parts(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
             raise ConfigError(
-                f"tensor plan of {type(model).__name__}: its logits come of no output projection; found none"
+                f"tensor plan of {type(model).__name__}: its logits come of no output projection;"
+                " found none"
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
@@ -133,33 +157,47 @@ class TensorPlan:
         model.forward = wraps(whole)(_summing(model, partial_names, shared, mesh, group))
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
-            config.use_cache = False  # as it was inferred; what a class keeps for generating takes calls of its own
+            # As it was inferred; what a class keeps for generating takes calls of its own
+            config.use_cache = False
 
     @torch.no_grad()
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's `state_dict()` on the host, on the mesh's first rank; empty on the others. A collective."""
+        """The whole model's `state_dict()` on the host, on the mesh's first rank; empty on the
+        others. A collective.
+        """
         runs = self._runs(model)
         found, first = {}, _mesh_of(model).get_local_rank() == 0
         for name, value in model.state_dict().items():
-            whole = ordered(value.full_tensor(), runs.get(name)) if isinstance(value, DTensor) else value
+            whole = (
+                ordered(value.full_tensor(), runs.get(name))
+                if isinstance(value, DTensor)
+                else value
+            )
             if first:
                 found[name] = torch.empty_like(whole, device="cpu").copy_(whole)
         return found
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Reads a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name that is missing."""
+        """Reads a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
+        that is missing.
+        """
         mesh, plans = _mesh_of(model), self._plans(model)
         for name, value in model.state_dict().items():
             if name not in state:
-                raise ConfigError(f"load_full_state_dict: found no {name}, expected every tensor of the model's state")
+                raise ConfigError(
+                    f"load_full_state_dict: found no {name}, expected every tensor of the model's"
+                    " state"
+                )
             whole, each = state[name], plans.get(name)
             if isinstance(value, DTensor) and each is not None and each.dim >= 0:
                 whole = own_part(whole, each.dim, each.segments, mesh.get_local_rank(), mesh.size())
             (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
-        """Writes what the class' own `save_pretrained(folder, **more)` writes of the whole model. A collective."""
+        """Writes what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
+        collective.
+        """
         state = self.full_state_dict(model)
         mesh = _mesh_of(model)
         if mesh.get_local_rank() == 0:
@@ -174,16 +212,19 @@ class TensorPlan:
 
     def _runs(self, model: nn.Module) -> dict[str, Any]:
         size = _mesh_of(model).size()
-        found = {name: (each.dim, plan_runs(each, size)) for name, each in self._plans(model).items()}
+        found = {
+            name: (each.dim, plan_runs(each, size)) for name, each in self._plans(model).items()
+        }
         return {name: runs for name, runs in found.items() if runs[1]}
 
 
 @contextmanager
 def seen_as_one_process() -> Iterator[None]:
-    """Inside the block no variable of torchrun is in the environment, while the process group stays what it is.
+    """Inside the block no variable of torchrun is in the environment, while the process group stays
+    what it is.
 
-    So transformers' Trainer, which asks them, leaves out DistributedDataParallel, gives all ranks the same batches, and
-    counts each once.
+    So transformers' Trainer, which asks them, leaves out DistributedDataParallel, gives all ranks
+    the same batches, and counts each once.
     """
     hidden = {name: os.environ.pop(name) for name in _OF_TORCHRUN if name in os.environ}
     try:
@@ -195,7 +236,8 @@ def seen_as_one_process() -> Iterator[None]:
 def _summing(
     model: nn.Module, names: list[str], forward: Callable[..., Any], mesh: DeviceMesh, group: Group
 ) -> Callable[..., Any]:
-    """The forward, after which backward sums the gradients of these parameters over ranks, before it adds them up.
+    """The forward, after which backward sums the gradients of these parameters over ranks, before
+    it adds them up.
 
     The hooks are put on anew each time: `model.to` takes parameters' hooks away.
     """
@@ -203,7 +245,9 @@ def _summing(
 
     def add(gradient: Tensor) -> Tensor:
         own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        return DTensor.from_local(all_reduce(own, "sum", group), mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(
+            all_reduce(own, "sum", group), mesh, [Replicate()], run_check=False
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         while handles:
@@ -216,19 +260,25 @@ def _summing(
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
-    found = next((each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None)
+    found = next(
+        (each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None
+    )
     if found is None:
-        raise SetupError(f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first")
+        raise SetupError(
+            f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first"
+        )
     return found
 
 
 def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of the same class with random weights, and two short rows of the same kind of inputs."""
+    """A small model of the same class with random weights, and two short rows of the same kind of
+    inputs.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "_from_config"):
         raise SetupError(
-            f"{type(model).__name__}: is too large to be certified, expected a model of transformers, which has a "
-            "small copy; certify before adapters are added"
+            f"{type(model).__name__}: is too large to be certified, expected a model of"
+            " transformers, which has a small copy; certify before adapters are added"
         )
     small = type(model)._from_config(
         shrink(config), attn_implementation=config._attn_implementation, dtype=torch.float32
@@ -237,7 +287,9 @@ def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str
     cut = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
-            rows = value[:2, ..., :_LENGTH] if value.dim() < 4 else value[:2, ..., :_LENGTH, :_LENGTH]
+            rows = (
+                value[:2, ..., :_LENGTH] if value.dim() < 4 else value[:2, ..., :_LENGTH, :_LENGTH]
+            )
             value = rows % words if name == "input_ids" else rows
         cut[name] = value.cpu() if isinstance(value, Tensor) else value
     return small.eval(), cut
@@ -246,12 +298,15 @@ def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str
 def _plan_of_copy(
     small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
 ) -> tuple[sharding_plan.ShardingPlan, int]:
-    """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may have fewer heads."""
+    """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may
+    have fewer heads.
+    """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
     other = plan_differences(large, plan)
     if other or not ranks:
         raise SetupError(
-            f"tensor plan of {type(small).__name__}: could not be proven on a small model: {other or 'no legal size'}"
+            f"tensor plan of {type(small).__name__}: could not be proven on a small model:"
+            f" {other or 'no legal size'}"
         )
     return plan, ranks

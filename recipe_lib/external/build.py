@@ -1,7 +1,9 @@
-"""A model of another library without memory for its parameters, called as ours is, and what can be read off it.
+"""A model of another library without memory for its parameters, called as ours is, and what can be
+read off it.
 
-Parameters are put on the meta device as they are registered. Buffers get their values, since what a class computes in
-its constructor (rotary frequencies, slopes of alibi, causal masks) is in no checkpoint.
+Parameters are put on the meta device as they are registered. Buffers get their values, since what a
+class computes in its constructor (rotary frequencies, slopes of alibi, causal masks) is in no
+checkpoint.
 """
 
 import inspect
@@ -50,10 +52,12 @@ _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view
 
 @dataclass
 class _Division:
-    """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes all logits.
+    """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes
+    all logits.
 
-    accepted: the names that its forward takes. windows: some layers see a window, which a mask of ours would undo.
-    packs: it has run with several documents in a row. dtype: of its weights, where it is noted.
+    accepted: the names that its forward takes. windows: some layers see a window, which a mask of
+    ours would undo. packs: it has run with several documents in a row. dtype: of its weights, where
+    it is noted.
     """
 
     head: Any
@@ -67,10 +71,11 @@ class _Division:
 
 
 class ExternalModel(LanguageModel):
-    """Mixed into the class of a model of another library, which then has our call signature (`Decoder.forward`).
+    """Mixed into the class of a model of another library, which then has our call signature
+    (`Decoder.forward`).
 
-    class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules that other ranks of
-    a pipeline have, by name. ranks, local_outputs: see `run_class_forward_by`.
+    class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules
+    that other ranks of a pipeline have, by name. ranks, local_outputs: see `run_class_forward_by`.
     """
 
     class_forward: Callable[..., Any]
@@ -103,7 +108,9 @@ class ExternalModel(LanguageModel):
         model.spec, model.class_forward = spec, class_forward
         model.other_parts = tuple(other_parts(model))
         model.computed_buffers = {**model.computed_buffers, **buffers}
-        model._division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
+        model._division = _Division(
+            head, owner, name, accepted, _has_windows(config), whole=not plain
+        )
         if plain:
             LinearHead.adopt(head)
         else:
@@ -129,17 +136,24 @@ class ExternalModel(LanguageModel):
     ) -> Tensor:
         inputs = self.inputs_of(tokens, positions, attention)
         run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
-        # With gradients if they are wanted: without, hidden states are of another shape where ranks share tokens.
+        # With gradients if they are wanted: without, hidden states are of another shape where ranks
+        # share tokens.
         output, dtype = self._run_packed(attention, run), _dtype(self)
         if output.dtype != dtype:
             raise ConfigError(
-                f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of {output.dtype} where its "
-                f"weights are of {dtype}, expected one type; set dtype=fp32, or parallel.pipeline=1"
+                f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of"
+                f" {output.dtype} where its weights are of {dtype}, expected one type; set"
+                " dtype=fp32, or parallel.pipeline=1"
             )
         return output
 
     def run_head(
-        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
     ) -> Tensor:
         with only(self, self.stage_parts(), hidden, tokens, None):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
@@ -147,25 +161,33 @@ class ExternalModel(LanguageModel):
     def output_head(self) -> nn.Module | None:
         """The output projection; None where another rank of a pipeline has it."""
         division = self._division
-        return division.head if division.owner._modules.get(division.name) is division.head else None
+        return (
+            division.head if division.owner._modules.get(division.name) is division.head else None
+        )
 
     def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         parts = self.stage_parts()
         return self.output_shape(parts.layers[0], tokens, parts.width)
 
     def output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
-        """The shape of what a module at `name`, a layer or outside of them, gives on this rank of tokens `[b, s]`."""
+        """The shape of what a module at `name`, a layer or outside of them, gives on this rank of
+        tokens `[b, s]`.
+        """
         shared = torch.is_grad_enabled() and name in self.local_outputs
         return tokens[0], tokens[1] // (self.ranks if shared else 1), width
 
     def inputs_of(
-        self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention: AttentionInfo | None = None,
     ) -> dict[str, Any]:
         """What its class' forward is called with.
 
-        Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
-        `[b, 1, s, s]`; in a model with windows by the positions alone, of which transformers makes masks that keep the
-        windows. What does not come of it is noticed by `check_packing_isolation`.
+        Rows are padded on the right, so that causality alone hides the padding. Documents are kept
+        apart by a mask `[b, 1, s, s]`; in a model with windows by the positions alone, of which
+        transformers makes masks that keep the windows. What does not come of it is noticed by
+        `check_packing_isolation`.
         """
         accepted, inputs = self._division.accepted, dict[str, Any](input_ids=tokens)
         if "use_cache" in accepted:
@@ -184,7 +206,9 @@ class ExternalModel(LanguageModel):
         return inputs
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
-        """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
+        """Raises SetupError for a model whose forward fails where documents share a row: it takes
+        no mask for them.
+        """
         if attention is None or attention.documents is None or self._division.packs:
             return run()
         try:
@@ -194,34 +218,44 @@ class ExternalModel(LanguageModel):
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             said = " ".join(str(error).split())[:150]
             raise SetupError(
-                f"data.packing: {self.spec.family} takes no mask that keeps documents of a row apart ({said}); set "
-                "data.packing=false"
+                f"data.packing: {self.spec.family} takes no mask that keeps documents of a row"
+                f" apart ({said}); set data.packing=false"
             ) from None
         self._division.packs = True
         return output
 
-    def run_class_forward_by(self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]) -> None:
-        """Replaces the forward of its class, with the same inputs and outputs, by that of one of `ranks`.
+    def run_class_forward_by(
+        self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]
+    ) -> None:
+        """Replaces the forward of its class, with the same inputs and outputs, by that of one of
+        `ranks`.
 
-        local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers and outside.
+        local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers
+        and outside.
         """
         self.class_forward, self.ranks, self.local_outputs = forward, ranks, local_outputs
 
     @property
     def reads_padding(self) -> bool:
-        """Whether prompts of different lengths can be read together: its class takes a mask of what is padding."""
+        """Whether prompts of different lengths can be read together: its class takes a mask of what
+        is padding.
+        """
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b, v]` after them.
+        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b,
+        v]` after them.
 
-        Keys and values are kept in the cache that the class makes; a class that returns none reads everything again.
-        padding: int64 `[b]`, how many tokens each row begins with that are none; None: no row. Raises SetupError for a
-        class that takes no mask of them.
+        Keys and values are kept in the cache that the class makes; a class that returns none reads
+        everything again. padding: int64 `[b]`, how many tokens each row begins with that are none;
+        None: no row. Raises SetupError for a class that takes no mask of them.
         """
         accepted = self._division.accepted
         if padding is not None and "attention_mask" not in accepted:
-            raise SetupError(f"{self.spec.family}: its forward takes no attention_mask; read one prompt at a time")
+            raise SetupError(
+                f"{self.spec.family}: its forward takes no attention_mask; read one prompt at a"
+                " time"
+            )
         cache, seen = None, None
 
         def read(unread: Tensor) -> Tensor:
@@ -260,7 +294,8 @@ class ExternalModel(LanguageModel):
         division = self._division
         if cache is not None:
             raise SetupError(
-                f"{self.spec.family}: found a cache, expected none: only our own families generate with one"
+                f"{self.spec.family}: found a cache, expected none: only our own families generate"
+                " with one"
             )
         inputs = self.inputs_of(tokens, positions, attention)
         if attention is not None and attention.documents is not None and not division.packs:
@@ -273,7 +308,9 @@ class ExternalModel(LanguageModel):
             if hidden is not None:
                 return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
             division.whole = True
-            _say_whole(self, "what follows its output projection is not done to each logit by itself")
+            _say_whole(
+                self, "what follows its output projection is not done to each logit by itself"
+            )
         logits = logits_of(self.class_forward(**inputs))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # To the chunked head all logits are hidden states, of which the projection is done.
@@ -284,9 +321,9 @@ class ExternalModel(LanguageModel):
 def _has_windows(config: dict[str, Any]) -> bool:
     """Whether a config speaks of layers that do not see everything before them."""
     kinds = config.get("layer_types") or []
-    return any("slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value) or any(
-        kind != "full_attention" for kind in kinds
-    )
+    return any(
+        "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
+    ) or any(kind != "full_attention" for kind in kinds)
 
 
 def _dtype(model: ExternalModel) -> torch.dtype:
@@ -299,8 +336,11 @@ def _say_whole(model: nn.Module, reason: str) -> None:
     get_logger().info("loss: %s makes all logits at once: %s", type(model).__name__, reason)
 
 
-def run_trunk(model: Any, division: _Division, inputs: dict[str, Any]) -> tuple[Tensor | None, LogitsAfter]:
-    """The forward without its projection: what that would read `[b, s, d]`, and what would be done to the logits.
+def run_trunk(
+    model: Any, division: _Division, inputs: dict[str, Any]
+) -> tuple[Tensor | None, LogitsAfter]:
+    """The forward without its projection: what that would read `[b, s, d]`, and what would be done
+    to the logits.
 
     None in place of the tensor where the forward cannot be divided.
     """
@@ -318,7 +358,9 @@ def run_trunk(model: Any, division: _Division, inputs: dict[str, Any]) -> tuple[
 
 
 class _StandIn(nn.Module):
-    """In place of the output projection: keeps what it reads, and returns one column to be followed."""
+    """In place of the output projection: keeps what it reads, and returns one column to be
+    followed.
+    """
 
     def __init__(self, head: Any, steps: "_Steps") -> None:
         super().__init__()
@@ -352,25 +394,39 @@ class _Steps(TorchDispatchMode):
         self.steps: list[tuple[Any, list[Any], dict[str, Any]]] = []
         self.divided = True
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         if not any(value is self.last for value in args):
             return result
         name = operator.name().partition(".")[0]
         same = isinstance(result, Tensor) and result.shape == self.last.shape
-        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not self.last]
+        others = [
+            value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, Tensor) and value is not self.last
+        ]
         if same and name in _COPIES:
             self.last = result
-        elif same and torch.Tag.pointwise in operator.tags and all(not o.dim() and not o.requires_grad for o in others):
-            self.steps.append((operator, [_HERE if value is self.last else value for value in args], kwargs))
+        elif (
+            same
+            and torch.Tag.pointwise in operator.tags
+            and all(not o.dim() and not o.requires_grad for o in others)
+        ):
+            self.steps.append(
+                (operator, [_HERE if value is self.last else value for value in args], kwargs)
+            )
             self.last = result
         elif name not in _COPIES:
             self.divided = False
         return result
 
     def found(self, logits: Tensor) -> LogitsAfter | None:
-        """What was written down; None if the logits are something else than what came of the column."""
+        """What was written down; None if the logits are something else than what came of the
+        column.
+        """
         if not self.divided or logits is not self.last:
             return None
         if not self.steps:
@@ -378,7 +434,11 @@ class _Steps(TorchDispatchMode):
         names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
         numbers = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
         cap = numbers[0][0] if len(numbers[0]) == 1 else None
-        if names == ["aten::div", "aten::tanh", "aten::mul"] and numbers[2] == [cap] and isinstance(cap, int | float):
+        if (
+            names == ["aten::div", "aten::tanh", "aten::mul"]
+            and numbers[2] == [cap]
+            and isinstance(cap, int | float)
+        ):
             return LogitsAfter(softcap=float(cap))
         return LogitsAfter(finish=partial(_repeat, self.steps))
 
@@ -412,7 +472,8 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
         model = make(config, source.attention, dtype) if own else make(config)
     if not isinstance(model, nn.Module):
         raise SetupError(
-            f"model.implementation={source.implementation}: found {type(model).__name__}, expected a torch.nn.Module"
+            f"model.implementation={source.implementation}: found {type(model).__name__}, expected"
+            " a torch.nn.Module"
         )
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -425,14 +486,20 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside the block every parameter that a module registers goes to the meta device; buffers do not."""
+    """Inside the block every parameter that a module registers goes to the meta device; buffers do
+    not.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and parameter.device.type != "meta":
-            placed = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            placed.__dict__.update(parameter.__dict__ | placed.__dict__)  # a class may mark its parameters
+            placed = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), parameter.requires_grad
+            )
+            placed.__dict__.update(
+                parameter.__dict__ | placed.__dict__
+            )  # a class may mark its parameters
             module._parameters[name] = placed
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
@@ -452,7 +519,9 @@ def native_module(config: dict[str, Any]) -> nn.Module:
 def transformers_module(
     config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The causal language model that transformers has for a config.json; attention: its word for an implementation."""
+    """The causal language model that transformers has for a config.json; attention: its word for an
+    implementation.
+    """
     from transformers import AutoModelForCausalLM
 
     made = transformers_config(config, str(config.get("model_type")))

@@ -1,17 +1,20 @@
 """torch.compile for layers that exchange by an inferred plan.
 
-The plan's exchanges are at calls that a torch function mode counts, which dynamo cannot read. So to dynamo a layer is
-one call, into which AOTAutograd traces (`torch._dynamo.nonstrict_trace`): the plan runs the layer's forward once, of
-tensors without values, and its collectives are in the graph, forward and backward. Whatever is not the same at every
-call goes in as an argument: parameters and buffers, which FSDP exchanges, and the number of the rank. As a tensor, so
-that all ranks have the same graph: inductor orders collectives, and ranks that do so in different ways wait for each
-other forever. Activation checkpointing is around that call, and compiled with it.
+The plan's exchanges are at calls that a torch function mode counts, which dynamo cannot read. So to
+dynamo a layer is one call, into which AOTAutograd traces (`torch._dynamo.nonstrict_trace`): the
+plan runs the layer's forward once, of tensors without values, and its collectives are in the graph,
+forward and backward. Whatever is not the same at every call goes in as an argument: parameters and
+buffers, which FSDP exchanges, and the number of the rank. As a tensor, so that all ranks have the
+same graph: inductor orders collectives, and ranks that do so in different ways wait for each other
+forever. Activation checkpointing is around that call, and compiled with it.
 
-Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors, unless its forward reads
-which layer it is: layers of the same code with the same settings, and exchanges at the same calls.
+Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors,
+unless its forward reads which layer it is: layers of the same code with the same settings, and
+exchanges at the same calls.
 
-What one of them does to its tensors is then what another one does to its own, so that a compiler has to look at one
-alone. Only what compares equal counts: settings that are objects of a layer's own make it one of a kind.
+What one of them does to its tensors is then what another one does to its own, so that a compiler
+has to look at one alone. Only what compares equal counts: settings that are objects of a layer's
+own make it one of a kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,17 +36,19 @@ from recipe_lib.ops.dtensor_shards import local
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
 _Place = tuple[dict[str, Any], str]
 _TENSOR = object()
-# Attributes that number layers; whoever runs one in the place of another one sees to it that they are not read.
+# Attributes that number layers; whoever runs one in the place of another one sees to it that they
+# are not read.
 NUMBERS = ("layer_idx", "layer_id", "layer_number")
 _OF_ALL = frozenset(vars(nn.Module())) | {"forward", *NUMBERS}
 
 
 @dataclass
 class _Call:
-    """One way in which a layer is called. leaves: its arguments, put together by spec, with `_TENSOR` for each tensor.
+    """One way in which a layer is called. leaves: its arguments, put together by spec, with
+    `_TENSOR` for each tensor.
 
-    length, times: of rows, and how many times those that the layer reads; 0: length alone is known. outputs: what it
-    gives, which is known when it has been traced.
+    length, times: of rows, and how many times those that the layer reads; 0: length alone is known.
+    outputs: what it gives, which is known when it has been traced.
     """
 
     path: str
@@ -56,8 +61,10 @@ class _Call:
 
 
 class CompiledLayers:
-    """Of one model. length: of the rows of the forward that runs. alone, outside: contexts of a layer that is traced,
-    and of one that is called. gathers_again: gathered tokens are not kept for backward."""
+    """Of one model. length: of the rows of the forward that runs. alone, outside: contexts of a
+    layer that is traced, and of one that is called. gathers_again: gathered tokens are not kept for
+    backward.
+    """
 
     def __init__(
         self,
@@ -69,11 +76,20 @@ class CompiledLayers:
         outside: Callable[[], AbstractContextManager[None]],
         gathers_again: bool,
     ) -> None:
-        self.model, self.plan, self.rank, self.gathers_again = model, plan, ranks.rank, gathers_again
+        self.model, self.plan, self.rank, self.gathers_again = (
+            model,
+            plan,
+            ranks.rank,
+            gathers_again,
+        )
         self.length, self.alone, self.outside = length, alone, outside
         self.forwards: dict[str, Callable[..., Any]] = {}
-        self.originals: dict[str, Callable[..., Any]] = {}  # of all modules, before the plan ran them
-        self.layers: dict[str, nn.Module] = {}  # those that are compiled; the stages of a pipeline swap modules
+        self.originals: dict[
+            str, Callable[..., Any]
+        ] = {}  # of all modules, before the plan ran them
+        self.layers: dict[
+            str, nn.Module
+        ] = {}  # those that are compiled; the stages of a pipeline swap modules
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
@@ -83,27 +99,45 @@ class CompiledLayers:
         self.traced: Callable[..., Any] = self._trace
 
     def traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-        """A layer's forward, which also takes what `compile` calls it with: a text, the rank's number, and tensors."""
+        """A layer's forward, which also takes what `compile` calls it with: a text, the rank's
+        number, and tensors.
+        """
         self.forwards[path] = forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return self.traced(*args) if args and isinstance(args[0], str) else forward(*args, **kwargs)
+            return (
+                self.traced(*args)
+                if args and isinstance(args[0], str)
+                else forward(*args, **kwargs)
+            )
 
         return run
 
     def compile(self, path: str, backend: Any) -> None:
-        """Compiles a layer's forward, checkpointing included if it is there. backend: of torch.compile."""
+        """Compiles a layer's forward, checkpointing included if it is there. backend: of
+        torch.compile.
+        """
         from recipe_lib.external.gathers_again import GathersAgain
 
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
-        options = {"custom_partitioner_fn": GathersAgain()} if backend == "inductor" and self.gathers_again else None
+        options = (
+            {"custom_partitioner_fn": GathersAgain()}
+            if backend == "inductor" and self.gathers_again
+            else None
+        )
         own = _with_own_code(layer.forward, path)
         self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
-        held = [tensors for module in layer.modules() for tensors in (module._parameters, module._buffers)]
-        self.places[path] = [(tensors, name) for tensors in held for name in tensors if tensors[name] is not None]
+        held = [
+            tensors
+            for module in layer.modules()
+            for tensors in (module._parameters, module._buffers)
+        ]
+        self.places[path] = [
+            (tensors, name) for tensors in held for name in tensors if tensors[name] is not None
+        ]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.outside():
@@ -144,16 +178,22 @@ class CompiledLayers:
             chain: list[BaseException] = [error]
             while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
                 chain.append(before)
-            if (own := next((each for each in chain if isinstance(each, UserError)), None)) is not None:
+            if (
+                own := next((each for each in chain if isinstance(each, UserError)), None)
+            ) is not None:
                 raise own from None
             said = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())[:200]}"
             raise SetupError(
-                f"compile: {path} cannot be traced as its tensor-parallel plan runs it ({said}); set compile=false or "
-                "parallel.tensor=1"
+                f"compile: {path} cannot be traced as its tensor-parallel plan runs it ({said});"
+                " set compile=false or parallel.tensor=1"
             ) from error
 
-    def _key_of(self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor) -> str:
-        """Of a call with other arguments, rows of another kind or adapters switched off, which is another graph."""
+    def _key_of(
+        self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor
+    ) -> str:
+        """Of a call with other arguments, rows of another kind or adapters switched off, which is
+        another graph.
+        """
         length = self.length()
         # Rows are as long as those that the layer reads, or have all ranks' tokens.
         times = length // first.shape[1] if first.dim() == 3 and length % first.shape[1] == 0 else 0
@@ -183,9 +223,13 @@ class CompiledLayers:
         entries: list[Entry] = [(*place, tensor) for place, tensor in zip(places, own, strict=True)]
         if list(self.like.values()).count(call.path) > 1:  # it is traced for others, too
             attributes = [vars(module) for module in self.layers[call.path].modules()]
-            entries += [(held, name, _NoNumber()) for held in attributes for name in NUMBERS if name in held]
+            entries += [
+                (held, name, _NoNumber()) for held in attributes for name in NUMBERS if name in held
+            ]
         with replaced_entries(entries), self.alone(rank, length):
-            found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
+            found, call.outputs_spec = pytree.tree_flatten(
+                self.forwards[call.path](*args, **kwargs)
+            )
         call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
         return [each for each in found if isinstance(each, Tensor)]
 
@@ -195,18 +239,28 @@ class _LayerNumberIsReadError(UserError):
 
 
 class _NoNumber:
-    """In the place of a layer's number: whoever does anything with it would do something else in another layer."""
+    """In the place of a layer's number: whoever does anything with it would do something else in
+    another layer.
+    """
 
     def _read(self, *asked: Any) -> Any:
         raise _LayerNumberIsReadError("a layer's number is read")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _read
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _read
-    __truediv__ = __rtruediv__ = __neg__ = __str__ = __repr__ = __format__ = __hash__ = __getattr__ = _read
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = (
+        __float__
+    ) = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = (
+        __floordiv__
+    ) = _read
+    __truediv__ = __rtruediv__ = __neg__ = __str__ = __repr__ = __format__ = __hash__ = (
+        __getattr__
+    ) = _read
 
 
 def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """A function that is not compiled together with others: torch counts compilations, and shapes, by code and name."""
+    """A function that is not compiled together with others: torch counts compilations, and shapes,
+    by code and name.
+    """
 
     def run(*args: Any) -> Any:
         return forward(*args)
@@ -223,7 +277,9 @@ def _state_of(layer: nn.Module) -> list[tuple[bool, bool]]:
 def alike_layers(
     layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
-    """For each layer the first one that it is like, by name. forwards: of modules by name, before a plan ran them."""
+    """For each layer the first one that it is like, by name. forwards: of modules by name, before a
+    plan ran them.
+    """
     found: dict[str, str] = {}
     first: list[tuple[Any, str]] = []
     for name, layer in layers.items():
@@ -235,20 +291,35 @@ def alike_layers(
     return found
 
 
-def _described(layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]) -> Any:
+def _described(
+    layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
+) -> Any:
     """All that a layer's forward depends on apart from its tensors."""
     modules = []
     for name, module in layer.named_modules():
         forward = forwards.get(f"{path}.{name}" if name else path)
-        settings = {key: _comparable(value) for key, value in vars(module).items() if key not in _OF_ALL}
-        held = [key for tensors in (module._parameters, module._buffers) for key in tensors if tensors[key] is not None]
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if name else []
-        modules.append((name, type(module), getattr(forward, "__func__", forward), settings, held, hooks))
+        settings = {
+            key: _comparable(value) for key, value in vars(module).items() if key not in _OF_ALL
+        }
+        held = [
+            key
+            for tensors in (module._parameters, module._buffers)
+            for key in tensors
+            if tensors[key] is not None
+        ]
+        hooks = (
+            [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if name else []
+        )
+        modules.append(
+            (name, type(module), getattr(forward, "__func__", forward), settings, held, hooks)
+        )
     return modules, _exchanges(path, plan)
 
 
 def _comparable(value: Any) -> Any:
-    """What compares equal only to the same setting: containers by what is in them, tensors and others by identity."""
+    """What compares equal only to the same setting: containers by what is in them, tensors and
+    others by identity.
+    """
     if isinstance(value, (list, tuple)):
         return type(value), [_comparable(each) for each in value]
     if isinstance(value, dict):
@@ -264,8 +335,13 @@ def _exchanges(path: str, plan: ShardingPlan) -> Any:
     boundaries = []
     for each in plan.boundaries:
         if each.module == path or each.module.startswith(inside):
-            own, named = numbers.setdefault(each.activation, len(numbers)), each.module.removeprefix(path)
-            boundaries.append(replace(each, module=named, activation=own, axes=(), parameters=(), source=""))
+            own, named = (
+                numbers.setdefault(each.activation, len(numbers)),
+                each.module.removeprefix(path),
+            )
+            boundaries.append(
+                replace(each, module=named, activation=own, axes=(), parameters=(), source="")
+            )
     whole = [replace(each, name=each.name.removeprefix(inside), axis=0, reason="") for each in plan.parameters
              if each.whole and each.name.startswith(inside)]  # fmt: skip
     divided = [replace(each, module=each.module.removeprefix(path), axes=()) for each in plan.rewrites

@@ -1,7 +1,8 @@
-"""What a compiled layer keeps for backward, where it exchanges by an inferred plan: no gathered tokens.
+"""What a compiled layer keeps for backward, where it exchanges by an inferred plan: no gathered
+tokens.
 
-torch's partitioner takes the second gather of the same tokens, which backward makes, for the first one, and keeps what
-that gave: as many tokens as all ranks have, where each could keep its own.
+torch's partitioner takes the second gather of the same tokens, which backward makes, for the first
+one, and keeps what that gave: as many tokens as all ranks have, where each could keep its own.
 """
 
 import operator
@@ -31,15 +32,21 @@ def _gathered(graph: fx.Graph) -> list[fx.Node]:
         read = node.all_input_nodes
         if (node.op == "placeholder" and "tangents" in node.name) or of_backward.intersection(read):
             of_backward.add(node)
-        elif node.target is _GATHER or (node.target in _COPIES and any(each in found for each in read)):
+        elif node.target is _GATHER or (
+            node.target in _COPIES and any(each in found for each in read)
+        ):
             found[node] = None
     return list(found)
 
 
 class GathersAgain(CustomPartitionerFn):
-    """torch's partitioner, as inductor's setting `custom_partitioner_fn` takes one; what is gathered is not kept."""
+    """torch's partitioner, as inductor's setting `custom_partitioner_fn` takes one; what is
+    gathered is not kept.
+    """
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward of a layer's joint graph."""
         again = _gathered(gm.graph)
         for node in again:

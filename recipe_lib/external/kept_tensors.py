@@ -1,10 +1,12 @@
-"""What a layer keeps for backward, where its forward is run by an inferred plan: what the rest can be made of.
+"""What a layer keeps for backward, where its forward is run by an inferred plan: what the rest can
+be made of.
 
-autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and the normed ones; of a
-gated MLP four tensors; and every gathered copy of the tokens. Most of that follows from the rest by operators that cost
-little. So while a layer runs, its cheap calls and gathers are noted; when it ends, the fewest bytes are chosen from
-which everything that autograd asked for can be made again (a minimum cut), and the rest is let go. Backward makes it
-again, by the same functions of the same tensors: to the bit what was let go.
+autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and
+the normed ones; of a gated MLP four tensors; and every gathered copy of the tokens. Most of that
+follows from the rest by operators that cost little. So while a layer runs, its cheap calls and
+gathers are noted; when it ends, the fewest bytes are chosen from which everything that autograd
+asked for can be made again (a minimum cut), and the rest is let go. Backward makes it again, by the
+same functions of the same tensors: to the bit what was let go.
 """
 
 import contextlib
@@ -18,12 +20,14 @@ from torch import Tensor
 
 from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
 
-# Functions that are cheaper than the memory of what they give: element by element, norms, conversions and copies.
+# Functions that are cheaper than the memory of what they give: element by element, norms,
+# conversions and copies.
 CHEAP = frozenset(
-    "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat repeat_interleave"
-    " unsqueeze squeeze view transpose permute chunk split unbind getitem cat stack add sub mul div truediv neg pow"
-    " square sqrt rsqrt mean radd rmul rsub rtruediv exp log abs clamp sigmoid tanh silu gelu relu relu6 softplus mish"
-    " leaky_relu elu where masked_fill layer_norm rms_norm softmax".split()
+    "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat"
+    " repeat_interleave unsqueeze squeeze view transpose permute chunk split unbind getitem cat"
+    " stack add sub mul div truediv neg pow square sqrt rsqrt mean radd rmul rsub rtruediv exp log"
+    " abs clamp sigmoid tanh silu gelu relu relu6 softplus mish leaky_relu elu where masked_fill"
+    " layer_norm rms_norm softmax".split()
 )
 Function = Callable[..., Any]
 
@@ -31,11 +35,13 @@ Function = Callable[..., Any]
 class _Node:
     """Some memory of a layer. held: the tensor it belongs to; None where it was let go.
 
-    made_by: the function, its arguments with nodes for tensors, and which of its results this is; None for what cannot
-    be made again. waiting: kept things whose making goes through this one.
+    made_by: the function, its arguments with nodes for tensors, and which of its results this is;
+    None for what cannot be made again. waiting: kept things whose making goes through this one.
     """
 
-    def __init__(self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]) -> None:
+    def __init__(
+        self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]
+    ) -> None:
         self.held: Tensor | None = held
         self.made_by, self.parents = made_by, parents
         self.version, self.dtype = held._version, held.dtype
@@ -65,7 +71,9 @@ class _SavedTensor:
 
 
 class KeptTensors:
-    """Of one thread's forward. `layer` is entered around each layer, `around` around the whole model's forward."""
+    """Of one thread's forward. `layer` is entered around each layer, `around` around the whole
+    model's forward.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
@@ -80,7 +88,9 @@ class KeptTensors:
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
-        """Around the forward of a layer. A layer that is checkpointed keeps nothing by itself, and is left alone."""
+        """Around the forward of a layer. A layer that is checkpointed keeps nothing by itself, and
+        is left alone.
+        """
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if self._recording or top is None or top[0] != self._pack:
             yield
@@ -100,7 +110,9 @@ class KeptTensors:
         for tensor in tensors_in(parameters):
             self._free.add(tensor.untyped_storage()._cdata)
 
-    def note(self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None) -> None:
+    def note(
+        self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
+    ) -> None:
         """A call that was made; it counts within a layer. cheap: None asks the function's name."""
         if not self._recording:
             return
@@ -116,7 +128,9 @@ class KeptTensors:
             if storage in known or storage in self._nodes:
                 continue  # a view
             if not parents:
-                args, kwargs = pytree.tree_map(lambda value: self._with_node(value, parents), (args, kwargs))
+                args, kwargs = pytree.tree_map(
+                    lambda value: self._with_node(value, parents), (args, kwargs)
+                )
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
 
     def _with_node(self, value: Any, parents: list[_Node]) -> Any:
@@ -142,13 +156,23 @@ class KeptTensors:
         """Lets go of all that can be made again of the fewest bytes."""
         nodes = list(self._nodes.values())
         place = {node: at for at, node in enumerate(nodes)}
-        wanted = [(kept, self._nodes[found]) for kept in self._kept if (found := _storage(kept)) in self._nodes]
+        wanted = [
+            (kept, self._nodes[found])
+            for kept in self._kept
+            if (found := _storage(kept)) in self._nodes
+        ]
         if any(node.held is not None and node.held._version != node.version for node in nodes):
             return  # something was written into since
-        if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in wanted):
+        if any(
+            kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in wanted
+        ):
             return  # read as another type
         edges = tuple(tuple(place[parent] for parent in node.parents) for node in nodes)
-        settings = (tuple(node.bytes for node in nodes), tuple(node.made_by is None for node in nodes), edges)
+        settings = (
+            tuple(node.bytes for node in nodes),
+            tuple(node.made_by is None for node in nodes),
+            edges,
+        )
         targets = frozenset(place[node] for _, node in wanted)
         key = (*settings, targets)
         if key not in self._chosen:
@@ -204,15 +228,21 @@ def _made(node: _Node) -> Tensor:
     if node.held is None:
         assert node.made_by is not None
         function, args, kwargs, at = node.made_by
-        args, kwargs = pytree.tree_map_only(_View, lambda view: view.of(_made(view.node)), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            _View, lambda view: view.of(_made(view.node)), (args, kwargs)
+        )
         node.held = list(tensors_in(function(*args, **kwargs)))[at]
     return node.held
 
 
 def minimum_cut(
-    sizes: tuple[int, ...], roots: tuple[bool, ...], parents: tuple[tuple[int, ...], ...], targets: frozenset[int]
+    sizes: tuple[int, ...],
+    roots: tuple[bool, ...],
+    parents: tuple[tuple[int, ...], ...],
+    targets: frozenset[int],
 ) -> frozenset[int]:
-    """The nodes of the fewest bytes from which all targets can be made; of equal ones those nearest to the targets.
+    """The nodes of the fewest bytes from which all targets can be made; of equal ones those nearest
+    to the targets.
 
     roots: nodes that cannot be made of others. parents: what each of the others is made of.
     """
@@ -228,4 +258,6 @@ def minimum_cut(
         if at in targets:
             graph.add_edge(("out", at), "sink")
     _, (_, reaching) = networkx.minimum_cut(graph, "source", "sink")
-    return frozenset(at for at in range(len(sizes)) if ("in", at) not in reaching and ("out", at) in reaching)
+    return frozenset(
+        at for at in range(len(sizes)) if ("in", at) not in reaching and ("out", at) in reaching
+    )

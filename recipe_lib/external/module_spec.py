@@ -1,4 +1,6 @@
-"""The spec of a model that transformers, or a user's plugin, implements, read off the module that its class makes."""
+"""The spec of a model that transformers, or a user's plugin, implements, read off the module that
+its class makes.
+"""
 
 import hashlib
 import json
@@ -38,11 +40,24 @@ from recipe_lib.external.transformers_config import (
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.models.meta_init import persistent_buffers
-from recipe_lib.models.spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
+from recipe_lib.models.spec import (
+    ExternalSpec,
+    StageParts,
+    TensorLayout,
+    WeightEntry,
+    WrittenLayout,
+)
 from recipe_lib.parallel.world import World
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+_POSITION_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "n_ctx",
+    "seq_length",
+)
 _STD_KEYS = ("initializer_range", "init_std", "initializer_std")
 
 
@@ -55,8 +70,9 @@ class ModuleSpec(ExternalSpec):
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The model on meta, with parameters of `dtype`, and with our call signature.
 
-        What its class computed for the buffers is in `computed_buffers`; `materialize` puts it there. Floating point
-        buffers keep the type that the class gives them. Of a multimodal model `other_parts` have no gradient.
+        What its class computed for the buffers is in `computed_buffers`; `materialize` puts it
+        there. Floating point buffers keep the type that the class gives them. Of a multimodal model
+        `other_parts` have no gradient.
         """
         model = make_module(self.source, dtype)
         buffers = dict(model.named_buffers())
@@ -70,10 +86,12 @@ class ModuleSpec(ExternalSpec):
 
     @torch.no_grad()
     def first_vectors(self, seed: int) -> dict[str, Tensor]:
-        """Return the values that its class begins vectors and numbers with: parameters of less than two dimensions.
+        """Return the values that its class begins vectors and numbers with: parameters of less than
+        two dimensions.
 
-        The class' own `_init_weights`, or its modules' `reset_parameters`, runs over a model of which nothing else has
-        values; random ones follow from (seed, the module's name). Where a class has neither, biases are 0, others 1.
+        The class' own `_init_weights`, or its modules' `reset_parameters`, runs over a model of
+        which nothing else has values; random ones follow from (seed, the module's name). Where a
+        class has neither, biases are 0, others 1.
         """
         model: Any = make_module(self.source)
         vectors: dict[str, Tensor] = {}
@@ -83,25 +101,35 @@ class ModuleSpec(ExternalSpec):
                     value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
                     module._parameters[name] = nn.Parameter(value, False)
                     vectors[f"{prefix}.{name}" if prefix else name] = value
-        for name, module in reversed(list(model.named_modules())):  # those inside before the one around them
+        for name, module in reversed(
+            list(model.named_modules())
+        ):  # those inside before the one around them
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
                 if hasattr(model, "_init_weights"):
                     model._init_weights(module)
-                elif any(True for _ in module.parameters(recurse=False)) and hasattr(module, "reset_parameters"):
+                elif any(True for _ in module.parameters(recurse=False)) and hasattr(
+                    module, "reset_parameters"
+                ):
                     module.reset_parameters()
         return vectors
 
     def layer_kinds(self) -> list[str]:
-        """What each layer is: equal texts stand for layers of the same parameters and the same kind of attention."""
+        """What each layer is: equal texts stand for layers of the same parameters and the same kind
+        of attention.
+        """
         model: Any = make_module(self.source)
         types = getattr(getattr(model, "config", None), "layer_types", None)
         kinds = []
         for at, name in enumerate(layer_names(model)):
             layer = model.get_submodule(name)
-            shapes = [(inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()]
-            kinds.append(f"{type(layer).__name__} {types[at] if types and at < len(types) else ''} {shapes}")
+            shapes = [
+                (inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()
+            ]
+            kinds.append(
+                f"{type(layer).__name__} {types[at] if types and at < len(types) else ''} {shapes}"
+            )
         return kinds
 
     def layout(self) -> TensorLayout:
@@ -110,9 +138,9 @@ class ModuleSpec(ExternalSpec):
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
         """See `recipe_lib.models.weight_names.weight_map`.
 
-        The file has the model's own names, or lacks the prefix of those of its body; or it has those of which
-        transformers makes the model's. A tied weight is under any of its names. A buffer that a file lacks keeps its
-        first value.
+        The file has the model's own names, or lacks the prefix of those of its body; or it has
+        those of which transformers makes the model's. A tied weight is under any of its names. A
+        buffer that a file lacks keeps its first value.
         """
         held = self.layout()
         found, prefix = frozenset(file_names), held.prefix
@@ -125,7 +153,9 @@ class ModuleSpec(ExternalSpec):
             written = next((spelling for spelling in spellings if spelling in found), spellings[0])
             made = None
             if read is not None:
-                written = next((read.renamed[other] for other in names if other in read.renamed), written)
+                written = next(
+                    (read.renamed[other] for other in names if other in read.renamed), written
+                )
                 if written not in found:
                     made = next((read.made[other] for other in names if other in read.made), None)
             if made is not None:
@@ -135,11 +165,15 @@ class ModuleSpec(ExternalSpec):
         return entries
 
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return the names that tied weights may have in these files, also where transformers renames them."""
+        """Return the names that tied weights may have in these files, also where transformers
+        renames them.
+        """
         tied = self.layout().tied_names()
         read = reading(self.source, frozenset(file_names))
         renamed = {} if read is None else read.renamed
-        return tied | {renamed[name]: parameter for name, parameter in tied.items() if name in renamed}
+        return tied | {
+            renamed[name]: parameter for name, parameter in tied.items() if name in renamed
+        }
 
     def written_layout(self) -> WrittenLayout | None:
         return writing(self.source)
@@ -164,18 +198,25 @@ class ModuleSpec(ExternalSpec):
         return stage_parts.find_parts(self)
 
     def shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
-        """Of a small model of the same class of transformers, with so many layers at least; keys: as in `shrink`."""
+        """Of a small model of the same class of transformers, with so many layers at least; keys:
+        as in `shrink`.
+        """
         config = shrink(transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 
-def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANSFORMERS) -> ModuleSpec:
-    """The spec of a model that is not native; its class is made once, without memory for parameters.
+def read_spec(
+    config: Mapping[str, Any], where: str, implementation: str = TRANSFORMERS
+) -> ModuleSpec:
+    """The spec of a model that is not native; its class is made once, without memory for
+    parameters.
 
-    where: the file, folder or preset, named in errors. implementation: `transformers`, or a name that is registered.
+    where: the file, folder or preset, named in errors. implementation: `transformers`, or a name
+    that is registered.
 
-    Raises SetupError if transformers is not installed, ConfigError for a name that no plugin registered, and
-    CheckpointError for a config.json that its class does not take, or a model without embedding or output projection.
+    Raises SetupError if transformers is not installed, ConfigError for a name that no plugin
+    registered, and CheckpointError for a config.json that its class does not take, or a model
+    without embedding or output projection.
     """
     refuse_quantized(config, where)
     check_sizes(config, where)
@@ -185,14 +226,16 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANS
     source, model = _made(dict(config), where, implementation, family)
     if implementation == TRANSFORMERS and looks_ahead(model.config):
         raise CheckpointError(
-            f"{where}: config.json: model_type {family!r} lets each token see later ones, and would learn to copy "
-            "them, expected a causal language model; set is_decoder to true in config.json if it was trained so"
+            f"{where}: config.json: model_type {family!r} lets each token see later ones, and would"
+            " learn to copy them, expected a causal language model; set is_decoder to true in"
+            " config.json if it was trained so"
         )
     found = embedding_and_head(model)
     if found is None:
         raise CheckpointError(
-            f"{where}: {type(model).__name__} has no embedding and output projection that could be found; "
-            "expected get_input_embeddings and get_output_embeddings, or nn.Embedding and nn.Linear outside the layers"
+            f"{where}: {type(model).__name__} has no embedding and output projection that could be"
+            " found; expected get_input_embeddings and get_output_embeddings, or nn.Embedding and"
+            " nn.Linear outside the layers"
         )
     embedding, head = found
     number = _numbers(model, source.config)
@@ -208,7 +251,9 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANS
     )
 
 
-def _made(config: dict[str, Any], where: str, implementation: str, family: str) -> tuple[ModuleSource, Any]:
+def _made(
+    config: dict[str, Any], where: str, implementation: str, family: str
+) -> tuple[ModuleSource, Any]:
     """The model's module, with transformers' fused attention if its class has that."""
     first = ""
     for attention in ("sdpa", "eager"):
@@ -217,20 +262,35 @@ def _made(config: dict[str, Any], where: str, implementation: str, family: str) 
             return source, make_module(source)
         except (ValueError, ImportError) as error:  # a class without sdpa says so by one of these
             first = first or one_line(error)
-        except (TypeError, AttributeError, RuntimeError, KeyError, IndexError, AssertionError) as error:
-            raise CheckpointError(f"{where}: {family} cannot be built from config.json ({one_line(error)})") from error
+        except (
+            TypeError,
+            AttributeError,
+            RuntimeError,
+            KeyError,
+            IndexError,
+            AssertionError,
+        ) as error:
+            raise CheckpointError(
+                f"{where}: {family} cannot be built from config.json ({one_line(error)})"
+            ) from error
     raise CheckpointError(f"{where}: {family} cannot be built ({first})")
 
 
 def _numbers(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
-    """A number of the config by its key, with the defaults of the class; None where there is none."""
+    """A number of the config by its key, with the defaults of the class; None where there is
+    none.
+    """
     made: Any = getattr(model, "config", None)
     made = made.get_text_config() if hasattr(made, "get_text_config") else made
 
     def read(key: str) -> Any:
         value = getattr(made, key, None) if not isinstance(made, dict) else None
         value = config.get(key) if value is None else value
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else None
+        return (
+            value
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            else None
+        )
 
     return read
 
@@ -245,14 +305,24 @@ def _numbers(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
 # one, at a time.
 
 
-_FAULTS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
+_FAULTS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    StopIteration,
+)
 
 
 class TensorConversion:
     """Tensors that one of transformers' operations makes of others.
 
-    first: the name that it is known by. sources: pattern of the converter -> names of the tensors that it takes, in
-    their order. written: what it makes -> that tensor's name in the file that it is made for, where it has another one.
+    first: the name that it is known by. sources: pattern of the converter -> names of the tensors
+    that it takes, in their order. written: what it makes -> that tensor's name in the file that it
+    is made for, where it has another one.
     """
 
     def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
@@ -269,17 +339,25 @@ class TensorConversion:
         patterns = self._converter.target_patterns
         return [self.first.replace(patterns[0], other) for other in patterns]
 
-    def convert(self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None) -> dict[str, Tensor]:
-        """What is made of the tensors, by name. read: a tensor by its name. names: of `sources`, those to take."""
+    def convert(
+        self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
+    ) -> dict[str, Tensor]:
+        """What is made of the tensors, by name. read: a tensor by its name. names: of `sources`,
+        those to take.
+        """
         converter = deepcopy(self._converter)
         for pattern, taken in (names or self.sources).items():
             for name in taken:
                 converter.add_tensor(self.first, name, pattern, read(name))
         made = converter.convert(self.first, model=self._module, config=self._config)
-        values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        values = {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
         return {self.written.get(name, name): value for name, value in values.items()}
 
-    def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
+    def shapes(
+        self, shape_of: Callable[[str], tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]] | None:
         """The shapes of what is made; None where the tensors do not go together."""
         try:
             made = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
@@ -288,7 +366,8 @@ class TensorConversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row after the last or None: all, tensors to take) of parts that can be made by themselves.
+        """(first row, row after the last or None: all, tensors to take) of parts that can be made
+        by themselves.
 
         Experts that are stacked, one by one; else everything at once.
         """
@@ -301,12 +380,16 @@ class TensorConversion:
 
 
 def _stacks(operations: list[Any]) -> bool:
-    """Whether operations stack tensors along the first dimension, and leave that alone afterwards."""
+    """Whether operations stack tensors along the first dimension, and leave that alone
+    afterwards.
+    """
     first, *others = operations
     if type(first).__name__ != "MergeModulelist" or first.dim != 0:
         return False
     touched = [getattr(other, key, 1) for other in others for key in ("dim", "dim0", "dim1")]
-    known = all(type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others)
+    known = all(
+        type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others
+    )
     return known and 0 not in touched
 
 
@@ -336,7 +419,9 @@ def layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """Which tensors of a file make a model's parameters: by another name alone, or by a conversion; name -> either."""
+    """Which tensors of a file make a model's parameters: by another name alone, or by a conversion;
+    name -> either.
+    """
 
     renamed: Mapping[str, str]
     made: Mapping[str, TensorConversion]
@@ -344,7 +429,9 @@ class Reading:
 
 @lru_cache(maxsize=4)
 def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
-    """How transformers would read these tensors; None for a model whose files it reads as they are."""
+    """How transformers would read these tensors; None for a model whose files it reads as they
+    are.
+    """
     if source.implementation != TRANSFORMERS:
         return None
     module = _module(source)
@@ -354,12 +441,16 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
     from transformers import core_model_loading as loading
 
     renamings, converters = _kinds(table)
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     own = module.state_dict()
     renamed: dict[str, str] = {}
     made: dict[str, TensorConversion] = {}
     for name in sorted(file_names, key=loading.dot_natural_key):
-        found, pattern = loading.rename_source_key(name, renamings, converters, module.base_model_prefix, own)
+        found, pattern = loading.rename_source_key(
+            name, renamings, converters, module.base_model_prefix, own
+        )
         if found not in own and name in own:
             found, pattern = loading.rename_source_key(
                 name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=own
@@ -369,7 +460,9 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
         if pattern is None:
             renamed.setdefault(found, name)
         else:
-            conversion = made.setdefault(found, TensorConversion(found, by_pattern[pattern], module, module.config))
+            conversion = made.setdefault(
+                found, TensorConversion(found, by_pattern[pattern], module, module.config)
+            )
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
         made |= {name: conversion for name in conversion.makes() if name in own}
@@ -378,7 +471,8 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
 
 @lru_cache(maxsize=4)
 def writing(source: ModuleSource) -> WrittenLayout | None:
-    """How transformers writes the model, in the layout of the architecture's own checkpoints; None: as it has it.
+    """How transformers writes the model, in the layout of the architecture's own checkpoints; None:
+    as it has it.
 
     Also None where that could not be read again as the same parameters.
     """
@@ -391,9 +485,15 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
     from transformers import core_model_loading as loading
 
     try:
-        back = [entry.reverse_transform() for entry in table if not isinstance(entry, loading.PrefixChange)][::-1]
+        back = [
+            entry.reverse_transform()
+            for entry in table
+            if not isinstance(entry, loading.PrefixChange)
+        ][::-1]
         renamings, converters = _kinds(back)
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         renamed: dict[str, str] = {}
         groups: dict[str, TensorConversion] = {}
         for name in sorted(held.shapes, key=loading.dot_natural_key):
@@ -401,7 +501,9 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
             if pattern is None:
                 renamed[loading.apply_renamings(name, renamings)] = name
             else:
-                group = groups.setdefault(found, TensorConversion(found, by_pattern[pattern], module, module.config))
+                group = groups.setdefault(
+                    found, TensorConversion(found, by_pattern[pattern], module, module.config)
+                )
                 group.sources.setdefault(pattern, []).append(name)
         shapes = {name: held.shapes[own] for name, own in renamed.items()}
         made: dict[str, TensorConversion] = {}
@@ -445,7 +547,9 @@ def _module(source: ModuleSource) -> nn.Module:
 
 
 def _table(module: Any, *, legacy: bool) -> list[Any] | None:
-    """transformers' conversions of a model's files, in the order in which they are read; None: it has no such table."""
+    """transformers' conversions of a model's files, in the order in which they are read; None: it
+    has no such table.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # of a release before 5

@@ -1,4 +1,5 @@
-"""Modules of a model that nobody described: its embedding and head, its linears, and adapters on these.
+"""Modules of a model that nobody described: its embedding and head, its linears, and adapters on
+these.
 
 An adapter stands for any linear inside the layers, of whatever class, by the ends of its name.
 """
@@ -23,21 +24,28 @@ _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
 
 
 def embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
-    """The module of the token embedding and that of the output projection; None where either is not found.
+    """The module of the token embedding and that of the output projection; None where either is not
+    found.
 
-    Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the layers and the last
-    nn.Linear there that has as many outputs as that has rows.
+    Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the
+    layers and the last nn.Linear there that has as many outputs as that has rows.
     """
     embedding, head = _asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings")
     if embedding is not None and head is not None:
         return embedding, head
     inside = tuple(f"{name}." for name in layer_names(model))
     outside = [module for name, module in model.named_modules() if not name.startswith(inside)]
-    embedding = embedding or next((module for module in outside if isinstance(module, nn.Embedding)), None)
+    embedding = embedding or next(
+        (module for module in outside if isinstance(module, nn.Embedding)), None
+    )
     if embedding is None:
         return None
     rows = embedding.weight.shape[0]
-    heads = [module for module in outside if isinstance(module, nn.Linear) and module.out_features == rows]
+    heads = [
+        module
+        for module in outside
+        if isinstance(module, nn.Linear) and module.out_features == rows
+    ]
     head = head or (heads[-1] if heads else None)
     return None if head is None else (embedding, head)
 
@@ -57,10 +65,12 @@ def layer_linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def uncalled_linears(model: nn.Module) -> dict[str, str]:
-    """Linears inside the layers that are not called as one, with the reason: an adapter there would be passed by.
+    """Linears inside the layers that are not called as one, with the reason: an adapter there would
+    be passed by.
 
-    A class whose kernels read a linear's weight (the state-space layers of Mamba and its descendants), and a class
-    derived from nn.Linear whose forward returns something else (routers of mixtures). Plain and meta models.
+    A class whose kernels read a linear's weight (the state-space layers of Mamba and its
+    descendants), and a class derived from nn.Linear whose forward returns something else (routers
+    of mixtures). Plain and meta models.
     """
     found: dict[str, str] = {}
     for name, module in _inside(model).items():
@@ -69,17 +79,30 @@ def uncalled_linears(model: nn.Module) -> dict[str, str]:
         if reads_weight(layer, child):
             found[name] = "its layer reads the weight without calling the linear"
         elif not _returns_outputs(module):
-            found[name] = f"a {type(module).__name__} returns something else than a linear's outputs"
+            found[name] = (
+                f"a {type(module).__name__} returns something else than a linear's outputs"
+            )
     return found
 
 
 def other_parts(model: Any) -> list[str]:
-    """Modules of a multimodal model that text does not run through (vision, audio, their projector), by name."""
+    """Modules of a multimodal model that text does not run through (vision, audio, their
+    projector), by name.
+    """
     made: Any = getattr(model, "config", None)
-    if not hasattr(made, "get_text_config") or made.get_text_config() is made or not hasattr(model, "get_decoder"):
+    if (
+        not hasattr(made, "get_text_config")
+        or made.get_text_config() is made
+        or not hasattr(model, "get_decoder")
+    ):
         return []
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    run = {id(parameter) for part in (decoder, head) if part is not None for parameter in part.parameters()}
+    run = {
+        id(parameter)
+        for part in (decoder, head)
+        if part is not None
+        for parameter in part.parameters()
+    }
     if decoder is None or decoder is model:
         return []
     found: list[str] = []
@@ -105,12 +128,16 @@ def _inside(model: nn.Module) -> dict[str, nn.Module]:
 
 @lru_cache(maxsize=1024)
 def reads_weight(owner: type, child: str) -> bool:
-    """Whether a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its source says."""
+    """Whether a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its source
+    says.
+    """
     try:
         source = inspect.getsource(owner)
     except (OSError, TypeError):  # a class made in a console
         return False
-    return re.search(rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_OF_ITS_FORM}", source) is not None
+    return (
+        re.search(rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_OF_ITS_FORM}", source) is not None
+    )
 
 
 def _returns_outputs(module: Any) -> bool:
@@ -120,7 +147,9 @@ def _returns_outputs(module: Any) -> bool:
     outputs, inputs = linear_shape(module)
     try:
         with torch.no_grad():
-            found = module(torch.empty(2, inputs, device=module.weight.device, dtype=module.weight.dtype))
+            found = module(
+                torch.empty(2, inputs, device=module.weight.device, dtype=module.weight.dtype)
+            )
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
     return isinstance(found, Tensor) and tuple(found.shape) == (2, outputs)
@@ -137,8 +166,8 @@ def linear_shape(module: Any) -> tuple[int, int]:
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
-# Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of these kinds: in
-# peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
+# Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of
+# these kinds: in peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
 _FUSED = {
     "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
     "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
@@ -146,7 +175,9 @@ _FUSED = {
 
 
 class AdaptedExternal(AdaptedMatrix):
-    """A linear of a class that is not torch's own, such as transformers' Conv1D: its own forward, and an adapter."""
+    """A linear of a class that is not torch's own, such as transformers' Conv1D: its own forward,
+    and an adapter.
+    """
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
         super().__init__(base, settings, linear_shape(base))
@@ -163,35 +194,49 @@ class AdaptedExternal(AdaptedMatrix):
         return self.kind.forward(self, hidden)
 
 
-def adapter_targets(linears: Collection[str], targets: Collection[str], left: Mapping[str, str]) -> list[str]:
-    """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of names or short names.
+def adapter_targets(
+    linears: Collection[str], targets: Collection[str], left: Mapping[str, str]
+) -> list[str]:
+    """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of
+    names or short names.
 
-    left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises ConfigError for an
-    end that no linear's name has, or that one of them has.
+    left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises
+    ConfigError for an end that no linear's name has, or that one of them has.
     """
     ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
     for end in ends:
         refused = next((name for name in left if ends_in(name, end)), None)
         if refused is not None:
             raise ConfigError(
-                f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it"
+                f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]};"
+                " remove it"
             )
         if not any(ends_in(name, end) for name in linears):
             leaves = sorted({leaf_of(name) for name in linears if name not in left})
             raise ConfigError(
-                f"lora.target_modules: {end!r} is the end of no linear of this model; its linears end in "
-                f"{', '.join(leaves)}"
+                f"lora.target_modules: {end!r} is the end of no linear of this model; its linears"
+                f" end in {', '.join(leaves)}"
             )
-    return [name for name in linears if name not in left and (not ends or any(ends_in(name, end) for end in ends))]
+    return [
+        name
+        for name in linears
+        if name not in left and (not ends or any(ends_in(name, end) for end in ends))
+    ]
 
 
-def without_adapter(linears: Collection[str], uncalled: Mapping[str, str], family: str) -> dict[str, str]:
+def without_adapter(
+    linears: Collection[str], uncalled: Mapping[str, str], family: str
+) -> dict[str, str]:
     """Linears, and parameters that stand for some, that get no adapter: name -> why."""
-    kinds: dict[str, str] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
+    kinds: dict[
+        str, str
+    ] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
     if find_spec("transformers") is not None:
         from transformers import conversion_mapping
 
-        kinds = {"mixtral": "mixtral"} | getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+        kinds = {"mixtral": "mixtral"} | getattr(
+            conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {}
+        )
     taken = _FUSED.get(kinds.get(family, ""), frozenset())
     why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
     return dict(uncalled) | {name: why for name in linears if leaf_of(name) in taken}
@@ -209,17 +254,24 @@ def ends_in(name: str, end: str) -> bool:
 
 
 def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own class if asked to.
+    """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own
+    class if asked to.
 
-    Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does, and for a model
-    whose layers have no linears for an adapter.
+    Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does,
+    and for a model whose layers have no linears for an adapter.
     """
     built = own_tensors(model)
-    linears = {name: base for name, base in layer_linears(model).items() if built is None or f"{name}.weight" in built}
+    linears = {
+        name: base
+        for name, base in layer_linears(model).items()
+        if built is None or f"{name}.weight" in built
+    }
     left = without_adapter(linears, uncalled_linears(model), model.spec.family)
     wanted = set(adapter_targets(linears, cfg.target_modules, left))
     if not wanted:
-        raise ConfigError("lora.target_modules: the model's layers have no linears that could have an adapter")
+        raise ConfigError(
+            "lora.target_modules: the model's layers have no linears that could have an adapter"
+        )
     for name, base in linears.items():
         owner, _, child = name.rpartition(".")
         own = settings if name in wanted else None

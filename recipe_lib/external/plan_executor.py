@@ -1,17 +1,20 @@
-"""Runs a model that nobody wrote a tensor-parallel plan for by one that was inferred: the exchanges that it names.
+"""Runs a model that nobody wrote a tensor-parallel plan for by one that was inferred: the exchanges
+that it names.
 
-A plan says at which call of a torch function, in which module's forward, ranks exchange what they have
-(`sharding_plan.Boundary`). While a module's forward runs, a torch function mode counts its calls as the inference did,
-gives functions this rank's part of parameters (DTensors under FSDP and before it), and exchanges where the plan says
-so. What hooks of modules do in between (FSDP gathers parameters) is not counted. Parameters of which a rank needs some
-segments whole are assembled wherever they are used: a forward that trains may do so otherwise than the one that was
-traced. A layer that is checkpointed runs forward again in backward, perhaps in another thread: the outermost forward of
-a thread enters the mode.
+A plan says at which call of a torch function, in which module's forward, ranks exchange what they
+have (`sharding_plan.Boundary`). While a module's forward runs, a torch function mode counts its
+calls as the inference did, gives functions this rank's part of parameters (DTensors under FSDP and
+before it), and exchanges where the plan says so. What hooks of modules do in between (FSDP gathers
+parameters) is not counted. Parameters of which a rank needs some segments whole are assembled
+wherever they are used: a forward that trains may do so otherwise than the one that was traced. A
+layer that is checkpointed runs forward again in backward, perhaps in another thread: the outermost
+forward of a thread enters the mode.
 
-A layer that is compiled is traced alone (`compiled_layers`): its forward is run here once, of tensors without values.
+A layer that is compiled is traced alone (`compiled_layers`): its forward is run here once, of
+tensors without values.
 
-In a pipeline a rank runs a model of which other ranks have modules (`stage_parts`): what those would do is not done,
-and calls outside of layers are counted as ever.
+In a pipeline a rank runs a model of which other ranks have modules (`stage_parts`): what those
+would do is not done, and calls outside of layers are counted as ever.
 """
 
 import threading
@@ -39,7 +42,13 @@ from recipe_lib.external.tensor_plan.exchanges import (
     rewritten,
     trained_length,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, pattern_of, tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    Boundary,
+    ParameterPlan,
+    ShardingPlan,
+    pattern_of,
+    tensors_in,
+)
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
@@ -49,14 +58,17 @@ _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
 
 
 class _RunningForward:
-    """A forward that runs: of which module, how many calls it has made, and at how many boundaries it was."""
+    """A forward that runs: of which module, how many calls it has made, and at how many boundaries
+    it was.
+    """
 
     def __init__(self, path: str) -> None:
         self.path, self.calls, self.reached = path, 0, 0
 
 
 class _Running(threading.local):
-    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see `Exchanges`.
+    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see
+    `Exchanges`.
 
     alone: rank and length of rows of a layer that is traced by itself.
     """
@@ -72,12 +84,14 @@ class _Running(threading.local):
 def run_by_plan(
     model: Any, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
 ) -> None:
-    """Makes the forward of an external model's class that of one rank, in place; its parameters are DTensors by then.
+    """Makes the forward of an external model's class that of one rank, in place; its parameters are
+    DTensors by then.
 
-    Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
-    is; None: another rank of a pipeline has it. gathers_again: of what backward needs only that is kept which the rest
-    cannot be made of (`kept_tensors`), in layers that are not checkpointed. A forward that goes another way than the
-    one that the plan was made of raises SetupError.
+    Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose
+    forward stays as it is; None: another rank of a pipeline has it. gathers_again: of what backward
+    needs only that is kept which the rest cannot be made of (`kept_tensors`), in layers that are
+    not checkpointed. A forward that goes another way than the one that the plan was made of raises
+    SetupError.
     """
     execution = _Execution(model, plan, ranks, gathers_again)
     forward = execution.frame_all(model.class_forward, head)
@@ -86,23 +100,32 @@ def run_by_plan(
 
 
 def framed_forward(
-    model: nn.Module, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
+    model: nn.Module,
+    plan: ShardingPlan,
+    ranks: Ranks,
+    head: nn.Module | None,
+    gathers_again: bool = True,
 ) -> Callable[..., Any]:
-    """The model's forward as that of one rank; the modules within become so in place. See `run_by_plan`."""
+    """The model's forward as that of one rank; the modules within become so in place. See
+    `run_by_plan`.
+    """
     return _Execution(model, plan, ranks, gathers_again).frame_all(model.forward, head)
 
 
 class _Execution(TorchFunctionMode):
     """The exchanges of one model."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, ranks: Ranks, gathers_again: bool) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ShardingPlan, ranks: Ranks, gathers_again: bool
+    ) -> None:
         super().__init__()
         self.gathers_again = gathers_again
         self.model, self.plan, self.ranks = model, plan, ranks
         self.running = _Running()
         self.hooked = False
         self.length = 0  # of the rows of the forward that runs
-        # By layer and the shape of what it reads: it may run again when the model has read other rows since.
+        # By layer and the shape of what it reads: it may run again when the model has read other
+        # rows since.
         self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self.kept = KeptTensors()
         self.exchanges = Exchanges(
@@ -113,37 +136,53 @@ class _Execution(TorchFunctionMode):
             length=lambda: self.length if self.running.alone is None else self.running.alone[1],
             note=self.kept.note,
         )
-        self.compiled = CompiledLayers(model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again)
-        self.boundaries: dict[tuple[str, int], list[Boundary]] = {}  # by their module, and the number of a call there
+        self.compiled = CompiledLayers(
+            model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again
+        )
+        self.boundaries: dict[
+            tuple[str, int], list[Boundary]
+        ] = {}  # by their module, and the number of a call there
         for each in plan.boundaries:
             if each.kind != "assemble":
                 self.boundaries.setdefault((each.module, each.call), []).append(each)
         self.expected = Counter(module for module, _ in self.boundaries)
         layers = layer_names(model)
         self.must_run = {
-            layer: {pattern_of(path) for path in self.expected if path.startswith(f"{layer}.")} for layer in layers
+            layer: {pattern_of(path) for path in self.expected if path.startswith(f"{layer}.")}
+            for layer in layers
         }
         self.assembled = [each for each in plan.parameters if each.whole]
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
     def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
-        """The forward of the model as that of one rank; those of the modules within become so in place."""
+        """The forward of the model as that of one rank; those of the modules within become so in
+        place.
+        """
         layers = set(layer_names(self.model))
         for path, module in self.model.named_modules():
             self.compiled.originals[path] = module.forward
             if path and module is not head:
-                framed = self.framed(module.forward, path, ends_sharing=path in layers, module=module)
+                framed = self.framed(
+                    module.forward, path, ends_sharing=path in layers, module=module
+                )
                 module.forward = self.compiled.traceable(framed, path) if path in layers else framed
         # At the first forward, so that they go around FSDP's.
         self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
         return self.framed(forward, "", ends_sharing=False)
 
     def framed(
-        self, forward: Callable[..., Any], path: str, *, ends_sharing: bool, module: nn.Module | None = None
+        self,
+        forward: Callable[..., Any],
+        path: str,
+        *,
+        ends_sharing: bool,
+        module: nn.Module | None = None,
     ) -> Callable[..., Any]:
-        """The forward of the module at `path`, its calls counted. ends_sharing: no later one enters its tensors.
+        """The forward of the module at `path`, its calls counted. ends_sharing: no later one enters
+        its tensors.
 
-        An adapter that is switched off makes the first of the calls alone, those of the frozen weight.
+        An adapter that is switched off makes the first of the calls alone, those of the frozen
+        weight.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -186,18 +225,26 @@ class _Execution(TorchFunctionMode):
                 self.lengths[key] = self.length
 
     def _check(self, frame: _RunningForward, is_off: bool) -> None:
-        """At the end of a forward. What a kernel does in the place of a module has none of the module's exchanges."""
+        """At the end of a forward. What a kernel does in the place of a module has none of the
+        module's exchanges.
+        """
         running, path = self.running, frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
-            raise self._other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
+            raise self._other_way(
+                path, f"{frame.reached} of {self.expected[path]} exchanges were reached"
+            )
         running.ran.add(pattern_of(path))
-        if missing := set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran:
+        if missing := (
+            set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran
+        ):
             raise self._other_way(min(missing), f"it was not run within {path}")
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
-        """Around the forward of one layer of rows of a length, as that of a rank: nothing comes from before it."""
+        """Around the forward of one layer of rows of a length, as that of a rank: nothing comes
+        from before it.
+        """
         running = self.running
         before = vars(running).copy()
         vars(running).update(frames=[], entered={}, ran=set(), alone=(rank, length))
@@ -208,7 +255,9 @@ class _Execution(TorchFunctionMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Around a layer that does its own exchanges: no call is noted, and no later one enters its tensors."""
+        """Around a layer that does its own exchanges: no call is noted, and no later one enters its
+        tensors.
+        """
         try:
             with ExitStack() as stack:
                 for _ in range(torch._C._len_torch_function_stack()):
@@ -237,7 +286,11 @@ class _Execution(TorchFunctionMode):
             self.running.frames.pop()
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         frame = self.running.frames[-1] if self.running.frames else None
@@ -248,11 +301,19 @@ class _Execution(TorchFunctionMode):
         reads = name in ("__get__", "size")
         # What compiled code reads are plain tensors, of which one may have to be assembled.
         compiled = self.running.alone is not None and bool(self.assembled)
-        held = [value for value in tensors_in((args, kwargs)) if compiled or isinstance(value, (DTensor, nn.Parameter))]
+        held = [
+            value
+            for value in tensors_in((args, kwargs))
+            if compiled or isinstance(value, (DTensor, nn.Parameter))
+        ]
         if held:
             if self.running.alone is None:
                 self.kept.note_parameters([local(value) for value in held])
-            whole = {id(value): parts for value in held if (parts := self._parts_of(value, frame.path)) is not None}
+            whole = {
+                id(value): parts
+                for value in held
+                if (parts := self._parts_of(value, frame.path)) is not None
+            }
             given = args, kwargs
             args, kwargs = self._local(given, {} if reads else whole)
             if reads and whole and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
@@ -265,7 +326,9 @@ class _Execution(TorchFunctionMode):
             self.kept.note(function, args, kwargs, result)
         else:
             if name != here[0].function:
-                raise self._other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
+                raise self._other_way(
+                    frame.path, f"call {frame.calls} is {name}, expected {here[0].function}"
+                )
             frame.reached += 1
             result = self.exchanges.call(here, function, args, kwargs)
         if next(tensors_in(result), None) is not None:
@@ -275,25 +338,33 @@ class _Execution(TorchFunctionMode):
     def _other_way(self, path: str, found: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
-            f"{path or 'the model'}: its forward went another way than the one that its tensor-parallel plan was made "
-            f"of ({found}); set {compiled}parallel.tensor=1"
+            f"{path or 'the model'}: its forward went another way than the one that its"
+            f" tensor-parallel plan was made of ({found}); set {compiled}parallel.tensor=1"
         )
 
     def _parts_of(self, parameter: Tensor, path: str) -> ParameterPlan | None:
-        """How to assemble a parameter that the forward of the module at `path` uses, if it is one to be assembled."""
+        """How to assemble a parameter that the forward of the module at `path` uses, if it is one
+        to be assembled.
+        """
         if not self.assembled:
             return None
         if path not in self.assembled_within:
-            found = [each for each in self.assembled if not path or each.name.startswith(f"{path}.")]
+            found = [
+                each for each in self.assembled if not path or each.name.startswith(f"{path}.")
+            ]
             names = [(each.name.rpartition("."), each) for each in found]
             self.assembled_within[path] = [
                 (self.model.get_submodule(owner), name, each) for (owner, _, name), each in names
             ]
         held = self.assembled_within[path]
-        return next((parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None)
+        return next(
+            (parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None
+        )
 
     def _local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
-        """Arguments with this rank's part of parameters. whole: how to assemble those that are to be, by id."""
+        """Arguments with this rank's part of parameters. whole: how to assemble those that are to
+        be, by id.
+        """
 
         def take_own(tensor: Tensor) -> Tensor:
             parts, own = whole.get(id(tensor)), local(tensor)

@@ -1,14 +1,16 @@
 """The proof that an inferred plan is right, before a rank's weights are read by it.
 
-A small model of the same class and with the same adapters gets random weights on the host and its own plan, which
-has to treat every parameter, and exchange at every call, as that of the large model does. A model that is small already
-is proven as it is. It takes a second or two, a tenth of what inferring the plan does.
+A small model of the same class and with the same adapters gets random weights on the host and its
+own plan, which has to treat every parameter, and exchange at every call, as that of the large model
+does. A model that is small already is proven as it is. It takes a second or two, a tenth of what
+inferring the plan does.
 
-It is proven in one process, by a thread for each rank. A rank has its own, smaller parameters and nothing of the
-others', takes the attributes that the plan rewrites, and runs the forward that trains (`plan_executor`), whose
-exchanges are between threads. What the model gives has to be what the whole model gives, and so has the gradient of
-every parameter: a forward that is right says nothing of a boundary that is missing there, or of a whole parameter whose
-gradient is taken for full.
+It is proven in one process, by a thread for each rank. A rank has its own, smaller parameters and
+nothing of the others', takes the attributes that the plan rewrites, and runs the forward that
+trains (`plan_executor`), whose exchanges are between threads. What the model gives has to be what
+the whole model gives, and so has the gradient of every parameter: a forward that is right says
+nothing of a boundary that is missing there, or of a whole parameter whose gradient is taken for
+full.
 """
 
 import copy
@@ -31,7 +33,12 @@ from recipe_lib.external.plan_executor import framed_forward
 from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.propagation import period
-from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan, bounds, pattern_of, tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    ShardingPlan,
+    bounds,
+    pattern_of,
+    tensors_in,
+)
 from recipe_lib.external.tensor_plan.tracing import output_values
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS
@@ -50,9 +57,9 @@ _SMALL_HEADS = ((4, 2**16), (2, 4))
 def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
     """The plan of an external model as `build_meta` made it, adapters included, for `size` ranks.
 
-    It is traced without memory, and as training calls it: without a mask where the class does without one. tokens:
-    shares out tokens, too, but where the calls of a forward depend on whether documents share its rows. Raises
-    SetupError.
+    It is traced without memory, and as training calls it: without a mask where the class does
+    without one. tokens: shares out tokens, too, but where the calls of a forward depend on whether
+    documents share its rows. Raises SetupError.
     """
     first: SetupError | None = None
     with _disable_current_modes():  # a simulation's: the trace is none of it
@@ -67,7 +74,9 @@ def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
 
 
 def _on_meta(model: Any) -> Any:
-    """The same model anew, with all that it holds on the meta device, and its class' own forward."""
+    """The same model anew, with all that it holds on the meta device, and its class' own
+    forward.
+    """
     made = _made_anew(model, model.spec)  # whole, whatever stages of it the model has
     for module in made.modules():
         held = vars(module) | module._buffers
@@ -84,8 +93,15 @@ def _others(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     *_, masked = example_inputs(model, "meta")
     rows = inputs["input_ids"]
     positions = torch.arange(LENGTH, device=rows.device).expand(rows.shape)
-    packed = {key: value for key, value in (masked | {"position_ids": positions}).items() if key in accepted}
-    return [packed, *([inputs | {"input_ids": rows.repeat(1, 2)}] if "attention_mask" not in inputs else [])]
+    packed = {
+        key: value
+        for key, value in (masked | {"position_ids": positions}).items()
+        if key in accepted
+    }
+    return [
+        packed,
+        *([inputs | {"input_ids": rows.repeat(1, 2)}] if "attention_mask" not in inputs else []),
+    ]
 
 
 def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
@@ -113,8 +129,8 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
         except Exception as error:  # noqa: BLE001  (of the class' own code: the other ranks wait to hear of it)
             line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             said[1] = (
-                f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a small model "
-                f"({line}); set parallel.tensor=1"
+                f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a"
+                f" small model ({line}); set parallel.tensor=1"
             )
     said = world.gather_json(said)[0]
     if said[1]:
@@ -123,7 +139,9 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
 
 
 def proof(model: Any, plan: ShardingPlan, size: int) -> str:
-    """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not right."""
+    """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not
+    right.
+    """
     family = model.spec.family
     differences: list[str] = []
     for keys, most in _SMALL_HEADS:
@@ -136,10 +154,12 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
         if ranks and not differences[-1]:
             break
     else:
-        reason = next(filter(None, reversed(differences)), "no number of ranks can share the small one")
+        reason = next(
+            filter(None, reversed(differences)), "no number of ranks can share the small one"
+        )
         raise SetupError(
-            f"parallel.tensor={size}: the plan of {family} could not be proven on a small model: {reason}; "
-            "set parallel.tensor=1"
+            f"parallel.tensor={size}: the plan of {family} could not be proven on a small model:"
+            f" {reason}; set parallel.tensor=1"
         )
     materialize(small, MemoryConfig(), torch.device("cpu"))
     randomize(small)
@@ -147,21 +167,27 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
     certificate = certify(small, small_plan, ranks, next(example_inputs(small, "cpu")))
     if certificate.failures:
         raise SetupError(
-            f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong ({certificate.failures[0]}); set "
-            "parallel.tensor=1"
+            f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong"
+            f" ({certificate.failures[0]}); set parallel.tensor=1"
         )
     elements = sum(parameter.numel() for parameter in small.parameters())
     return f"proven on a model of {elements:,} parameters: {certificate.checked} comparisons"
 
 
 def _small_model(model: Any, keys: int) -> Any:
-    """A model of the same class, without memory yet; of the same shape if that is small. keys: as in `shrink`."""
+    """A model of the same class, without memory yet; of the same shape if that is small. keys: as
+    in `shrink`.
+    """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     held = {
-        id(parameter): parameter.numel() for module in all_modules(model).values() for parameter in module.parameters()
+        id(parameter): parameter.numel()
+        for module in all_modules(model).values()
+        for parameter in module.parameters()
     }
     large = sum(held.values()) > SMALL_MODEL
-    return _made_anew(model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec)
+    return _made_anew(
+        model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec
+    )
 
 
 def all_modules(model: Any) -> dict[str, nn.Module]:
@@ -173,24 +199,39 @@ def all_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _made_anew(model: Any, spec: ExternalSpec) -> Any:
-    """A model of the spec with adapters on the linears that have one in `model`, parameters on meta.
+    """A model of the spec with adapters on the linears that have one in `model`, parameters on
+    meta.
 
-    In float32, whatever the model's weights are: the small one is, and some of what converts types does nothing then.
+    In float32, whatever the model's weights are: the small one is, and some of what converts types
+    does nothing then.
     """
     made = build_meta(spec, torch.float32)
     layers = [*layer_names(model), *model.elsewhere]
-    adapted = {name: module for name, module in all_modules(model).items() if isinstance(module, AdaptedModule)}
+    adapted = {
+        name: module
+        for name, module in all_modules(model).items()
+        if isinstance(module, AdaptedModule)
+    }
     if adapted:
-        ends = {name.removeprefix(f"{layer}.") for layer in layers for name in adapted if name.startswith(f"{layer}.")}
+        ends = {
+            name.removeprefix(f"{layer}.")
+            for layer in layers
+            for name in adapted
+            if name.startswith(f"{layer}.")
+        }
         rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
-        settings = AdapterSettings(rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32)
+        settings = AdapterSettings(
+            rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32
+        )
         made.requires_grad_(False)
         add_adapters(made, LoraConfig(target_modules=sorted(ends)), settings)
     return made
 
 
 def plan_differences(large: ShardingPlan, small: ShardingPlan) -> str:
-    """What one of the plans does with a kind of parameter, or at a call, and the other does not; empty: nothing."""
+    """What one of the plans does with a kind of parameter, or at a call, and the other does not;
+    empty: nothing.
+    """
     found, there = _treatments(large), _treatments(small)
     for name in sorted(found.keys() | there.keys()):
         if found.get(name) != there.get(name):
@@ -202,18 +243,28 @@ def _treatments(plan: ShardingPlan) -> dict[str, set[str]]:
     """How a plan holds each kind of parameter, and what it exchanges in each kind of module."""
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
-        once = period(list(each.segments))  # as often as there are groups of heads, which may be fewer
+        once = period(
+            list(each.segments)
+        )  # as often as there are groups of heads, which may be fewer
         segments = f"{len(once)} {len(each.segments) > len(once)}"
-        said = f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
+        said = (
+            f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
+        )
         found.setdefault(pattern_of(each.name), set()).add(said)
     for boundary in plan.boundaries:
-        call = f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
-        said = f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean} {boundary.whole}"
+        call = (
+            f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
+        )
+        said = (
+            f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
+            f" {boundary.whole}"
+        )
         found.setdefault(pattern_of(boundary.module), set()).add(said)
     return found
 
 
-# Relative error above which it is not rounding; some forwards compute in float32 whatever they are given.
+# Relative error above which it is not rounding; some forwards compute in float32 whatever they are
+# given.
 WRONG = 1e-3
 _PATIENCE = 60.0  # seconds for another rank, which has failed if it is not there by then
 _OUTPUT = "output "  # and its number: a name that no parameter has
@@ -228,14 +279,16 @@ class Certificate:
 
 
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
-    """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it takes no other.
+    """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it
+    takes no other.
 
-    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs: of one forward.
-    Raises SetupError for a size that the plan does not allow.
+    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs:
+    of one forward. Raises SetupError for a size that the plan does not allow.
     """
     if not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
         raise SetupError(
-            f"certificate: {size} ranks cannot share this plan's axes, expected one of {list(plan.legal_sizes)}"
+            f"certificate: {size} ranks cannot share this plan's axes, expected one of"
+            f" {list(plan.legal_sizes)}"
         )
     try:
         errors = rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
@@ -253,11 +306,14 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
     return Certificate(size * len(errors), tuple(failures))
 
 
-def rank_errors(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> dict[str, float]:
+def rank_errors(
+    model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]
+) -> dict[str, float]:
     """How far what ranks come to is from what the whole model does, relative to its norm.
 
-    By name for the gradient of each parameter, and for each of the model's outputs, of which the loss is a random
-    combination. model: small, on the CPU; float64 tells rounding from mistakes. Raises RuntimeError where a rank fails.
+    By name for the gradient of each parameter, and for each of the model's outputs, of which the
+    loss is a random combination. model: small, on the CPU; float64 tells rounding from mistakes.
+    Raises RuntimeError where a rank fails.
     """
     # Copied before a forward, which some models keep the state of.
     models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
@@ -267,7 +323,9 @@ def rank_errors(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[st
 
     def work(rank: int) -> None:
         try:
-            found[rank] = _results_of_rank(models[rank], plan, group=group, rank=rank, inputs=inputs)
+            found[rank] = _results_of_rank(
+                models[rank], plan, group=group, rank=rank, inputs=inputs
+            )
         except Exception as error:  # noqa: BLE001  (a thread hands on what it raises)
             found[rank] = error
             group.barrier.abort()
@@ -279,12 +337,20 @@ def rank_errors(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[st
         thread.join()
     failed = [each for each in found if isinstance(each, Exception)]
     if failed:
-        first = next((each for each in failed if not isinstance(each, threading.BrokenBarrierError)), failed[0])
+        first = next(
+            (each for each in failed if not isinstance(each, threading.BrokenBarrierError)),
+            failed[0],
+        )
         raise RuntimeError(f"a rank fails: {first}") from first
-    # Some gradients are nothing but rounding, as that of a bias of keys is: no error is measured against less.
+    # Some gradients are nothing but rounding, as that of a bias of keys is: no error is measured
+    # against less.
     precision = max(torch.finfo(each.dtype).eps for each in whole.values())
-    least = precision**0.5 * max(float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT))
-    return {name: _error(plan, name, expected=whole[name], found=found, least=least) for name in whole}
+    least = precision**0.5 * max(
+        float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT)
+    )
+    return {
+        name: _error(plan, name, expected=whole[name], found=found, least=least) for name in whole
+    }
 
 
 class _RankGroup:
@@ -340,13 +406,23 @@ def _results_of_rank(
 
 @torch.enable_grad()
 def _results(
-    model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], gather: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    forward: Callable[..., Any],
+    inputs: dict[str, Any],
+    gather: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """What a model gives, and the gradients of its parameters, by name. gather: makes a whole output of a rank's."""
+    """What a model gives, and the gradients of its parameters, by name. gather: makes a whole
+    output of a rank's.
+    """
     parameters = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     for parameter in parameters.values():
         parameter.requires_grad_(True)
-    output = forward(**{key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()})
+    output = forward(
+        **{
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in inputs.items()
+        }
+    )
     generator = torch.Generator().manual_seed(1)
     loss: Any = 0.0
     found: dict[str, Tensor] = {}
@@ -354,21 +430,29 @@ def _results(
         if tensor.requires_grad:
             whole = gather(tensor)
             found[f"{_OUTPUT}{number}"] = whole.detach()
-            loss = loss + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+            loss = (
+                loss
+                + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+            )
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         found[name] = torch.zeros_like(parameter) if gradient is None else gradient
     return found
 
 
-def _error(plan: ShardingPlan, name: str, expected: Tensor, found: list[dict[str, Tensor]], least: float) -> float:
+def _error(
+    plan: ShardingPlan, name: str, expected: Tensor, found: list[dict[str, Tensor]], least: float
+) -> float:
     ours = [each[name] for each in found]
     if name.startswith(_OUTPUT):
         pairs = [(one, expected) for one in ours]
         least = 0.0
     elif (each := plan.parameter(name)).dim >= 0:
         ranks = range(len(ours))
-        pairs = [(ours[rank], own_part(expected, each.dim, each.segments, rank, len(ours))) for rank in ranks]
+        pairs = [
+            (ours[rank], own_part(expected, each.dim, each.segments, rank, len(ours)))
+            for rank in ranks
+        ]
     elif each.gradient == "partial":
         pairs = [(torch.stack(ours).sum(0), expected)]
     else:

@@ -1,10 +1,12 @@
-"""Where a class of another library is cut into the stages of a pipeline, the proof that it can be, and running one.
+"""Where a class of another library is cut into the stages of a pipeline, the proof that it can be,
+and running one.
 
-It is cut at its list of layers. Each stage runs the class' own forward from its tokens, which makes masks and rotations
-for itself. What has weights before the layers gives zeros where another stage has it; layers before the stage's give
-the hidden states that came from there; the forward ends behind the stage's last layer. So names stay those of the
-checkpoint. That hidden states are all that one layer has from those before it is proven on a small model of the class:
-cut at every layer, it has to come to the same numbers, bit for bit.
+It is cut at its list of layers. Each stage runs the class' own forward from its tokens, which makes
+masks and rotations for itself. What has weights before the layers gives zeros where another stage
+has it; layers before the stage's give the hidden states that came from there; the forward ends
+behind the stage's last layer. So names stay those of the checkpoint. That hidden states are all
+that one layer has from those before it is proven on a small model of the class: cut at every layer,
+it has to come to the same numbers, bit for bit.
 """
 
 from collections.abc import Iterable
@@ -30,7 +32,9 @@ from recipe_lib.models.spec import StageParts
 
 def refusal(family: str, reason: str) -> ConfigError:
     """The fault of a class that is not cut."""
-    return ConfigError(f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1")
+    return ConfigError(
+        f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1"
+    )
 
 
 class _EndOfStage(Exception):  # noqa: N818  (no error)
@@ -42,7 +46,9 @@ class _EndOfStage(Exception):  # noqa: N818  (no error)
 
 
 class _OfOtherStage(nn.Module):
-    """In place of a module of another stage, with what a forward may ask it for, and no values of its tensors."""
+    """In place of a module of another stage, with what a forward may ask it for, and no values of
+    its tensors.
+    """
 
     def __init__(self, held: nn.Module, output: Any = None) -> None:
         super().__init__()
@@ -78,21 +84,30 @@ def _first(output: Any) -> Any:
 
 
 def run_alone(
-    model: Any, parts: StageParts, hidden: Tensor | None, inputs: dict[str, Any], layers: Iterable[int]
+    model: Any,
+    parts: StageParts,
+    hidden: Tensor | None,
+    inputs: dict[str, Any],
+    layers: Iterable[int],
 ) -> Tensor:
-    """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the class' forward."""
+    """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the
+    class' forward.
+    """
     with only(model, parts, hidden, inputs["input_ids"], list(layers)):
         try:
             model.class_forward(**inputs)
         except _EndOfStage as reached:
             return reached.hidden
-    raise RuntimeError(f"{model.spec.family}: its forward has not come to the last layer of a stage")
+    raise RuntimeError(
+        f"{model.spec.family}: its forward has not come to the last layer of a stage"
+    )
 
 
 def only(
     model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
 ) -> AbstractContextManager[None]:
-    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what is after them.
+    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what
+    is after them.
 
     hidden: what is there instead of those before, None for the first stage.
     """
@@ -110,7 +125,9 @@ def only(
     if running:
         last = parts.layers[running[-1]]
         swaps[last] = _Last(model.get_submodule(last))
-    return replaced_entries((*_owner_and_child(model, name), module) for name, module in swaps.items())
+    return replaced_entries(
+        (*_owner_and_child(model, name), module) for name, module in swaps.items()
+    )
 
 
 def _held(model: Any, name: str) -> nn.Module:
@@ -128,7 +145,8 @@ def _owner_and_child(model: Any, name: str) -> tuple[dict[str, Any], str]:
 def keep_parts(
     model: Any, parts: StageParts, layers: Iterable[int], *, first: bool, last: bool
 ) -> tuple[dict[str, nn.Module], frozenset[str]]:
-    """See `LanguageModel.keep_stages`. In the place of what is left out is a module without parameters.
+    """See `LanguageModel.keep_stages`. In the place of what is left out is a module without
+    parameters.
 
     Returns what is left out, by name, and the names of all modules in it.
     """
@@ -137,7 +155,8 @@ def keep_parts(
     if tied and first and last and type(embedding) is not nn.Embedding:
         raise refusal(
             model.spec.family,
-            f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on the first rank",
+            f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on"
+            " the first rank",
         )
     whole = {name for name, _ in model.named_modules() if name}
     absent = [name for number, name in enumerate(parts.layers) if number not in kept]
@@ -165,7 +184,10 @@ _TOKENS = (2, 12)  # rows and length of what a small model reads
 def find_parts(spec: "ModuleSpec") -> StageParts:
     """See `ExternalSpec.stage_parts`. Proves what it finds."""
     small, elements = spec, sum(map(prod, spec.layout().shapes.values()))
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):  # a simulation's: this is none of it
+    with (
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+    ):  # a simulation's: this is none of it
         try:
             if elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
                 small = spec.shrunk(layers=spec.num_layers)
@@ -178,7 +200,9 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
             raise
         except Exception as error:  # of the class' own code
             line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(spec.family, f"a small model of it does not run in stages ({line})") from error
+            raise refusal(
+                spec.family, f"a small model of it does not run in stages ({line})"
+            ) from error
     return parts if small is spec else _of(spec, parts)
 
 
@@ -186,25 +210,48 @@ def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
     """The parts of the large model, which are those of the small one; its width."""
     layout = spec.layout()
     prefix = parts.layers[0].removesuffix("0")
-    layers = [name for name in layout.modules if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
+    layers = [
+        name
+        for name in layout.modules
+        if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
+    ]
     held = tuple(f"{name}." for name in (*parts.first, *layers, *parts.last))
-    other = [name for name in layout.shapes if name not in layout.buffers and not name.startswith(held)]
-    if other or not 0 < len(layers) <= len(parts.layers) or {*parts.first, *parts.last} - set(layout.modules):
-        raise refusal(spec.family, f"its small model has other modules ({(other or layers or ['no layers'])[0]})")
+    other = [
+        name for name in layout.shapes if name not in layout.buffers and not name.startswith(held)
+    ]
+    if (
+        other
+        or not 0 < len(layers) <= len(parts.layers)
+        or {*parts.first, *parts.last} - set(layout.modules)
+    ):
+        raise refusal(
+            spec.family,
+            f"its small model has other modules ({(other or layers or ['no layers'])[0]})",
+        )
     width = _width(spec)
     if width is None or _width(spec.shrunk()) != parts.width:
-        raise refusal(spec.family, "its config does not say how wide its hidden states are (hidden_size)")
+        raise refusal(
+            spec.family, "its config does not say how wide its hidden states are (hidden_size)"
+        )
     return replace(parts, layers=tuple(layers), width=width)
 
 
 def _width(spec: "ModuleSpec") -> int | None:
-    return getattr(transformers_config(spec.source.config, spec.family).get_text_config(), "hidden_size", None)
+    return getattr(
+        transformers_config(spec.source.config, spec.family).get_text_config(), "hidden_size", None
+    )
 
 
 def _found(model: Any) -> StageParts:
-    """The parts of a model with values, by the order in which one forward calls its modules. Raises ConfigError."""
+    """The parts of a model with values, by the order in which one forward calls its modules. Raises
+    ConfigError.
+    """
     elsewhere = tuple(other_parts(model))
-    layers = [name for name in layer_names(model) if not name.startswith(tuple(f"{part}." for part in elsewhere))]
+    layers = [
+        name
+        for name in layer_names(model)
+        if not name.startswith(tuple(f"{part}." for part in elsewhere))
+    ]
     lists = {name.rpartition(".")[0] for name in layers}
     if len(lists) != 1:
         raise refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
@@ -213,11 +260,19 @@ def _found(model: Any) -> StageParts:
         _, called = _run_whole(model, _tokens(model, 0), (*owners, *layers))
     order = [name for name, _ in called]
     if [name for name in order if name in layers] != layers:
-        raise refusal(model.spec.family, "its forward does not call each layer once, in the order of the list")
+        raise refusal(
+            model.spec.family, "its forward does not call each layer once, in the order of the list"
+        )
     begin, end = order.index(layers[0]), order.index(layers[-1])
-    before, between, last = set(order[:begin]), set(order[begin:end]) - set(layers), set(order[end + 1 :])
+    before, between, last = (
+        set(order[:begin]),
+        set(order[begin:end]) - set(layers),
+        set(order[end + 1 :]),
+    )
     if between or before & last:
-        raise refusal(model.spec.family, f"{min(between or before & last)} runs with layers of several stages")
+        raise refusal(
+            model.spec.family, f"{min(between or before & last)} runs with layers of several stages"
+        )
     embedding, head = embedding_and_head(model) or (None, None)
     names = {id(module): name for name, module in model.named_modules()}
     if names[id(embedding)] in last or names[id(head)] in before:
@@ -225,12 +280,18 @@ def _found(model: Any) -> StageParts:
     output = called[begin][1]
     hidden = _first(output)
     if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS):
-        raise refusal(model.spec.family, "a layer returns something else than hidden states [b, s, d]")
+        raise refusal(
+            model.spec.family, "a layer returns something else than hidden states [b, s, d]"
+        )
     last |= {names[id(head)]}
     first = (*(name for name in owners if name not in last), *elsewhere)
-    behind = tuple(dict.fromkeys([name for name in order[end + 1 :] if name in last] + [names[id(head)]]))
+    behind = tuple(
+        dict.fromkeys([name for name in order[end + 1 :] if name in last] + [names[id(head)]])
+    )
     returned = len(output) if isinstance(output, tuple) else 0
-    return StageParts(first, tuple(layers), behind, names[id(embedding)], hidden.shape[-1], returned)
+    return StageParts(
+        first, tuple(layers), behind, names[id(embedding)], hidden.shape[-1], returned
+    )
 
 
 def _owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
@@ -238,21 +299,31 @@ def _owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[s
     inside = tuple(f"{name}." for name in (*layers, *elsewhere))
     owners: list[str] = []
     for name, module in model.named_modules():
-        if f"{name}.".startswith(inside) or f"{name}.".startswith(tuple(f"{owner}." for owner in owners)):
+        if f"{name}.".startswith(inside) or f"{name}.".startswith(
+            tuple(f"{owner}." for owner in owners)
+        ):
             continue
         own = next((f"{name}.{each}" for each, _ in module.named_parameters(recurse=False)), None)
-        if own is not None and any(layer.startswith(f"{name}." if name else "") for layer in layers):
-            raise refusal(model.spec.family, f"{own.lstrip('.')} is in no module that one stage could have")
+        if own is not None and any(
+            layer.startswith(f"{name}." if name else "") for layer in layers
+        ):
+            raise refusal(
+                model.spec.family, f"{own.lstrip('.')} is in no module that one stage could have"
+            )
         owners += [name] if own is not None else []
     return owners
 
 
 def _tokens(model: Any, seed: int) -> Tensor:
     words = model.spec.vocab_size  # the first ones may be padding, of which classes warn
-    return torch.randint(min(3, words - 1), words, _TOKENS, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        min(3, words - 1), words, _TOKENS, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def _run_whole(model: Any, tokens: Tensor, names: Iterable[str] = ()) -> tuple[Tensor, list[tuple[str, Any]]]:
+def _run_whole(
+    model: Any, tokens: Tensor, names: Iterable[str] = ()
+) -> tuple[Tensor, list[tuple[str, Any]]]:
     """The logits, and what the named modules gave, in the order of their calls."""
     called: list[tuple[str, Any]] = []
     with ExitStack() as hooks:
@@ -267,9 +338,11 @@ def _run_whole(model: Any, tokens: Tensor, names: Iterable[str] = ()) -> tuple[T
 
 @torch.no_grad()
 def _prove(model: Any, parts: StageParts) -> None:
-    """Cuts a model at each of its layers, and compares what each gives with what it gave in the whole model.
+    """Cuts a model at each of its layers, and compares what each gives with what it gave in the
+    whole model.
 
-    What a forward leaves in the model must not help: another one runs before, and the last layers are first.
+    What a forward leaves in the model must not help: another one runs before, and the last layers
+    are first.
     """
     family, tokens = model.spec.family, _tokens(model, 0)
     whole, called = _run_whole(model, tokens, parts.layers)
@@ -277,25 +350,36 @@ def _prove(model: Any, parts: StageParts) -> None:
     _run_whole(model, _tokens(model, 1))
     with only(model, parts, given[-1], tokens, None):
         if not torch.equal(_run_whole(model, tokens)[0], whole):
-            raise refusal(family, "what is behind its layers takes more from them than hidden states")
+            raise refusal(
+                family, "what is behind its layers takes more from them than hidden states"
+            )
     for number in reversed(range(len(parts.layers))):
         received = given[number - 1] if number else None
         try:
             found = run_alone(model, parts, received, model.inputs_of(tokens), [number])
         except Exception as error:  # of the class' own code
             line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(family, f"{parts.layers[number]} does not run by itself ({line})") from error
+            raise refusal(
+                family, f"{parts.layers[number]} does not run by itself ({line})"
+            ) from error
         if not torch.equal(found, given[number]):
-            reason = f"{parts.layers[number]} takes more from the layers before it than hidden states"
+            reason = (
+                f"{parts.layers[number]} takes more from the layers before it than hidden states"
+            )
             raise refusal(family, reason)
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that begins with them."""
+    """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that
+    begins with them.
+    """
     if isinstance(output, Tensor):
         return output
     found = getattr(output, "logits", None)
     found = output[0] if found is None and isinstance(output, (tuple, list)) else found
     if not isinstance(found, Tensor):
-        raise SetupError(f"model.implementation: forward returned {type(output).__name__}, expected logits or .logits")
+        raise SetupError(
+            f"model.implementation: forward returned {type(output).__name__}, expected logits or"
+            " .logits"
+        )
     return found

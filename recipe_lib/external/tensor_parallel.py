@@ -1,12 +1,14 @@
-"""Tensor parallel for a model that nobody wrote a plan for: the plan is inferred, proven, and then run.
+"""Tensor parallel for a model that nobody wrote a plan for: the plan is inferred, proven, and then
+run.
 
-Every rank traces one forward of the model without memory (`recipe_lib.external.tensor_plan`). Before its weights are
-read, a small model of the same class has to pass the certificate of its own plan, which must treat every parameter as
-the large one's does.
+Every rank traces one forward of the model without memory (`recipe_lib.external.tensor_plan`).
+Before its weights are read, a small model of the same class has to pass the certificate of its own
+plan, which must treat every parameter as the large one's does.
 
-With DoRA the plan is that of LoRA. What DoRA adds is a number for each output: the trained length over the matrix's
-own, which is computed beside the calls that the plan counts. A rank has the outputs of its rows, or of a matrix that is
-cut by columns all of them, whose squares are summed over the ranks.
+With DoRA the plan is that of LoRA. What DoRA adds is a number for each output: the trained length
+over the matrix's own, which is computed beside the calls that the plan counts. A rank has the
+outputs of its rows, or of a matrix that is cut by columns all of them, whose squares are summed
+over the ranks.
 """
 
 from collections.abc import Mapping
@@ -38,21 +40,27 @@ from recipe_lib.parallel.tensor import as_placed
 from recipe_lib.parallel.world import World
 
 _LENGTHS = "lora_magnitude_vector"
-_CALLS = 3  # of an adapted linear, before DoRA does anything else: the product, and the adapter's two
+_CALLS = (
+    3  # of an adapted linear, before DoRA does anything else: the product, and the adapter's two
+)
 
 
 def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
     """Shards a meta model's matrices over the ranks of each tensor-parallel group, in place.
 
-    Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors` does.
-    Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot be traced.
+    Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors`
+    does. Raises ConfigError where the ranks can share nothing of it, SetupError where its forward
+    cannot be traced.
     """
     group = world.tensor
     assert group is not None
     plan = proven_plan(model, parallel, world)
-    # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are not come to.
+    # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are
+    # not come to.
     elsewhere = model.modules_elsewhere
-    parameters = tuple(each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere)
+    parameters = tuple(
+        each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
+    )
     rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
     plan = replace(plan, parameters=parameters, rewrites=rewrites)
     head, columns = model.output_head(), 0
@@ -60,7 +68,11 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
         plan, columns = with_loss_of_parts(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     place_parameters(model, plan, world.mesh["tensor"], stored)
-    runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
+    runs = {
+        each.name: (each.dim, cut)
+        for each in plan.parameters
+        if (cut := plan_runs(each, group.size))
+    }
     for name in stored:  # lengths are cut as the rows of their matrix, which may hold several
         rows = f"{name.removesuffix(_LENGTHS)}lora_B.weight"
         if name.endswith(_LENGTHS) and rows in runs:
@@ -71,11 +83,14 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     run_by_plan(model, plan, ranks_of(group), head, parallel.tensor_regather_in_backward != "false")
     own = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
-    return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
+    return gradients | {
+        name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()
+    }
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Tells quantized linears which part of their weight this rank computes with; how their storage lies on the group.
+    """Tells quantized linears which part of their weight this rank computes with; how their storage
+    lies on the group.
 
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
@@ -88,11 +103,18 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
         storage: tuple[Placement, Placement] = (Replicate(), Replicate())
         if each.dim >= 0:
             whole = len(each.segments) == 1
-            if not whole or not can_cut(inputs, outputs, module.kind, group.size, by_columns=by_columns):
-                reason = "holds several matrices" if not whole else "has no whole blocks of 64 numbers for each rank"
+            if not whole or not can_cut(
+                inputs, outputs, module.kind, group.size, by_columns=by_columns
+            ):
+                reason = (
+                    "holds several matrices"
+                    if not whole
+                    else "has no whole blocks of 64 numbers for each rank"
+                )
                 raise ConfigError(
-                    f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name} in blocks, and it "
-                    f"{reason}; set lora.quantize_base=none, {'' if not whole else 'int8, '}or parallel.tensor=1"
+                    f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
+                    f" in blocks, and it {reason}; set lora.quantize_base=none,"
+                    f" {'' if not whole else 'int8, '}or parallel.tensor=1"
                 )
             (part,) = bounds(each.segments, group.rank, group.size)
             module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
@@ -105,15 +127,21 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
 
 
 def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
-    """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A collective.
+    """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A
+    collective.
 
     Raises as `shard_module` does.
     """
     held = all_modules(model).values()
-    lengths = [module for module in held if getattr(module, "lora_magnitude_vector", None) is not None]
-    plan = plan_of_model(model, parallel.tensor, tokens=not lengths)  # which DoRA's calls are none of
+    lengths = [
+        module for module in held if getattr(module, "lora_magnitude_vector", None) is not None
+    ]
+    plan = plan_of_model(
+        model, parallel.tensor, tokens=not lengths
+    )  # which DoRA's calls are none of
     if world.pipeline is not None:
-        # What layers give has to be a rank's tokens after each of them, or after none; the last gives to the head.
+        # What layers give has to be a rank's tokens after each of them, or after none; the last
+        # gives to the head.
         *before, _ = model.stage_parts().layers
         if len({name in plan.local_outputs for name in before}) > 1:
             plan = plan_of_model(model, parallel.tensor, tokens=False)
@@ -134,24 +162,30 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
 
 
 def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
-    """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing by it."""
+    """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing
+    by it.
+    """
     size, name = parallel.tensor, model.spec.family
     shared = [axis for axis in plan.axes if not axis.vocabulary]
     if not shared:
         reason = f": {plan.refused[0]}" if plan.refused else ""
         raise ConfigError(
-            f"parallel.tensor={size}: found nothing in the layers of {name} that {size} ranks can share{reason}; "
-            "set parallel.tensor=1, or see `tune tp-plan`"
+            f"parallel.tensor={size}: found nothing in the layers of {name} that {size} ranks can"
+            f" share{reason}; set parallel.tensor=1, or see `tune tp-plan`"
         )
     if size not in plan.legal_sizes:
         legal = ", ".join(map(str, (1, *plan.legal_sizes)))
         raise ConfigError(
-            f"parallel.tensor={size}: found a forward of {name} that {size} ranks cannot run; set it to one of {legal}"
+            f"parallel.tensor={size}: found a forward of {name} that {size} ranks cannot run; set"
+            f" it to one of {legal}"
         )
 
 
-def with_loss_of_parts(plan: ShardingPlan, model: nn.Module, head: nn.Module) -> tuple[ShardingPlan, int]:
-    """The plan without what the output projection is exchanged for, which the loss does itself; tokens of a rank.
+def with_loss_of_parts(
+    plan: ShardingPlan, model: nn.Module, head: nn.Module
+) -> tuple[ShardingPlan, int]:
+    """The plan without what the output projection is exchanged for, which the loss does itself;
+    tokens of a rank.
 
     0 tokens: no rank has a part of the vocabulary, all have the whole.
     """
@@ -163,16 +197,22 @@ def with_loss_of_parts(plan: ShardingPlan, model: nn.Module, head: nn.Module) ->
     kept = tuple(
         each
         for each in plan.boundaries
-        if each.kind in ("lookup", "gather", "slice") or not each.parameters or not set(each.parameters) <= names
+        if each.kind in ("lookup", "gather", "slice")
+        or not each.parameters
+        or not set(each.parameters) <= names
     )
     size = plan.parameter(axis.parameters[0]).shape[0]
     return replace(plan, boundaries=kept), size
 
 
 def place_parameters(
-    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, stored: Mapping[str, Placement] | None = None
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    stored: Mapping[str, Placement] | None = None,
 ) -> None:
-    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays one.
+    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays
+    one.
 
     stored: how parameters that are no weights of the class lie on the group.
     """
@@ -194,14 +234,20 @@ def _as_part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> 
     whole = parameter.detach()
     part, placement = whole, cast(Placement, Replicate())
     if plan.dim >= 0:
-        part = own_part(whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()).contiguous()
+        part = own_part(
+            whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()
+        ).contiguous()
         placement = Shard(plan.dim)
-    placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    placed = DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
     return nn.Parameter(placed, parameter.requires_grad)
 
 
 def plan_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) in the file of what follows one another on the ranks; none where the order is that of the file."""
+    """(start, stop) in the file of what follows one another on the ranks; none where the order is
+    that of the file.
+    """
     if plan.dim < 0 or len(plan.segments) < 2:
         return ()
     return tuple(part for rank in range(size) for part in bounds(plan.segments, rank, size))
@@ -220,14 +266,17 @@ def project(
     head_loss: HeadLoss | None = None,
     after: LogitsAfter | None = None,
 ) -> Tensor:
-    """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`, 0: all of it.
+    """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`,
+    0: all of it.
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
     weight, bias = local(head.weight), local(head.bias)
     after = after or LogitsAfter()
     if labels is None and vocabulary:
-        return _gather_columns(F.linear(enter(hidden, total_over(group)), weight, bias), vocabulary, group)
+        return _gather_columns(
+            F.linear(enter(hidden, total_over(group)), weight, bias), vocabulary, group
+        )
     if labels is None:
         return F.linear(hidden, weight, bias)
     parts = None
@@ -243,7 +292,9 @@ def project(
 
 
 def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that of the same loss."""
+    """Logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that of the
+    same loss.
+    """
     columns, held = -(-vocabulary // group.size), logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
@@ -251,11 +302,14 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
         whole = wait(start_gather(padded.t(), group))[:vocabulary]
         return whole.t().reshape(*part.shape[:-1], vocabulary)
 
-    return exchange(logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, held))
+    return exchange(
+        logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, held)
+    )
 
 
 def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Makes adapted linears with DoRA compute lengths as one rank; how each one's trained lengths lie on the group.
+    """Makes adapted linears with DoRA compute lengths as one rank; how each one's trained lengths
+    lie on the group.
 
     Raises ConfigError where ranks would exchange what DoRA changes, or cut an adapter by its rank.
     """
@@ -264,11 +318,15 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
     for name, module in model.named_modules():
         if not isinstance(module, AdaptedMatrix) or module.lora_magnitude_vector is None:
             continue
-        first, second = plan.parameter(f"{name}.lora_A.weight"), plan.parameter(f"{name}.lora_B.weight")
+        first, second = (
+            plan.parameter(f"{name}.lora_A.weight"),
+            plan.parameter(f"{name}.lora_B.weight"),
+        )
         if first.dim == 0 or name in late:
             raise ConfigError(
-                f"parallel.tensor={group.size}: lora.dora: the plan exchanges what the adapter of {name} gives, before "
-                "DoRA has changed it; set lora.dora=false, or parallel.tensor=1"
+                f"parallel.tensor={group.size}: lora.dora: the plan exchanges what the adapter of"
+                f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
+                " parallel.tensor=1"
             )
         module.weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
         module.relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
@@ -285,7 +343,9 @@ def _relative(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
 
 @torch.no_grad()
 def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Of this rank's rows of the matrix. cut: the dimension of A that is cut, 1: as the matrix's columns are."""
+    """Of this rank's rows of the matrix. cut: the dimension of A that is cut, 1: as the matrix's
+    columns are.
+    """
     weight = module.part_weight() if isinstance(module, QuantizedLinear) else local(module.weight)
     weight = weight.t() if module.transposed else weight
     first, second = local(module.lora_A.weight), local(module.lora_B.weight)

@@ -12,15 +12,20 @@ from recipe_lib.models.config_fields import NEWER
 from recipe_lib.models.families import spell_both
 
 TRANSFORMERS = "transformers"
-_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read
+_DECODERS = (
+    "gpt_neox",
+    "gpt_neox_japanese",
+)  # whose config has an is_decoder that they do not read
 _ENCODERS = ("cpmant", "xlnet")  # whose config has none
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def transformers_config(config: Mapping[str, Any], where: str) -> Any:
-    """The config object of transformers for a config.json. Nothing of the checkpoint's own code is run.
+    """The config object of transformers for a config.json. Nothing of the checkpoint's own code is
+    run.
 
-    Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
+    Raises SetupError if transformers is not installed, CheckpointError for a model_type that it
+    does not have.
     """
     require_transformers()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -28,30 +33,43 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     kind = config.get("model_type")
     where = f"{where}: config.json"
     if not isinstance(kind, str) or not kind:
-        raise CheckpointError(f"{where}: model_type: found {kind!r}, expected the name of an architecture")
+        raise CheckpointError(
+            f"{where}: model_type: found {kind!r}, expected the name of an architecture"
+        )
     try:
         made = AutoConfig.for_model(
-            kind, **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"}
+            kind,
+            **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"},
         )
     except ValueError as error:
         if kind in str(error) and "auto_map" in config:
             remedy = (
-                "its own code is not run: convert it to an architecture that transformers has, or give it by --plugin"
+                "its own code is not run: convert it to an architecture that transformers has, or"
+                " give it by --plugin"
             )
         else:
-            remedy = f"install a release of transformers that has it, or give it by --plugin ({one_line(error)})"
-        raise CheckpointError(f"{where}: model_type {kind!r} is not one of transformers'; {remedy}") from None
+            remedy = (
+                "install a release of transformers that has it, or give it by --plugin"
+                f" ({one_line(error)})"
+            )
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is not one of transformers'; {remedy}"
+        ) from None
     except Exception as error:  # noqa: BLE001  (its class computes with it: no heads are a division by zero)
-        raise CheckpointError(f"{where}: the config of {kind!r} does not take it ({one_line(error)})") from None
+        raise CheckpointError(
+            f"{where}: the config of {kind!r} does not take it ({one_line(error)})"
+        ) from None
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(
-            f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
+            f"{where}: model_type {kind!r} is no causal language model in transformers; take one"
+            " that is"
         )
     return made
 
 
 def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a config.json with the older and the newer names of its keys, if its class reads the same from them.
+    """Return a config.json with the older and the newer names of its keys, if its class reads the
+    same from them.
 
     Classes that came with transformers 5 may not; earlier releases have none for those models.
     """
@@ -63,7 +81,9 @@ def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             read = transformers_config(spelled, where).to_dict()
         except CheckpointError:
             read = {}
-    is_same = all(_without_type(read.get(key)) == _without_type(value) for key, value in made.items())
+    is_same = all(
+        _without_type(read.get(key)) == _without_type(value) for key, value in made.items()
+    )
     return spelled if is_same else spell_both(config, with_ropes=False)
 
 
@@ -75,8 +95,14 @@ def _without_type(value: Any) -> Any:
 
 
 def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json, and its parts, with the `rope_parameters` that its class makes of it."""
-    parts = {key: value for key, value in config.items() if isinstance(value, dict) and isinstance(made.get(key), dict)}
+    """Return a config.json, and its parts, with the `rope_parameters` that its class makes of
+    it.
+    """
+    parts = {
+        key: value
+        for key, value in config.items()
+        if isinstance(value, dict) and isinstance(made.get(key), dict)
+    }
     added = dict(config) | {key: _add_ropes(part, made[key]) for key, part in parts.items()}
     return added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
 
@@ -84,7 +110,8 @@ def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, 
 def looks_ahead(made: Any) -> bool:
     """Whether a config is of an encoder, which transformers has a language model's head for too.
 
-    made: that of a built model: decoders of encoder-decoders are configured so in their constructors.
+    made: that of a built model: decoders of encoder-decoders are configured so in their
+    constructors.
     """
     if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
         return True
@@ -92,7 +119,9 @@ def looks_ahead(made: Any) -> bool:
 
 
 def plain_numbers(value: Any) -> Any:
-    """A value of config.json with its numbers: transformers 5 writes an infinite one as `{"__float__": "Infinity"}`."""
+    """A value of config.json with its numbers: transformers 5 writes an infinite one as
+    `{"__float__": "Infinity"}`.
+    """
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
             return _FLOATS[str(value["__float__"])]
@@ -101,7 +130,9 @@ def plain_numbers(value: Any) -> Any:
 
 
 def require_transformers() -> None:
-    """Raises SetupError unless transformers is installed; call it before an import, which it makes a silent one."""
+    """Raises SetupError unless transformers is installed; call it before an import, which it makes
+    a silent one.
+    """
     silence_torchao()
     check_transformers()
 

@@ -20,17 +20,20 @@ from recipe_lib.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: ids that come before the last answer. reference: ids of the answer, without its stop token."""
+    """prompt: ids that come before the last answer. reference: ids of the answer, without its stop
+    token.
+    """
 
     prompt: list[int]
     reference: list[int]
 
 
 def questions_of(dataset: Dataset, stop_ids: Collection[int]) -> dict[int, Question]:
-    """The last answer of each sequence, as its label tokens have it, and what comes before it, by their numbers.
+    """The last answer of each sequence, as its label tokens have it, and what comes before it, by
+    their numbers.
 
-    A sequence where there is none to generate is left out: nothing comes before the label tokens (plain text), or
-    `max_seq_len` has cut the answer, so that no stop token ends it.
+    A sequence where there is none to generate is left out: nothing comes before the label tokens
+    (plain text), or `max_seq_len` has cut the answer, so that no stop token ends it.
     """
     questions = dict[int, Question]()
     for number in range(len(dataset)):
@@ -57,8 +60,10 @@ def generate_answers(
     seed: int,
     **options: Any,
 ) -> dict[int, Generated]:
-    """The answers to all questions, which the ranks share, on every rank. Collective: they read in step, as each may
-    have a part of the weights. seed: root of each question's own. options: as for `generate_batch`."""
+    """The answers to all questions, which the ranks share, on every rank. Collective: they read in
+    step, as each may have a part of the weights. seed: root of each question's own. options: as for
+    `generate_batch`.
+    """
     numbers = sorted(questions)
     own: list[tuple[int, list[int], str]] = []
     for start in range(0, len(numbers), batch_size * world.size):
@@ -72,23 +77,35 @@ def generate_answers(
             any_rank=world.any if world.size > 1 else None,
             **options,
         )
-        own += [(number, answer.tokens, answer.ended) for number, answer in zip(mine, found, strict=True)]
+        own += [
+            (number, answer.tokens, answer.ended)
+            for number, answer in zip(mine, found, strict=True)
+        ]
     gathered = sorted(row for rows in world.gather_json(own) for row in rows)
     return {number: Generated(tokens, ended) for number, tokens, ended in gathered}
 
 
 def metric_of_answers(
-    name: str, answers: Mapping[int, Generated], questions: Mapping[int, Question], tokenizer: Tokenizer
+    name: str,
+    answers: Mapping[int, Generated],
+    questions: Mapping[int, Question],
+    tokenizer: Tokenizer,
 ) -> dict[int, float]:
-    """A registered metric's number of each answer. ConfigError for one that raises, or gives no number."""
+    """A registered metric's number of each answer. ConfigError for one that raises, or gives no
+    number.
+    """
     metric, numbers = registered("metric", name), {}
     for at, question in questions.items():
-        texts = [tokenizer.decode(ids, skip_special=True) for ids in (answers[at].tokens, question.reference)]
+        texts = [
+            tokenizer.decode(ids, skip_special=True)
+            for ids in (answers[at].tokens, question.reference)
+        ]
         try:
             numbers[at] = float(metric(*texts))
         except Exception as error:  # whatever a user's function raises is his to correct
             raise ConfigError(
-                f"metric {name}: raised {type(error).__name__} for the answer of sequence {at}: {show(str(error))}"
+                f"metric {name}: raised {type(error).__name__} for the answer of sequence {at}:"
+                f" {show(str(error))}"
             ) from error
     return numbers
 

@@ -1,4 +1,6 @@
-"""What a name on the command line stands for: a model, an adapter with its base, or the run that wrote one of them."""
+"""What a name on the command line stands for: a model, an adapter with its base, or the run that
+wrote one of them.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,12 @@ from recipe_lib.checkpoint.adapter_files import (
     check_fits,
     read_adapter,
 )
-from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint, load_weights
+from recipe_lib.checkpoint.huggingface import (
+    check_weights,
+    find_adapter_base,
+    find_checkpoint,
+    load_weights,
+)
 from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
 from recipe_lib.checkpoint.verify import model_of_adapter
 from recipe_lib.checkpoint.weight_files import exported_folder
@@ -32,9 +39,10 @@ DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float6
 class GenerationSource:
     """A model on the disk, its headers checked.
 
-    folder: of the model, or of the base of an adapter. adapter: its folder, None without one. tokenizer: the folder
-    with the tokenizer. dtype, storage: how the base was kept while the adapter was trained, as its file says; empty and
-    `none` if it does not. spec: of the model with the adapter; base_spec: of the base of one, as it is in the folder.
+    folder: of the model, or of the base of an adapter. adapter: its folder, None without one.
+    tokenizer: the folder with the tokenizer. dtype, storage: how the base was kept while the
+    adapter was trained, as its file says; empty and `none` if it does not. spec: of the model with
+    the adapter; base_spec: of the base of one, as it is in the folder.
     """
 
     folder: Path
@@ -48,7 +56,8 @@ class GenerationSource:
 
 
 def find_source(name: str, base: str | None = None) -> GenerationSource:
-    """The model that a folder or a hub id names. base: that of an adapter, in place of the one it names.
+    """The model that a folder or a hub id names. base: that of an adapter, in place of the one it
+    names.
 
     Raises CheckpointError for what is none, or is damaged, by its headers.
     """
@@ -72,15 +81,19 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
     adapter = read_adapter(folder)
     named = base or adapter.config.base
     if not named:
-        raise CheckpointError(f"{show(str(folder))}: adapter_config.json names no base; give it with --base")
+        raise CheckpointError(
+            f"{show(str(folder))}: adapter_config.json names no base; give it with --base"
+        )
     base_folder = find_checkpoint(base) if base else find_adapter_base(folder, named)
     if not (base_folder / "config.json").is_file() and (base_folder / ADAPTER_CONFIG).is_file():
         trained_on = "the model that it was trained on"
         if base:
-            raise CheckpointError(f"--base: {show(base)} is an adapter, not a model; name {trained_on}")
+            raise CheckpointError(
+                f"--base: {show(base)} is an adapter, not a model; name {trained_on}"
+            )
         raise CheckpointError(
-            f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an adapter; give "
-            f"{trained_on} with --base"
+            f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an"
+            f" adapter; give {trained_on} with --base"
         )
     config, spec = _checked(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
     saved = check_fits(adapter, spec)
@@ -98,9 +111,12 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
     )
 
 
-def load_source(source: GenerationSource, dtype: torch.dtype, device: torch.device, storage: str) -> Decoder:
-    """The model with its weights, ready to generate. storage: how the frozen weights beside an adapter are kept:
-    `none`, `nf4` or `int8`."""
+def load_source(
+    source: GenerationSource, dtype: torch.dtype, device: torch.device, storage: str
+) -> Decoder:
+    """The model with its weights, ready to generate. storage: how the frozen weights beside an
+    adapter are kept: `none`, `nf4` or `int8`.
+    """
     if source.adapter is not None:
         spec = source.base_spec or source.spec
         return model_of_adapter(source.adapter, spec, source.folder, dtype, device, storage)[0]
@@ -113,13 +129,23 @@ def load_source(source: GenerationSource, dtype: torch.dtype, device: torch.devi
 def choose_device(name: str) -> torch.device:
     """The device that `--device` means on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise SetupError("--device: found cuda, but torch sees no CUDA device here; use --device cpu")
+        raise SetupError(
+            "--device: found cuda, but torch sees no CUDA device here; use --device cpu"
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(name: str, config: dict[str, Any]) -> torch.dtype:
     """The dtype that `--dtype` means; `auto`: the one in config.json, fp32 if it names none."""
     if name == "auto":
-        own = {**config, **config.get("text_config", {})}  # multimodal configs have a part for the text
+        own = {
+            **config,
+            **config.get("text_config", {}),
+        }  # multimodal configs have a part for the text
         name = DTYPE_NAMES.get(str(own.get("dtype") or own.get("torch_dtype")), "fp32")
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
+    return {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp64": torch.float64,
+    }[name]

@@ -1,10 +1,11 @@
 """What layers keep for backward, in pinned host memory in the meantime.
 
-When a layer's forward has ended, what autograd kept of it is copied to the host on a separate stream, during the next
-layer's work; when a layer's backward begins, what the layers before it kept is copied back on another stream. On the
-device there are then, besides what other levers leave there, at most `ahead` + 1 layers' kept bytes, where there were
-those of all layers: the one that runs, and `ahead` on their way out (forward) or back already (backward). The last
-`ahead` layers are not sent: backward begins with them. It is the virtual memory of vDNN (arXiv 1602.08124), by layers.
+When a layer's forward has ended, what autograd kept of it is copied to the host on a separate
+stream, during the next layer's work; when a layer's backward begins, what the layers before it kept
+is copied back on another stream. On the device there are then, besides what other levers leave
+there, at most `ahead` + 1 layers' kept bytes, where there were those of all layers: the one that
+runs, and `ahead` on their way out (forward) or back already (backward). The last `ahead` layers are
+not sent: backward begins with them. It is the virtual memory of vDNN (arXiv 1602.08124), by layers.
 
 Copies are of whole storages, bit for bit: losses and gradients are those without the lever. How
 copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
@@ -37,13 +38,15 @@ SMALLEST = 1024  # bytes; less is not worth a copy
 def offload_activations(
     model: nn.Module, memory: MemoryConfig, device: torch.device, *, is_stage: bool = False
 ) -> "Window | None":
-    """Sends what each layer keeps for backward to the host, and fetches it before it is needed, in place.
+    """Sends what each layer keeps for backward to the host, and fetches it before it is needed, in
+    place.
 
-    Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing what a layer keeps is
-    its input. Parameters, buffers, what is gathered of them, and what all layers are given alike (rotations, masks)
-    stay where they are. Without gradients nothing is kept, and nothing happens. On a CPU the model is left as it is.
-    is_stage: the model is a rank's part of a pipeline. Returns what moves the tensors. ConfigError where `ahead` leaves
-    no layer to be sent.
+    Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing
+    what a layer keeps is its input. Parameters, buffers, what is gathered of them, and what all
+    layers are given alike (rotations, masks) stay where they are. Without gradients nothing is
+    kept, and nothing happens. On a CPU the model is left as it is. is_stage: the model is a rank's
+    part of a pipeline. Returns what moves the tensors. ConfigError where `ahead` leaves no layer to
+    be sent.
     """
     if not memory.activation_offload or not has_host(device):
         return None
@@ -53,10 +56,9 @@ def offload_activations(
     resident = 0 if is_stage else memory.activation_offload_prefetch_layers
     if resident >= len(names):
         raise ConfigError(
-            f"memory.activation_offload_prefetch_layers: found {resident} for a model of {len(names)} layers, of "
-            "which so many "
-            f"at the end are not sent, expected fewer than {len(names)}; set it lower, or remove "
-            "memory.activation_offload"
+            f"memory.activation_offload_prefetch_layers: found {resident} for a model of"
+            f" {len(names)} layers, of which so many at the end are not sent, expected fewer than"
+            f" {len(names)}; set it lower, or remove memory.activation_offload"
         )
     window = Window(device, memory.activation_offload_prefetch_layers, len(names) - resident)
     for number, name in enumerate(names):
@@ -67,7 +69,9 @@ def offload_activations(
 def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
     """The layer's forward, of which the window keeps what autograd would."""
     forward = layer.forward
-    owned: list[tuple[dict[str, Any], str]] = []  # `module._parameters` or `module._buffers`, and a name there
+    owned: list[
+        tuple[dict[str, Any], str]
+    ] = []  # `module._parameters` or `module._buffers`, and a name there
     for module in layer.modules():
         for tensors in (module._parameters, module._buffers):
             owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
@@ -80,10 +84,13 @@ def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]
             shared.update(_addresses(tensor))
 
         def is_staying(address: int) -> bool:
-            # Parameters and buffers as they are at the moment: FSDP gathers them, and compiled layers see their own
-            # parts of them, between the begin of a forward and what is saved in it.
+            # Parameters and buffers as they are at the moment: FSDP gathers them, and compiled
+            # layers see their own parts of them, between the begin of a forward and what is saved
+            # in it.
             held = (tensors.get(name) for tensors, name in owned)
-            return address in shared or any(address in _addresses(tensor) for tensor in held if tensor is not None)
+            return address in shared or any(
+                address in _addresses(tensor) for tensor in held if tensor is not None
+            )
 
         tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
         with window.keeping(number, is_staying, tokens):
@@ -95,8 +102,9 @@ def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]
 class Kept:
     """One storage that a layer keeps, as a flat tensor: on the device, on the host, or on its way.
 
-    `moved` is behind the copy to the host while there is one there, and behind the copy back afterwards. Autograd alone
-    holds these objects: what it drops is gone, after a copy that still reads or writes it.
+    `moved` is behind the copy to the host while there is one there, and behind the copy back
+    afterwards. Autograd alone holds these objects: what it drops is gone, after a copy that still
+    reads or writes it.
     """
 
     __slots__ = ("__weakref__", "moved", "on_device", "on_host", "stream")
@@ -125,12 +133,15 @@ class Kept:
 
 
 class Call:
-    """One forward of a layer: what it keeps (known weakly), and the forward of the layer before it, if that came
-    directly before."""
+    """One forward of a layer: what it keeps (known weakly), and the forward of the layer before it,
+    if that came directly before.
+    """
 
     __slots__ = ("kept", "number", "previous", "staying")
 
-    def __init__(self, number: int, staying: Callable[[int], bool], previous: "Call | None") -> None:
+    def __init__(
+        self, number: int, staying: Callable[[int], bool], previous: "Call | None"
+    ) -> None:
         self.number, self.staying = number, staying
         self.previous = previous if previous is not None and previous.number == number - 1 else None
         self.kept: list[weakref.ref[Kept]] = []
@@ -155,8 +166,9 @@ class Packed:
 class Window:
     """Moves what layers keep between device and host.
 
-    device: where the layers compute. ahead: layers that may be on their way, or back, besides the present one. sent:
-    layers with this number or a higher one are not sent. host_bytes: sent by the last forward of each layer.
+    device: where the layers compute. ahead: layers that may be on their way, or back, besides the
+    present one. sent: layers with this number or a higher one are not sent. host_bytes: sent by the
+    last forward of each layer.
     """
 
     def __init__(self, device: torch.device, ahead: int, sent: int) -> None:
@@ -166,14 +178,18 @@ class Window:
         self._leaving: deque[Call] = deque()  # calls whose tensors may still be on the device
         self._last: Call | None = None
         self._present: Call | None = None  # whose backward runs
-        # Before the first layer's tensors are sent, `judge(bytes of the host that they take, tokens)` may refuse.
+        # Before the first layer's tensors are sent, `judge(bytes of the host that they take,
+        # tokens)` may refuse.
         self.judge: Callable[[int, int], None] | None = None
         self._known: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     @contextmanager
-    def keeping(self, number: int, staying: Callable[[int], bool], tokens: int = 0) -> Iterator[None]:
-        """Around a layer's forward. staying: whether a storage (by its address) is none of the layer's to send. tokens:
-        that the layer is given; 0: not known."""
+    def keeping(
+        self, number: int, staying: Callable[[int], bool], tokens: int = 0
+    ) -> Iterator[None]:
+        """Around a layer's forward. staying: whether a storage (by its address) is none of the
+        layer's to send. tokens: that the layer is given; 0: not known.
+        """
         call = Call(number, staying, self._last)
         self._present = None
         with saved_tensors_hooks(lambda tensor: self._pack(call, tensor), self._unpack):
@@ -202,7 +218,9 @@ class Window:
             self._known[key] = kept = Kept(whole, self._copies.current_stream())
         if not any(reference() is kept for reference in call.kept):
             call.kept.append(weakref.ref(kept))
-        return Packed(call, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return Packed(
+            call, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, Packed):
@@ -214,11 +232,17 @@ class Window:
             self._fetch(packed.call)
         kept.await_copy()
         assert kept.on_device is not None
-        flat = kept.on_device if kept.on_device.dtype == packed.dtype else kept.on_device.view(packed.dtype)
+        flat = (
+            kept.on_device
+            if kept.on_device.dtype == packed.dtype
+            else kept.on_device.view(packed.dtype)
+        )
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _begin_backward(self, call: Call) -> None:
-        """Fetches what this layer and the next ones in backward need, and lets go of everything else."""
+        """Fetches what this layer and the next ones in backward need, and lets go of everything
+        else.
+        """
         self._present = call
         wanted: list[Call] = []
         one: Call | None = call
@@ -232,7 +256,9 @@ class Window:
             self._fetch(needed)
 
     def _send(self, call: Call, tokens: int) -> None:
-        """Copies what a call keeps to the host, once; the copies begin when all of the layer's work so far is done."""
+        """Copies what a call keeps to the host, once; the copies begin when all of the layer's work
+        so far is done.
+        """
         leaving = [kept for kept in call.alive() if kept.on_host is None and kept.moved is None]
         sizes = [kept.on_device.nbytes for kept in leaving if kept.on_device is not None]
         self.host_bytes[call.number] = sum(sizes)
@@ -254,8 +280,9 @@ class Window:
             kept.moved = sent
 
     def _fetch(self, call: Call) -> None:
-        """Copies what of a call is on the host alone back. The memory is the computing stream's, from here on, which
-        waited for the copy to the host before it freed the old one."""
+        """Copies what of a call is on the host alone back. The memory is the computing stream's,
+        from here on, which waited for the copy to the host before it freed the old one.
+        """
         away = [kept for kept in call.alive() if kept.on_device is None]
         if not away:
             return
@@ -276,16 +303,22 @@ class Window:
 
 
 def _addresses(tensor: Tensor) -> list[int]:
-    """Of the storages that a tensor consists of; a wrapper, such as a sharded parameter, has those of what it holds."""
+    """Of the storages that a tensor consists of; a wrapper, such as a sharded parameter, has those
+    of what it holds.
+    """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         held = [getattr(tensor, name) for name in names]
-        return [address for part in held if isinstance(part, Tensor) for address in _addresses(part)]
+        return [
+            address for part in held if isinstance(part, Tensor) for address in _addresses(part)
+        ]
     return [tensor.untyped_storage()._cdata]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments: in sequences, mappings, and objects that hold them as attributes."""
+    """The tensors in arguments: in sequences, mappings, and objects that hold them as
+    attributes.
+    """
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -22,14 +22,21 @@ from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_pa
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
 from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import call_compiled, compiles, cut_rows, make_operator, use_fused_kernels
+from recipe_lib.ops.fused_kernels import (
+    call_compiled,
+    compiles,
+    cut_rows,
+    make_operator,
+    use_fused_kernels,
+)
 
 
 @dataclass(frozen=True)
 class MemoryLevers:
-    """What was decided. kernels: about fused ones, for the log. checkpointing: what layers keep, where a budget chose
-    it. offload: what moves activations. layers: what copies them from the host. quantization: what linears are rounded
-    to while they train."""
+    """What was decided. kernels: about fused ones, for the log. checkpointing: what layers keep,
+    where a budget chose it. offload: what moves activations. layers: what copies them from the
+    host. quantization: what linears are rounded to while they train.
+    """
 
     kernels: str = ""
     checkpointing: str | None = None
@@ -47,13 +54,15 @@ def apply_memory_levers(
     for_training: bool = True,
     data_ranks: int = 1,
 ) -> MemoryLevers:
-    """What the layers of a meta model multiply in, compute in tiles, keep for backward, compile and offload, in place.
+    """What the layers of a meta model multiply in, compute in tiles, keep for backward, compile and
+    offload, in place.
 
-    `fused_kernels`, `matmul_dtype`, `qat`, `memory.mlp_tiles`,
-    `memory.activation_checkpointing`, `compile`, `memory.activation_offload`, `memory.stream_layers`. Call it when
-    adapters and sharded matrices are in their places, and before FSDP wraps what it leaves. device: the one that
-    computes. pipeline: what runs the model's stages. for_training: False for a model that never goes backward.
-    data_ranks: that have batches of their own. Raises ConfigError for what device or model cannot do.
+    `fused_kernels`, `matmul_dtype`, `qat`, `memory.mlp_tiles`, `memory.activation_checkpointing`,
+    `compile`, `memory.activation_offload`, `memory.stream_layers`. Call it when adapters and
+    sharded matrices are in their places, and before FSDP wraps what it leaves. device: the one that
+    computes. pipeline: what runs the model's stages. for_training: False for a model that never
+    goes backward. data_ranks: that have batches of their own. Raises ConfigError for what device or
+    model cannot do.
     """
     checkpointing = offload = quantization = None
     kernels = use_fused_kernels(cfg.fused_kernels, device)
@@ -80,11 +89,13 @@ _COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and witho
 
 
 def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
-    """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it.
+    """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay
+    outside of it.
 
-    The first row length is compiled for itself, the second for every length from then on; rows one at a time, and
-    evaluation, are compiled on their own. A layer that is compiled too often runs as it is, silently: torch's limit is
-    for all kinds of layers together, and is set where none comes to it.
+    The first row length is compiled for itself, the second for every length from then on; rows one
+    at a time, and evaluation, are compiled on their own. A layer that is compiled too often runs as
+    it is, silently: torch's limit is for all kinds of layers together, and is set where none comes
+    to it.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     modules = dict(model.named_modules())
@@ -102,9 +113,10 @@ def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
 def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """While `forward` runs, the layer's DTensor parameters are this rank's parts of them.
 
-    With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it expects a tensor if
-    attention is computed again on a CPU. (A layer that is compiled too often would have DTensors again when it is
-    computed again, and selective checkpointing miss an operator: one more reason for `_COMPILATIONS`.)
+    With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it
+    expects a tensor if attention is computed again on a CPU. (A layer that is compiled too often
+    would have DTensors again when it is computed again, and selective checkpointing miss an
+    operator: one more reason for `_COMPILATIONS`.)
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -132,13 +144,16 @@ def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...
 FP8_CAPABILITY = (8, 9)
 
 
-def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.device | None = None) -> None:
-    """Lets the layers' linears multiply in `matmul_dtype` (fp8, int8), in place, on a meta model; None: as they did.
+def use_low_precision(
+    model: nn.Module, matmul_dtype: str | None, device: torch.device | None = None
+) -> None:
+    """Lets the layers' linears multiply in `matmul_dtype` (fp8, int8), in place, on a meta model;
+    None: as they did.
 
-    Names and types of parameters stay, so that checkpoints are those of any other run. Called after the adapters and
-    before layers are checkpointed and compiled. device: that the model is for. Raises ConfigError for FP8 where
-    `device` (None: this machine's GPU) does not multiply it, for weights that are quantized, for mixtures of experts,
-    and where there is no linear to change.
+    Names and types of parameters stay, so that checkpoints are those of any other run. Called after
+    the adapters and before layers are checkpointed and compiled. device: that the model is for.
+    Raises ConfigError for FP8 where `device` (None: this machine's GPU) does not multiply it, for
+    weights that are quantized, for mixtures of experts, and where there is no linear to change.
     """
     if matmul_dtype is None:
         return
@@ -161,22 +176,24 @@ def _make_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
 
 
 def _check_fp8(device: torch.device | None) -> None:
-    """ConfigError where the device does not multiply FP8. What a simulated device stands for is the plan's to judge."""
+    """ConfigError where the device does not multiply FP8. What a simulated device stands for is the
+    plan's to judge.
+    """
     kind = device.type if device is not None else "cuda"
     if kind not in ("cpu", "cuda"):
         return
     cuda = torch.get_device_module("cuda")
     if kind == "cpu" or not cuda.is_available():
         raise ConfigError(
-            "matmul_dtype: found fp8 on a CPU, expected a GPU of compute capability 8.9 or more; choose int8, or "
-            "remove matmul_dtype"
+            "matmul_dtype: found fp8 on a CPU, expected a GPU of compute capability 8.9 or more;"
+            " choose int8, or remove matmul_dtype"
         )
     capability = cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         raise ConfigError(
-            f"matmul_dtype: found fp8 on {cuda.get_device_name(device)} of compute capability "
-            f"{'.'.join(map(str, capability))}, expected 8.9 or more (Ada, Hopper and later); choose int8, or remove "
-            "matmul_dtype"
+            f"matmul_dtype: found fp8 on {cuda.get_device_name(device)} of compute capability"
+            f" {'.'.join(map(str, capability))}, expected 8.9 or more (Ada, Hopper and later);"
+            " choose int8, or remove matmul_dtype"
         )
 
 
@@ -218,13 +235,16 @@ _TINY = 1e-12  # a row of zeros is divided by it
 _MULTIPLE = 16  # of both dimensions of a matrix of codes: what the kernels of GPUs ask for,
 _FEWEST = 32  # and more than 16 rows
 _PIECE_ELEMENTS = 2**22  # turned to fp32 at a time: 16 MiB
-_LONGEST_SUM = 2**17  # of products of two codes that int32 holds for sure: 127 * 127 * 2**17 < 2**31
+_LONGEST_SUM = (
+    2**17
+)  # of products of two codes that int32 holds for sure: 127 * 127 * 2**17 < 2**31
 
 
 def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """`hidden [.., i] @ weight.T [i, o] + bias` with products in `kind` of KINDS, in hidden's type.
 
-    For backward hidden is kept as it came if the weight is trained, and not at all if it is frozen. fp8 takes bf16.
+    For backward hidden is kept as it came if the weight is trained, and not at all if it is frozen.
+    fp8 takes bf16.
     """
     out = cast(Tensor, _ScaledLinear.apply(hidden, weight, kind))
     return out if bias is None else out + bias
@@ -233,7 +253,8 @@ def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
     """Return `left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type.
 
-    counted: bool `[k]`, False where left has zeros alone, so that what right has there does not scale its rows.
+    counted: bool `[k]`, False where left has zeros alone, so that what right has there does not
+    scale its rows.
     """
     rows, columns = left.shape[0], right.shape[0]
     left_codes, left_scales = quantize_rows(left, kind)
@@ -258,20 +279,24 @@ def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | Non
     return found[:rows, :columns].to(left.dtype)
 
 
-def quantize_rows(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale for each row `[m]`,
-    fp32.
+def quantize_rows(
+    matrix: Tensor, kind: str, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale
+    for each row `[m]`, fp32.
 
-    `codes[:m, :k] * scales[:, None]` is the matrix, each entry within half a step of its row: of its largest magnitude
-    over 254 in int8, of the entry's own magnitude over 16 in fp8. counted: bool `[k]`, the columns that are not taken
-    as zeros; None: all.
+    `codes[:m, :k] * scales[:, None]` is the matrix, each entry within half a step of its row: of
+    its largest magnitude over 254 in int8, of the entry's own magnitude over 16 in fp8. counted:
+    bool `[k]`, the columns that are not taken as zeros; None: all.
     """
     if torch.compiler.is_compiling():
         return _quantize_whole(matrix, kind, counted)
     return cast(tuple[Tensor, Tensor], _QUANTIZE(matrix, kind, counted))
 
 
-def _quantize_whole(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _quantize_whole(
+    matrix: Tensor, kind: str, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """For code that is compiled, where steps one after the other make no temporaries.
 
     Filled up before it is converted: the compiler has no choice between numbers of FP8.
@@ -294,8 +319,9 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
     return max(_FEWEST, _rounded_up(rows)), _rounded_up(columns)
 
 
-# Each of these two is one operator, which is compiled by itself on a GPU where Triton is there, and elsewhere works on
-# a piece at a time: as a chain of operators they would take longer than they save, and temporaries besides.
+# Each of these two is one operator, which is compiled by itself on a GPU where Triton is there, and
+# elsewhere works on a piece at a time: as a chain of operators they would take longer than they
+# save, and temporaries besides.
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -305,7 +331,9 @@ def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
     for first, last in cut_rows(matrix.shape[0], matrix.shape[1], _PIECE_ELEMENTS):
-        part = matrix[first:last] if counted is None else torch.where(counted, matrix[first:last], 0)
+        part = (
+            matrix[first:last] if counted is None else torch.where(counted, matrix[first:last], 0)
+        )
         scales[first:last], inverse = _scales_of(part, kind)
         part = part * inverse
         codes[first:last, : matrix.shape[1]] = part.round_() if kind == "int8" else part
@@ -349,7 +377,9 @@ def _whole_sums(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[1] <= _LONGEST_SUM:
         return torch._int_mm(left, right.t())
     total: Tensor | None = None
-    for mine, other in zip(left.split(_LONGEST_SUM, dim=1), right.split(_LONGEST_SUM, dim=1), strict=True):
+    for mine, other in zip(
+        left.split(_LONGEST_SUM, dim=1), right.split(_LONGEST_SUM, dim=1), strict=True
+    ):
         part = torch._int_mm(mine.contiguous(), other.contiguous().t())
         total = part.float() if total is None else total.add_(part)
         del part
@@ -368,7 +398,9 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
         # What checkpointing gives back of a saved tensor has no way to the parameter.
         ctx.parameter = weight if deferred.is_splittable() and ctx.needs_input_grad[1] else None
-        return scaled_product(hidden.reshape(-1, hidden.shape[-1]), weight, kind).view(*hidden.shape[:-1], -1)
+        return scaled_product(hidden.reshape(-1, hidden.shape[-1]), weight, kind).view(
+            *hidden.shape[:-1], -1
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable

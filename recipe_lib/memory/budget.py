@@ -1,11 +1,12 @@
 """What each layer keeps for backward so that most time is saved with so many bytes.
 
-Next to its input, which it always keeps, a layer can keep what matmuls, attention and its sums over ranks gave; each of
-these is so many bytes, and so many seconds less of recomputation. Taken are those that save most time a byte, for the
-first layers if there is not room for all; then layers that keep everything, and compute nothing again. The seconds are
-those of a plain roofline, the same for every device, so that every rank and every plan chooses alike: only their order
-matters, and that a matmul is worth more than attention over a short row, and less than over a long one, follows from
-operations alone.
+Next to its input, which it always keeps, a layer can keep what matmuls, attention and its sums over
+ranks gave; each of these is so many bytes, and so many seconds less of recomputation. Taken are
+those that save most time a byte, for the first layers if there is not room for all; then layers
+that keep everything, and compute nothing again. The seconds are those of a plain roofline, the same
+for every device, so that every rank and every plan chooses alike: only their order matters, and
+that a matmul is worth more than attention over a short row, and less than over a long one, follows
+from operations alone.
 """
 
 from collections import Counter
@@ -28,14 +29,22 @@ from recipe_lib.memory.mlp_tiles import computes_pieces, exchange_parameters, fi
 from recipe_lib.ops.fused_kernels import fused_on_meta
 from recipe_lib.units import GIB, format_bytes
 
-FLOPS, BANDWIDTH, LINK = 2e14, 1.5e12, 2e10  # a second, of no card in particular: 130 operations a byte is common
+FLOPS, BANDWIDTH, LINK = (
+    2e14,
+    1.5e12,
+    2e10,
+)  # a second, of no card in particular: 130 operations a byte is common
 
-Chosen = frozenset[tuple[str, int]]  # kinds of operators, and which of their kind in the layer, from 0
+Chosen = frozenset[
+    tuple[str, int]
+]  # kinds of operators, and which of their kind in the layer, from 0
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One that can be kept. number: which of its kind in its layer. bytes: of its results. seconds: to do it again."""
+    """One that can be kept. number: which of its kind in its layer. bytes: of its results. seconds:
+    to do it again.
+    """
 
     kind: str
     number: int
@@ -45,9 +54,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer's forward. stage: of a pipeline. input: bytes of its hidden states. operators: those that can be kept
-    and are computed again otherwise. everything: bytes that it keeps without checkpointing, input included. other:
-    seconds of what cannot be kept alone and is computed again."""
+    """A layer's forward. stage: of a pipeline. input: bytes of its hidden states. operators: those
+    that can be kept and are computed again otherwise. everything: bytes that it keeps without
+    checkpointing, input included. other: seconds of what cannot be kept alone and is computed
+    again.
+    """
 
     name: str
     stage: int
@@ -59,8 +70,10 @@ class LayerCost:
 
 @dataclass
 class BudgetChoice:
-    """kept: by layer, the operators that it keeps; None: everything, it is not checkpointed. bytes: at once, at most.
-    seconds: of recomputation in a micro-batch, by the roofline; full: if only inputs were kept."""
+    """kept: by layer, the operators that it keeps; None: everything, it is not checkpointed. bytes:
+    at once, at most. seconds: of recomputation in a micro-batch, by the roofline; full: if only
+    inputs were kept.
+    """
 
     kept: dict[str, Chosen | None] = field(default_factory=dict)
     bytes: int = 0
@@ -71,17 +84,25 @@ class BudgetChoice:
         """`keeps 3.97 of 4.00 GiB ...` in one line."""
         whole = sum(chosen is None for chosen in self.kept.values())
         counts = Counter(kind for chosen in self.kept.values() for kind, _ in chosen or ())
-        names = {ATTENTION: "attention", MATMUL: "matmul", INTEGER_MATMUL: "integer matmul", SUM: "sum over ranks"}
+        names = {
+            ATTENTION: "attention",
+            MATMUL: "matmul",
+            INTEGER_MATMUL: "integer matmul",
+            SUM: "sum over ranks",
+        }
         parts = [f"{counts[kind]} x {name}" for kind, name in names.items() if counts[kind]]
         parts += [f"everything of {whole} layers"] if whole else []
         share = self.seconds / self.full if self.full else 0.0
         return (
-            f"layers keep {format_bytes(self.bytes)}: their inputs{''.join(f', {part}' for part in parts)}; "
-            f"about {share:.0%} of what checkpointing=full computes is computed again"
+            f"layers keep {format_bytes(self.bytes)}: their"
+            f" inputs{''.join(f', {part}' for part in parts)}; about {share:.0%} of what"
+            " checkpointing=full computes is computed again"
         )
 
 
-Moments = Sequence[dict[int, int]]  # what may be there at once: by stage, the micro-batches that its layers keep
+Moments = Sequence[
+    dict[int, int]
+]  # what may be there at once: by stage, the micro-batches that its layers keep
 
 
 def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> BudgetChoice:
@@ -93,12 +114,14 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
     least = room.after(_inputs(layers))
     if least > room.budget:
         raise ConfigError(
-            f"memory.activation_budget_gib: found {budget:g} GiB, expected at least {least / GIB:.3g}, which the "
-            "layers' "
-            "inputs take (checkpointing `full`); raise it, or make batch_size or max_seq_len smaller"
+            f"memory.activation_budget_gib: found {budget:g} GiB, expected at least"
+            f" {least / GIB:.3g}, which the layers' inputs take (checkpointing `full`); raise it,"
+            " or make batch_size or max_seq_len smaller"
         )
     room.take(_inputs(layers))
-    choice = BudgetChoice(full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers))
+    choice = BudgetChoice(
+        full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers)
+    )
     choice.seconds = choice.full
     taken: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
     pairs = [(layer, one) for layer in layers for one in layer.operators]
@@ -112,10 +135,16 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
         more = (
             layer.everything
             - layer.input
-            - sum(one.bytes for one in layer.operators if (one.kind, one.number) in taken[layer.name])
+            - sum(
+                one.bytes for one in layer.operators if (one.kind, one.number) in taken[layer.name]
+            )
         )
         if room.take({layer.stage: more}):
-            again = sum(one.seconds for one in layer.operators if (one.kind, one.number) not in taken[layer.name])
+            again = sum(
+                one.seconds
+                for one in layer.operators
+                if (one.kind, one.number) not in taken[layer.name]
+            )
             choice.kept[layer.name] = None
             choice.seconds -= layer.other + again
     choice.bytes = room.after({})
@@ -140,7 +169,10 @@ class _Room:
         """The most bytes at once if there were more."""
         return max(
             (
-                sum(count * (self._bytes[stage] + more.get(stage, 0)) for stage, count in moment.items())
+                sum(
+                    count * (self._bytes[stage] + more.get(stage, 0))
+                    for stage, count in moment.items()
+                )
                 for moment in self._moments
             ),
             default=0,
@@ -175,18 +207,28 @@ _KINDS = {
     "aten::_efficient_attention_forward": ATTENTION,
     "torch_attn::_varlen_attn": ATTENTION,
     "flex_attention": ATTENTION,
-    # Sums over the ranks that share a layer's matrices. What is gathered for them is kept by no mode: it is as large as
-    # all ranks' hidden states; nor what FSDP gathers (`c10d::`), which would undo the sharding.
+    # Sums over the ranks that share a layer's matrices. What is gathered for them is kept by no
+    # mode: it is as large as all ranks' hidden states; nor what FSDP gathers (`c10d::`), which
+    # would undo the sharding.
     "_c10d_functional::reduce_scatter_tensor": SUM,
     "_c10d_functional::all_reduce": SUM,
 }
 
-# Matmuls of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and ours for other types than bf16.
-GROUPED = frozenset({"aten::_grouped_mm", "tune_recipes::grouped_matmul_loop", "tune_recipes::grouped_gradient_loop"})
+# Matmuls of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and ours for other types
+# than bf16.
+GROUPED = frozenset(
+    {
+        "aten::_grouped_mm",
+        "tune_recipes::grouped_matmul_loop",
+        "tune_recipes::grouped_gradient_loop",
+    }
+)
 
 
 def grouped_flops(args: Sequence[Any], result: Tensor) -> int:
-    """Operations of a grouped matmul, each of its rows once: they are the same whatever a row's expert is."""
+    """Operations of a grouped matmul, each of its rows once: they are the same whatever a row's
+    expert is.
+    """
     left, right = args[:2]
     if right.dim() == 2:
         return 2 * int(right.shape[0]) * int(result.shape[-2]) * int(result.shape[-1])
@@ -196,7 +238,9 @@ def grouped_flops(args: Sequence[Any], result: Tensor) -> int:
 def kind_of(operator: Any) -> str | None:
     """The kind of an operator of a dispatch mode; None: one that is never kept."""
     return _KINDS.get(
-        operator.name().partition(".")[0] if isinstance(operator, torch._ops.OpOverload) else str(operator)
+        operator.name().partition(".")[0]
+        if isinstance(operator, torch._ops.OpOverload)
+        else str(operator)
     )
 
 
@@ -209,8 +253,10 @@ _RANDOM_STATE = 128  # bytes at most that a GPU's kernel of attention keeps of r
 
 @dataclass
 class _Watched:
-    """operators: in order, (kind or None, bytes of the results, seconds). needed: so many of them, from the first on,
-    have begun when the last tensor is kept; a recomputation ends there. kept: bytes by storage."""
+    """operators: in order, (kind or None, bytes of the results, seconds). needed: so many of them,
+    from the first on, have begun when the last tensor is kept; a recomputation ends there. kept:
+    bytes by storage.
+    """
 
     operators: list[tuple[str | None, int, float]] = field(default_factory=list)
     needed: int = 0
@@ -219,12 +265,16 @@ class _Watched:
 
 
 class PipelineStages(Protocol):
-    """What memory is counted by in a pipeline. layers: by stage of this rank, the numbers of its layers."""
+    """What memory is counted by in a pipeline. layers: by stage of this rank, the numbers of its
+    layers.
+    """
 
     layers: dict[int, range]
 
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
+        """What this rank may keep at once: by stage, the micro-batches between their forward and
+        their backward.
+        """
 
 
 def layer_costs(
@@ -238,11 +288,13 @@ def layer_costs(
     context: int = 1,
     fused: bool = False,
 ) -> list[LayerCost]:
-    """The costs of a decoder's layers, in order, for a micro-batch of `rows` rows of `length` tokens.
+    """The costs of a decoder's layers, in order, for a micro-batch of `rows` rows of `length`
+    tokens.
 
-    model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor, context: ranks
-    that share its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep other things. pipeline: what runs
-    its stages. fused: whether chains are one kernel each (`recipe_lib.ops.fused_kernels`), which keep less.
+    model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor,
+    context: ranks that share its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep
+    other things. pipeline: what runs its stages. fused: whether chains are one kernel each
+    (`recipe_lib.ops.fused_kernels`), which keep less.
     """
     trunk, width = cast(Any, model.model), cast(Any, model.spec).width
     own = length // context
@@ -251,21 +303,41 @@ def layer_costs(
     watched: dict[Any, _Watched] = {}
     found = []
     parameters = find_parameters(model.modules(), lambda parameter: True)
-    with _disable_current_modes(), exchange_parameters(parameters, _make_plain), fused_on_meta(fused):
-        dtype = next(parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point())
+    with (
+        _disable_current_modes(),
+        exchange_parameters(parameters, _make_plain),
+        fused_on_meta(fused),
+    ):
+        dtype = next(
+            parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point()
+        )
         for stage, numbers in stages.items():
             first = () if stage or trunk.embed_tokens is None else trunk.embed_tokens.parameters()
             for number in numbers:
                 layer = trunk.layers.get_submodule(str(number))
-                trained = stage > 0 or number > 0 or any(parameter.requires_grad for parameter in first)
-                hidden = torch.empty(*shape, width, dtype=dtype, device="meta", requires_grad=trained)
+                trained = (
+                    stage > 0 or number > 0 or any(parameter.requires_grad for parameter in first)
+                )
+                hidden = torch.empty(
+                    *shape, width, dtype=dtype, device="meta", requires_grad=trained
+                )
                 # Equal for layers that keep and compute the same.
-                own_parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+                own_parameters = [
+                    (name, p.shape, p.dtype, p.requires_grad)
+                    for name, p in layer.named_parameters()
+                ]
                 attend = getattr(getattr(layer, "self_attn", None), "attend", None)
-                kind = (trained, repr(layer), tuple(own_parameters), repr(getattr(attend, "keywords", None)))
+                kind = (
+                    trained,
+                    repr(layer),
+                    tuple(own_parameters),
+                    repr(getattr(attend, "keywords", None)),
+                )
                 if kind not in watched:
                     with _watching(layer, kernels) as watched[kind]:
-                        trunk.run_layers(hidden, torch.Size((rows, length)), None, None, layers=[number])
+                        trunk.run_layers(
+                            hidden, torch.Size((rows, length)), None, None, layers=[number]
+                        )
                 found.append(_cost(f"model.layers.{number}", stage, hidden.nbytes, watched[kind]))
     return found
 
@@ -301,7 +373,9 @@ def _watching(layer: nn.Module, kernels: str) -> Iterator[_Watched]:
     parameters = {_storage_of(parameter)._cdata for parameter in layer.parameters()}
 
     def run(hidden: Tensor, *others: Any) -> Any:
-        given = parameters | {_storage_of(leaf)._cdata for leaf in tree_leaves(others) if isinstance(leaf, Tensor)}
+        given = parameters | {
+            _storage_of(leaf)._cdata for leaf in tree_leaves(others) if isinstance(leaf, Tensor)
+        }
         counter = _Counter(note)
 
         def pack(tensor: Tensor) -> Tensor:
@@ -335,7 +409,9 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.note, self.muted = note, 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = operator(*args, **(kwargs or {}))
         if self.muted:
             return found
@@ -361,20 +437,28 @@ def _flops(operator: Any, args: Any, kwargs: Any, found: Any) -> int:
 
 
 class _Kernels(TorchFunctionMode):
-    """Attention, and on a GPU norms, as the kernels of a device do them; a meta tensor has others."""
+    """Attention, and on a GPU norms, as the kernels of a device do them; a meta tensor has
+    others.
+    """
 
     def __init__(self, counter: _Counter, kernels: str) -> None:
         super().__init__()
         self.counter, self.kernels = counter, kernels
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             q, k, v = args[:3]
             pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-            return self._run(_Attention, ATTENTION, 2 * pairs * q.shape[3], q, k, v)  # causal: half of the pairs
+            return self._run(
+                _Attention, ATTENTION, 2 * pairs * q.shape[3], q, k, v
+            )  # causal: half of the pairs
         if function is F.rms_norm and self.kernels != "cpu":
-            return self._run(_FusedNorm, None, 0, args[0], kwargs["weight"] if "weight" in kwargs else args[2])
+            return self._run(
+                _FusedNorm, None, 0, args[0], kwargs["weight"] if "weight" in kwargs else args[2]
+            )
         return function(*args, **kwargs)
 
     def _run(self, function: Any, kind: str | None, flops: float, *tensors: Tensor) -> Tensor:
@@ -399,7 +483,9 @@ def _statistics(tensor: Tensor, *shape: int) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """What a flash kernel keeps: q, k, v, its output, and the log-sum-exp of each query `[b, h, s]`."""
+    """What a flash kernel keeps: q, k, v, its output, and the log-sum-exp of each query `[b, h,
+    s]`.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

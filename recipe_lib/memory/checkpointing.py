@@ -1,6 +1,8 @@
-"""Activation checkpointing: what a layer keeps for backward, against what it computes again (arXiv 1604.06174).
+"""Activation checkpointing: what a layer keeps for backward, against what it computes again (arXiv
+1604.06174).
 
-For a layer of a Llama-like decoder it keeps, besides the log-sum-exp of attention, elements a token:
+For a layer of a Llama-like decoder it keeps, besides the log-sum-exp of attention, elements a
+token:
 
     none       every intermediate result that some gradient needs
     selective  2 d + h e + k e + f: its input, and what attention, the key, output and up projections gave
@@ -52,16 +54,19 @@ def apply_activation_checkpointing(
     device: torch.device | None = None,
     pipeline: PipelineStages | None = None,
 ) -> str | None:
-    """Makes each layer keep less for backward, in place; call it before layers are compiled and sharded.
+    """Makes each layer keep less for backward, in place; call it before layers are compiled and
+    sharded.
 
-    mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also keeps the outputs of
-    attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `budget`:
-    what `memory.activation_budget_gib` of `cfg` has room for, for micro-batches of its longest rows; `device` is the
-    one that layers will run on, `pipeline` what runs the model's stages. `none`: nothing changes. Layers are the
-    elements of the model's module lists. A layer's forward is wrapped, the module is not: parameter names stay as they
-    are. Random numbers (dropout) come out the same the second time.
+    mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also
+    keeps the outputs of attention, of its own sums over ranks and of every second matmul, so that
+    about half is computed again. `budget`: what `memory.activation_budget_gib` of `cfg` has room
+    for, for micro-batches of its longest rows; `device` is the one that layers will run on,
+    `pipeline` what runs the model's stages. `none`: nothing changes. Layers are the elements of the
+    model's module lists. A layer's forward is wrapped, the module is not: parameter names stay as
+    they are. Random numbers (dropout) come out the same the second time.
 
-    Returns what a budget chose, for the log. Raises ConfigError for a budget that inputs alone do not fit in.
+    Returns what a budget chose, for the log. Raises ConfigError for a budget that inputs alone do
+    not fit in.
     """
     if mode == "none":
         return None
@@ -71,14 +76,22 @@ def apply_activation_checkpointing(
         assert cfg is not None
         choice = _choose(model, cfg, device or torch.device("cpu"), pipeline)
         described = choice.describe()
-        alike: dict[Chosen | None, dict[str, Any]] = {  # layers that keep the same share one compilation
+        alike: dict[
+            Chosen | None, dict[str, Any]
+        ] = {  # layers that keep the same share one compilation
             chosen: {"context_fn": partial(_contexts, partial(_is_chosen, chosen))}
             for chosen in choice.kept.values()
             if chosen
         }
-        options = {name: alike.get(chosen, {}) for name, chosen in choice.kept.items() if chosen is not None}
+        options = {
+            name: alike.get(chosen, {})
+            for name, chosen in choice.kept.items()
+            if chosen is not None
+        }
     else:
-        kept: dict[str, Any] = {"context_fn": partial(_contexts, _is_selected)} if mode == "selective" else {}
+        kept: dict[str, Any] = (
+            {"context_fn": partial(_contexts, _is_selected)} if mode == "selective" else {}
+        )
         options = dict.fromkeys(names, kept)
     for name in names:
         if name in options:
@@ -88,12 +101,15 @@ def apply_activation_checkpointing(
 
 @contextmanager
 def outside_selection() -> Iterator[None]:
-    """Inside, operators are none of those that selective checkpointing counts: their number may be another in backward.
+    """Inside, operators are none of those that selective checkpointing counts: their number may be
+    another in backward.
 
     For what is not part of the layer's computation, as copies that are begun ahead.
     """
     taken = []
-    while isinstance(_get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)):
+    while isinstance(
+        _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    ):
         taken.append(_pop_mode())
     try:
         yield
@@ -104,7 +120,9 @@ def outside_selection() -> Iterator[None]:
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs
+        )
 
     return run
 
@@ -140,12 +158,14 @@ def _is_chosen(chosen: Chosen, kind: str, number: int) -> bool:
 
 
 def _is_selected(kind: str, number: int) -> bool:
-    # The second matmul, the fourth, ...: a layer's last (down) is the seventh, and no gradient needs its output.
+    # The second matmul, the fourth, ...: a layer's last (down) is the seventh, and no gradient
+    # needs its output.
     return kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1)
 
 
 def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
-    """The contexts of one layer's forward and of its recomputation, which count operators from the start each.
+    """The contexts of one layer's forward and of its recomputation, which count operators from the
+    start each.
 
     is_kept: of the kind of an operator, and which of its kind in the layer it is.
     """
@@ -159,6 +179,10 @@ def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
             return CheckpointPolicy.PREFER_RECOMPUTE
         number = counts[context.is_recompute][kind]
         counts[context.is_recompute][kind] += 1
-        return CheckpointPolicy.MUST_SAVE if is_kept(kind, number) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if is_kept(kind, number)
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(choose_policy)

@@ -1,4 +1,5 @@
-"""Layers in pinned host memory, on the device only while they run: each is copied there while the one before computes.
+"""Layers in pinned host memory, on the device only while they run: each is copied there while the
+one before computes.
 
 A unit is a decoder layer, or the embedding or output head, if these are two matrices or frozen; or,
 of a mixture, the experts of a layer alone, which are most of its weights. Between its uses a unit's
@@ -8,9 +9,9 @@ such tensor a parameter, whose memory is given and taken (as FSDP2 does it), so 
 saved of a weight in forward has its values again in backward. On the device there are two units at
 most: the one that computes, and the next, or in backward the one before.
 
-What is frozen is never copied back. A trained parameter is stepped when backward has made its gradient, on the device;
-then its new values go back to the host, and its memory is free: neither is its gradient ever in host memory, nor are
-there two layers' gradients at a time.
+What is frozen is never copied back. A trained parameter is stepped when backward has made its
+gradient, on the device; then its new values go back to the host, and its memory is free: neither is
+its gradient ever in host memory, nor are there two layers' gradients at a time.
 
 How copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
 """
@@ -40,13 +41,19 @@ from recipe_lib.units import counted, format_bytes
 
 EXPERTS = "experts"  # value of the key that streams these alone
 
-Step = Callable[[nn.Parameter, nn.Parameter], None]  # of a parameter in host memory, with the one on the device
+Step = Callable[
+    [nn.Parameter, nn.Parameter], None
+]  # of a parameter in host memory, with the one on the device
 
 
 class StreamedUnit:
-    """Parameters that are on the device at the same time. places: by name, `(module._parameters, name there)`."""
+    """Parameters that are on the device at the same time. places: by name, `(module._parameters,
+    name there)`.
+    """
 
-    def __init__(self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool) -> None:
+    def __init__(
+        self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool
+    ) -> None:
         self.name, self.is_layer = name, is_layer
         self.names, self.places = list(places), list(places.values())
         self.in_use = False  # the tensors on the device are in their places
@@ -63,17 +70,29 @@ class StreamedUnit:
         if found is None:
             host = self.hosts()[number]
             local = torch.empty(local_of(host).shape, dtype=host.dtype, device=device)
-            whole = DTensor(local, host._spec, requires_grad=False) if isinstance(host, DTensor) else local  # type: ignore[call-arg]
+            whole = (
+                DTensor(local, host._spec, requires_grad=False)
+                if isinstance(host, DTensor)
+                else local
+            )  # type: ignore[call-arg]
             found = self._on_device[number] = nn.Parameter(whole, requires_grad=host.requires_grad)
         return found
 
     def trains(self) -> bool:
-        """Return whether there are trained parameters, which backward has to have here for their step."""
+        """Return whether there are trained parameters, which backward has to have here for their
+        step.
+        """
         return any(host.requires_grad for host in self.hosts())
 
     def made(self) -> dict[str, nn.Parameter]:
-        """Those tensors on the device that there are, with memory or without, by their parameters' names."""
-        return {name: one for name, one in zip(self.names, self._on_device, strict=True) if one is not None}
+        """Those tensors on the device that there are, with memory or without, by their parameters'
+        names.
+        """
+        return {
+            name: one
+            for name, one in zip(self.names, self._on_device, strict=True)
+            if one is not None
+        }
 
     def begin_use(self) -> None:
         """The module computes with the tensors on the device, which have their values."""
@@ -97,7 +116,9 @@ class LayerStream:
         """units: in the order of forward. what: what of a layer is streamed; "": all of it."""
         self.units = list(units)
         self._what = what
-        self._backward_units = [number for number, unit in enumerate(self.units) if unit.is_layer or unit.trains()]
+        self._backward_units = [
+            number for number, unit in enumerate(self.units) if unit.is_layer or unit.trains()
+        ]
         self._copies = HostCopies(device)
         self._prefetch = Prefetch(self._copies, self._allocate, self._free)
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}
@@ -115,7 +136,9 @@ class LayerStream:
         return sum(local_of(parameter).nbytes for parameter in self.parameters())
 
     def on_device(self) -> dict[str, nn.Parameter]:
-        """What has stood for parameters on the device so far, with memory or without, by their names."""
+        """What has stood for parameters on the device so far, with memory or without, by their
+        names.
+        """
         return {name: one for unit in self.units for name, one in unit.made().items()}
 
     def trains(self) -> bool:
@@ -129,28 +152,43 @@ class LayerStream:
         *first, last = [f"{self._what} of {layers}" if self._what else layers, *others]
         what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
-        return f"; {what} in host memory ({format_bytes(self.num_bytes())}), copied to the device one ahead{stepped}"
+        return (
+            f"; {what} in host memory ({format_bytes(self.num_bytes())}), copied to the device one"
+            f" ahead{stepped}"
+        )
 
     def step_with(self, step: Step) -> None:
-        """What steps a trained parameter when its gradient is there, on the device. Call it once, when parameters have
-        memory."""
+        """What steps a trained parameter when its gradient is there, on the device. Call it once,
+        when parameters have memory.
+        """
         for unit in self.units:
             for number, host in enumerate(unit.hosts()):
                 if host.requires_grad:
                     there = self._stepped[host] = unit.on_device(number, self._copies.device)
                     local_of(there).untyped_storage().resize_(0)
-                    there.register_post_accumulate_grad_hook(partial(self._step_and_send, step, host))
+                    there.register_post_accumulate_grad_hook(
+                        partial(self._step_and_send, step, host)
+                    )
 
     def stepped(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What is stepped for a parameter, and has its gradient: the one on the device for one that is trained here."""
+        """What is stepped for a parameter, and has its gradient: the one on the device for one that
+        is trained here.
+        """
         return self._stepped.get(parameter, parameter)
 
     # Uses
 
     def run(
-        self, number: int, forward: Callable[..., Any], needed_again: Callable[..., bool], *args: Any, **kwargs: Any
+        self,
+        number: int,
+        forward: Callable[..., Any],
+        needed_again: Callable[..., bool],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """A unit's forward. needed_again: by the call's arguments, whether backward needs the parameters."""
+        """A unit's forward. needed_again: by the call's arguments, whether backward needs the
+        parameters.
+        """
         if torch._C._current_graph_task_id() != -1:  # in backward: computed again
             self._use(number, backward=True)
             return forward(*args, **kwargs)
@@ -158,11 +196,15 @@ class LayerStream:
         stays = False
         try:
             output = forward(*args, **kwargs)
-            wanted = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+            wanted = [
+                one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad
+            ]
             if wanted and needed_again(*args, **kwargs):
                 for tensor in wanted:
                     tensor.register_hook(partial(self._begin_backward, number))
-                stays = number >= max(self._backward_units, default=number)  # backward begins with these
+                stays = number >= max(
+                    self._backward_units, default=number
+                )  # backward begins with these
             return output
         finally:
             if not stays:
@@ -187,7 +229,9 @@ class LayerStream:
         self.units[number].begin_use()
 
     def _following(self, number: int, backward: bool) -> int | None:
-        """The unit that is needed next, if a rank's units run in their order. Backward begins with its last one."""
+        """The unit that is needed next, if a rank's units run in their order. Backward begins with
+        its last one.
+        """
         before = [unit for unit in self._backward_units if unit < number]
         if backward:
             return before[-1] if before else None
@@ -215,7 +259,9 @@ class LayerStream:
             local_of(parameter).untyped_storage().resize_(0)
 
     def _step_and_send(self, step: Step, host: nn.Parameter, parameter: Tensor) -> None:
-        """Steps a parameter on the device, and sends it to the host, where it is free when the one after it is sent."""
+        """Steps a parameter on the device, and sends it to the host, where it is free when the one
+        after it is sent.
+        """
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
@@ -227,14 +273,20 @@ class LayerStream:
 
 
 def stream_layers(
-    model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1, *, is_stage: bool = False
+    model: nn.Module,
+    memory: MemoryConfig,
+    device: torch.device,
+    ranks: int = 1,
+    *,
+    is_stage: bool = False,
 ) -> LayerStream | None:
-    """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them there.
+    """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them
+    there.
 
     Of a unit all frozen parameters are streamed, or those of its experts alone, and with
     `memory.optimizer_in_backward` and `memory.optimizer_offload` the trained ones that are no
-    adapter's and used once. Call it when layers are checkpointed and compiled, before FSDP wraps what it leaves.
-    On a CPU the model is left as it is.
+    adapter's and used once. Call it when layers are checkpointed and compiled, before FSDP wraps
+    what it leaves. On a CPU the model is left as it is.
 
     ranks: that have tokens of their own. is_stage: the model is a rank's part of a pipeline, which
     may have no layer with experts. Raises ConfigError for a model without experts whose experts are
@@ -256,9 +308,9 @@ def stream_layers(
     stream = LayerStream(units, device, EXPERTS if only_experts else "")
     if ranks > 1 and stream.trains():
         raise ConfigError(
-            f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that are trained, "
-            "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or "
-            "start one process"
+            f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that"
+            " are trained, expected 1, as a layer is stepped by the gradient of one rank's tokens;"
+            " use memory.cpu_offload, or start one process"
         )
     model.on_host = frozenset(name for unit in units for name in unit.names)
     for number, unit in enumerate(units):
@@ -277,7 +329,9 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
     stepped = memory.optimizer_in_backward and memory.optimizer_offload
 
     def is_streamed(name: str, parameter: nn.Parameter) -> bool:
-        trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
+        trained = (
+            stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
+        )
         return trained if parameter.requires_grad else True
 
     only_experts = memory.stream_layers == EXPERTS
@@ -304,10 +358,16 @@ def _is_expert(module: nn.Module) -> bool:
 def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of streamed units, when none of these runs."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
-    return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
+    return (
+        [parameter for name, parameter in model.named_parameters() if name in names]
+        if names
+        else []
+    )
 
 
-def _unit_names(model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]) -> list[str]:
+def _unit_names(
+    model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]
+) -> list[str]:
     """The layers, and what owns matrices outside of them that are all streamed, in module order."""
     found: list[str] = []
     for name, module in model.named_modules():
@@ -325,8 +385,10 @@ def _unit_names(model: LanguageModel, layers: list[str], is_streamed: Callable[[
 
 
 def _needed_again(module: nn.Module, always: bool) -> Callable[..., bool]:
-    """By the arguments of a call, whether backward needs a unit's parameters: that of a frozen embedding reads tokens,
-    and a frozen output head makes its gradients in forward if it is to sum losses."""
+    """By the arguments of a call, whether backward needs a unit's parameters: that of a frozen
+    embedding reads tokens, and a frozen output head makes its gradients in forward if it is to sum
+    losses.
+    """
     if always:
         return lambda *args, **kwargs: True
     if isinstance(module, nn.Embedding):

@@ -1,10 +1,12 @@
-"""MLPs that take a row's tokens in pieces, so that their inner width exists for one piece at a time.
+"""MLPs that take a row's tokens in pieces, so that their inner width exists for one piece at a
+time.
 
-A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and about six in backward; with c pieces
-they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece is computed again in backward, whatever
-`memory.activation_checkpointing` says. A layer that is computed again itself stops before its MLP where nothing after
-that is kept, so that with `full` a piece is still computed twice, not three times. (Chunks of a feed-forward layer:
-arXiv 2001.04451.) Bytes are those of the simulated device; values are compared on a CPU and a GPU
+A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and about six in
+backward; with c pieces they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece
+is computed again in backward, whatever `memory.activation_checkpointing` says. A layer that is
+computed again itself stops before its MLP where nothing after that is kept, so that with `full` a
+piece is still computed twice, not three times. (Chunks of a feed-forward layer: arXiv 2001.04451.)
+Bytes are those of the simulated device; values are compared on a CPU and a GPU
 (docs/measurements/on_a_gpu.md).
 """
 
@@ -29,19 +31,21 @@ _in_pieces = deferred.Switch(False)
 
 
 def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
-    """Lets each layer's MLP compute `chunks` pieces of the tokens one after the other, in place; 1: nothing changes.
+    """Lets each layer's MLP compute `chunks` pieces of the tokens one after the other, in place; 1:
+    nothing changes.
 
-    Called after whatever changes what an MLP computes (adapters, sharing, low precision) and before layers are
-    checkpointed and sharded. Pieces are even to within a token; fewer tokens than pieces are a piece each. The sum of
-    the pieces' weight gradients is made in the weights' dtype, and handed to each weight once. Raises ConfigError for
-    a model without MLPs of the decoder's.
+    Called after whatever changes what an MLP computes (adapters, sharing, low precision) and before
+    layers are checkpointed and sharded. Pieces are even to within a token; fewer tokens than pieces
+    are a piece each. The sum of the pieces' weight gradients is made in the weights' dtype, and
+    handed to each weight once. Raises ConfigError for a model without MLPs of the decoder's.
     """
     if chunks == 1:
         return
     mlps = [module for module in model.modules() if isinstance(module, (MLP, Mixture))]
     if not mlps and not is_stage:  # a stage of a pipeline may have no layers
         raise ConfigError(
-            f"memory.mlp_tiles: found {chunks} for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
+            f"memory.mlp_tiles: found {chunks} for a model without MLPs of ours, expected 1; remove"
+            " memory.mlp_tiles"
         )
     for mlp in mlps:
         forward = cast(MethodType, mlp.forward).__func__
@@ -49,24 +53,36 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
 
 
 def computes_pieces() -> bool:
-    """Whether what is computed now is a piece, of which selective checkpointing is to keep nothing."""
+    """Whether what is computed now is a piece, of which selective checkpointing is to keep
+    nothing.
+    """
     return _in_pieces.value
 
 
 def _chunked(forward: Any, chunks: int) -> Any:
-    """`forward(mlp, hidden [..., d], *others)` in pieces; modules among the others belong to it, as the norm before."""
+    """`forward(mlp, hidden [..., d], *others)` in pieces; modules among the others belong to it, as
+    the norm before.
+    """
 
     def run(mlp: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
         flat = hidden.flatten(0, -2)
         pieces = min(chunks, flat.shape[0])
-        modules = [module for each in (mlp, *others) if isinstance(each, nn.Module) for module in each.modules()]
+        modules = [
+            module
+            for each in (mlp, *others)
+            if isinstance(each, nn.Module)
+            for module in each.modules()
+        ]
         places = find_parameters(modules, lambda parameter: parameter.requires_grad)
         trained = [parameter for _, _, parameter in places]
         whole = (forward, (mlp, *others), modules, pieces)
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
-        # A separate autograd node keeps the input: a layer that is computed again for it ends here, before the pieces.
-        kept = (_Keep.apply(torch.empty(0, requires_grad=True), flat),)  # a tuple, so that it is no input of the next
+        # A separate autograd node keeps the input: a layer that is computed again for it ends here,
+        # before the pieces.
+        kept = (
+            _Keep.apply(torch.empty(0, requires_grad=True), flat),
+        )  # a tuple, so that it is no input of the next
         found = cast(Tensor, _Pieces.apply(whole, kept, flat, *trained))
         return found.view(*hidden.shape[:-1], -1)
 
@@ -76,17 +92,27 @@ def _chunked(forward: Any, chunks: int) -> Any:
 Place = tuple[dict[str, Any], str, Tensor]  # `module._parameters`, a name there, and the parameter
 
 
-def find_parameters(modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], bool]) -> list[Place]:
+def find_parameters(
+    modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], bool]
+) -> list[Place]:
     """Return the places of parameters in modules, those of a shared one all."""
     places = [(module._parameters, name) for module in modules for name in module._parameters]
-    return [(own, name, one) for own, name in places if (one := own[name]) is not None and is_wanted(one)]
+    return [
+        (own, name, one)
+        for own, name in places
+        if (one := own[name]) is not None and is_wanted(one)
+    ]
 
 
 @contextmanager
-def exchange_parameters(places: Sequence[Place], replace: Callable[[Any], Tensor]) -> Iterator[list[Tensor]]:
+def exchange_parameters(
+    places: Sequence[Place], replace: Callable[[Any], Tensor]
+) -> Iterator[list[Tensor]]:
     """Inside, modules have in these places what `replace` makes of their parameters."""
     replacements = [replace(parameter) for _, _, parameter in places]
-    with replaced_entries((own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)):
+    with replaced_entries(
+        (own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)
+    ):
         yield replacements
 
 
@@ -107,13 +133,19 @@ def _all_pieces(
 
 
 def _taken(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
-    """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each has the same
-    piece."""
-    return [argument.take(part, rows) if isinstance(argument, RealTokens) else argument for argument in arguments]
+    """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each
+    has the same piece.
+    """
+    return [
+        argument.take(part, rows) if isinstance(argument, RealTokens) else argument
+        for argument in arguments
+    ]
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps a tensor for somebody else's backward, under the hooks that are in force: checkpointing's, offloading's."""
+    """Keeps a tensor for somebody else's backward, under the hooks that are in force:
+    checkpointing's, offloading's.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
@@ -129,7 +161,9 @@ class _Pieces(torch.autograd.Function):
     """Forward without a graph; backward makes the graph of one piece at a time."""
 
     @staticmethod
-    def forward(ctx: Any, whole: tuple[Any, ...], kept: tuple[Tensor], hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, whole: tuple[Any, ...], kept: tuple[Tensor], hidden: Tensor, *trained: Tensor
+    ) -> Tensor:
         ctx.whole, ctx.kept = whole, kept[0]
         ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
         return _all_pieces(hidden, *whole)
@@ -142,8 +176,8 @@ class _Pieces(torch.autograd.Function):
         hidden = hidden.detach()
         total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
         with (
-            # Leaves of the same memory, whose gradients nobody else watches: the parameters' own would get each piece's
-            # gradient, and step or reduce what is a part of the sum.
+            # Leaves of the same memory, whose gradients nobody else watches: the parameters' own
+            # would get each piece's gradient, and step or reduce what is a part of the sum.
             exchange_parameters(
                 find_parameters(modules, lambda parameter: parameter.requires_grad),
                 lambda parameter: parameter.detach().requires_grad_(),
@@ -167,10 +201,14 @@ class _Pieces(torch.autograd.Function):
 
 @contextmanager
 def _random_again(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, random numbers (dropout) come as they came from that state; after it, as if none had been drawn."""
+    """Inside, random numbers (dropout) come as they came from that state; after it, as if none had
+    been drawn.
+    """
     host, devices, states = state
     kind = hidden.device.type
-    with torch.random.fork_rng(devices=devices, enabled=True, device_type="cuda" if kind == "cpu" else kind):
+    with torch.random.fork_rng(
+        devices=devices, enabled=True, device_type="cuda" if kind == "cpu" else kind
+    ):
         torch.set_rng_state(host)
         if states:
             set_device_states(devices, states, device_type=kind)

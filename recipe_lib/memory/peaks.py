@@ -1,4 +1,6 @@
-"""The most memory a process has held since it was last asked: on its device, or its resident set on a CPU."""
+"""The most memory a process has held since it was last asked: on its device, or its resident set on
+a CPU.
+"""
 
 import os
 import resource
@@ -23,9 +25,10 @@ _RESET_PEAK = "5"  # proc(5): writing it resets the peak resident set
 class Peaks(TypedDict):
     """Bytes since the last reset.
 
-    active: in blocks handed out, and in freed ones that a stream still uses. allocated: in blocks handed out.
-    reserved: taken from the device by the caching allocator. kind: `device`; or `resident set`, where all three are
-    the process's resident set; or `resident set since start`, where the system does not let that be reset.
+    active: in blocks handed out, and in freed ones that a stream still uses. allocated: in blocks
+    handed out. reserved: taken from the device by the caching allocator. kind: `device`; or
+    `resident set`, where all three are the process's resident set; or `resident set since start`,
+    where the system does not let that be reset.
     """
 
     active: int
@@ -35,7 +38,9 @@ class Peaks(TypedDict):
 
 
 class PeakMemory:
-    """Peaks of the memory of `device`; `reset` starts a new measurement, `read` gives the peaks since then."""
+    """Peaks of the memory of `device`; `reset` starts a new measurement, `read` gives the peaks
+    since then.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -47,7 +52,9 @@ class PeakMemory:
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
         self.resettable = False
-        with suppress(OSError):  # no such file (macOS), or not allowed: the peak since the start is all there is
+        with suppress(
+            OSError
+        ):  # no such file (macOS), or not allowed: the peak since the start is all there is
             _CLEAR.write_text(_RESET_PEAK)
             self.resettable = True
 
@@ -56,17 +63,25 @@ class PeakMemory:
         if self.device.type != "cpu":
             stats = torch.get_device_module(self.device).memory_stats(self.device)
             active, allocated, reserved = (
-                int(stats.get(f"{kind}_bytes.all.peak", 0)) for kind in ("active", "allocated", "reserved")
+                int(stats.get(f"{kind}_bytes.all.peak", 0))
+                for kind in ("active", "allocated", "reserved")
             )
             return Peaks(active=active, allocated=allocated, reserved=reserved, kind="device")
-        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
-        peak = _read_kib(_STATUS, "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        unit = (
+            1 if sys.platform == "darwin" else 1024
+        )  # ru_maxrss is in bytes there, in KiB elsewhere
+        peak = (
+            _read_kib(_STATUS, "VmHWM:")
+            or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        )
         kind = "resident set" if self.resettable else "resident set since start"
         return Peaks(active=peak, allocated=peak, reserved=peak, kind=kind)
 
 
 def _read_kib(path: Path, name: str) -> int | None:
-    """Return the bytes of the line of a file under /proc that begins so; None: not Linux, or no such line."""
+    """Return the bytes of the line of a file under /proc that begins so; None: not Linux, or no
+    such line.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -79,15 +94,20 @@ def _read_kib(path: Path, name: str) -> int | None:
 
 @contextmanager
 def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory) -> Iterator[None]:
-    """Turns the device's refusal inside the block into an OutOfMemoryError that names phase, peak and levers."""
+    """Turns the device's refusal inside the block into an OutOfMemoryError that names phase, peak
+    and levers.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         held = peak.read()
-        where = ", ".join([phase, *getattr(error, "__notes__", [])])  # of a pipeline: stage, micro-batch and action
+        where = ", ".join(
+            [phase, *getattr(error, "__notes__", [])]
+        )  # of a pipeline: stage, micro-batch and action
         raise OutOfMemoryError(
-            f"{where}: out of memory on {peak.device} with {format_bytes(held['allocated'])} allocated and "
-            f"{format_bytes(held['reserved'])} reserved; next lever: {'; '.join(levers(cfg)) or 'more ranks'}"
+            f"{where}: out of memory on {peak.device} with {format_bytes(held['allocated'])}"
+            f" allocated and {format_bytes(held['reserved'])} reserved; next lever:"
+            f" {'; '.join(levers(cfg)) or 'more ranks'}"
         ) from error
 
 
@@ -97,17 +117,22 @@ def levers(cfg: FullFinetuneConfig) -> list[str]:
     rows, count = micro_batches(cfg)
     cuts = parallel.pipeline_microbatches is not None
     helps = {
-        # In a pipeline smaller micro-batches, a schedule that keeps fewer, layers divided by memory.
+        # In a pipeline smaller micro-batches, a schedule that keeps fewer, layers divided by
+        # memory.
         f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}": (
             parallel.pipeline > 1 and cuts and rows > 1
         ),
-        "parallel.pipeline_schedule=1f1b": parallel.pipeline > 1 and parallel.pipeline_schedule == "gpipe",
+        "parallel.pipeline_schedule=1f1b": (
+            parallel.pipeline > 1 and parallel.pipeline_schedule == "gpipe"
+        ),
         "parallel.pipeline_balance=memory": (
             parallel.pipeline > 1
             and parallel.pipeline_balance == "compute"
             and parallel.pipeline_layers_per_stage is None
         ),
-        f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2": cfg.batch_size > 1 and not cuts,
+        f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2": (
+            cfg.batch_size > 1 and not cuts
+        ),
         "memory.activation_checkpointing=full": memory.activation_checkpointing != "full",
         "parallel.fsdp_wrap_policy=memory_efficient": parallel.fsdp_wrap_policy == "layers",
         "dtype=bf16": cfg.dtype != "bf16",
@@ -130,24 +155,29 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # By a key of the section `memory`, what else than more memory helps.
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
-    "stream_layers": "choose lora.quantize_base=nf4 for frozen layers, or remove memory.stream_layers",
+    "stream_layers": (
+        "choose lora.quantize_base=nf4 for frozen layers, or remove memory.stream_layers"
+    ),
     "optimizer_offload": "choose optimizer.state_bits=8",
     "activation_offload": "choose a smaller batch_size or memory.activation_checkpointing=full",
 }
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What torch takes for so many bytes of pinned memory: the next power of two, so that blocks can be used again
-    (ATen/core/CachingHostAllocator.h). It keeps what was freed for itself."""
+    """What torch takes for so many bytes of pinned memory: the next power of two, so that blocks
+    can be used again (ATen/core/CachingHostAllocator.h). It keeps what was freed for itself.
+    """
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
-def check_needs(needs: Mapping[str, int], allowed: float | None, ranks: int, free: tuple[int, str]) -> None:
+def check_needs(
+    needs: Mapping[str, int], allowed: float | None, ranks: int, free: tuple[int, str]
+) -> None:
     """SetupError, one line, where offloading needs more host memory than there is.
 
-    needs: key of the section `memory`, such as `cpu_offload`, -> bytes of one rank. allowed: GiB that the config allows
-    all ranks of this machine, None: what is free. ranks: of this machine. free: as `free_host_memory` found it before
-    any of it was taken.
+    needs: key of the section `memory`, such as `cpu_offload`, -> bytes of one rank. allowed: GiB
+    that the config allows all ranks of this machine, None: what is free. ranks: of this machine.
+    free: as `free_host_memory` found it before any of it was taken.
     """
     total = ranks * sum(needs.values())
     if not total:
@@ -163,25 +193,29 @@ def check_needs(needs: Mapping[str, int], allowed: float | None, ranks: int, fre
     more = "raise memory.host_memory_limit_gib" if "allowed" in what else "use a machine with more"
     remedies = [_REMEDIES[key] for key in keys if key in _REMEDIES]
     raise SetupError(
-        f"host memory: found {format_bytes(room)} {what}, expected {format_bytes(total)} for {rank} on this machine "
-        f"(each: {parts}); {', or '.join([more, *remedies])}"
+        f"host memory: found {format_bytes(room)} {what}, expected {format_bytes(total)} for {rank}"
+        f" on this machine (each: {parts}); {', or '.join([more, *remedies])}"
     )
 
 
 def free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """Bytes that can still be taken, and what limits them: the machine, or a control group (a container's, a job's)
-    whose limit is nearer."""
+    """Bytes that can still be taken, and what limits them: the machine, or a control group (a
+    container's, a job's) whose limit is nearer.
+    """
     free = _read_kib(proc / "meminfo", "MemAvailable:")
     if free is None:  # not Linux: all there is
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = [(free, "free on this machine")]
-    found += [(limit, "left in this process's control group") for limit in _free_of_groups(proc, groups)]
+    found += [
+        (limit, "left in this process's control group") for limit in _free_of_groups(proc, groups)
+    ]
     return min(found)
 
 
 def _free_of_groups(proc: Path, groups: Path) -> list[int]:
-    """What the process's groups of version 2 and 1, and those around them, leave; none without limits. Pages of files,
-    which the kernel gives back, count as free."""
+    """What the process's groups of version 2 and 1, and those around them, leave; none without
+    limits. Pages of files, which the kernel gives back, count as free.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -197,7 +231,11 @@ def _free_of_groups(proc: Path, groups: Path) -> list[int]:
         place = root / name.strip("/")
         while True:
             try:
-                left = int((place / limit).read_text()) - int((place / used).read_text()) + _files_of(place)
+                left = (
+                    int((place / limit).read_text())
+                    - int((place / used).read_text())
+                    + _files_of(place)
+                )
                 found.append(max(left, 0))
             except (OSError, ValueError):  # no such file, or the word `max`
                 pass
@@ -208,6 +246,8 @@ def _free_of_groups(proc: Path, groups: Path) -> list[int]:
 
 
 def _files_of(group: Path) -> int:
-    lines = (group / "memory.stat").read_text().split("\n") if (group / "memory.stat").exists() else []
+    lines = (
+        (group / "memory.stat").read_text().split("\n") if (group / "memory.stat").exists() else []
+    )
     sizes = {name: int(size) for name, _, size in (line.partition(" ") for line in lines if line)}
     return sum(sizes.get(name, 0) for name in ("inactive_file", "active_file"))

@@ -24,7 +24,12 @@ __all__ = [
     "spec_from_config",
 ]
 
-_NEED_TORCH = {"Decoder": "decoder", "KVCache": "decoder", "build_meta": "meta_init", "init_weights": "meta_init"}
+_NEED_TORCH = {
+    "Decoder": "decoder",
+    "KVCache": "decoder",
+    "build_meta": "meta_init",
+    "init_weights": "meta_init",
+}
 
 
 def __getattr__(name: str) -> Any:

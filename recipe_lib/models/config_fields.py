@@ -1,4 +1,6 @@
-"""What families of decoders are read by: the keys of a `config.json`, checked, and what several have in common."""
+"""What families of decoders are read by: the keys of a `config.json`, checked, and what several
+have in common.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,21 +28,28 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 
 
 class Fields:
-    """The keys of one config.json, checked as they are read; each fault is one CheckpointError line.
+    """The keys of one config.json, checked as they are read; each fault is one CheckpointError
+    line.
 
-    inside: what comes before a key's name, of an object within. bounds: of numbers; by default what fp32 holds, and
-    its square too.
+    inside: what comes before a key's name, of an object within. bounds: of numbers; by default what
+    fp32 holds, and its square too.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], where: str, inside: str = "", bounds: tuple[float, float] = (1e-30, 1e30)
+        self,
+        config: Mapping[str, Any],
+        where: str,
+        inside: str = "",
+        bounds: tuple[float, float] = (1e-30, 1e30),
     ) -> None:
         self.config, self.where, self.inside, self.bounds = config, where, inside, bounds
 
     def fault(self, key: str, expected: str) -> CheckpointError:
         """The error for a key that is missing or not what it should be."""
         found = repr(self.config[key])[:80] if key in self.config else "no such key"
-        return CheckpointError(f"{self.where}: config.json: {self.inside}{key}: found {found}, expected {expected}")
+        return CheckpointError(
+            f"{self.where}: config.json: {self.inside}{key}: found {found}, expected {expected}"
+        )
 
     def integer(self, key: str) -> int:
         """A positive integer."""
@@ -59,7 +68,11 @@ class Fields:
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of `length` numbers above 0."""
         values = self.config.get(key)
-        if not isinstance(values, list) or len(values) != length or not all(is_within(x, self.bounds) for x in values):
+        if (
+            not isinstance(values, list)
+            or len(values) != length
+            or not all(is_within(x, self.bounds) for x in values)
+        ):
             raise self.fault(key, f"a list of {length} numbers {show_bounds(self.bounds)}")
         return tuple(map(float, values))
 
@@ -87,8 +100,12 @@ def activation(fields: Fields, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def layer_windows(fields: Fields, layers: int, sliding_by_default: list[bool]) -> tuple[int | None, ...]:
-    """One window per layer, from `layer_types` where the file has it, else from the family's own rule."""
+def layer_windows(
+    fields: Fields, layers: int, sliding_by_default: list[bool]
+) -> tuple[int | None, ...]:
+    """One window per layer, from `layer_types` where the file has it, else from the family's own
+    rule.
+    """
     window, types = fields.optional_integer("sliding_window"), fields.config["layer_types"]
     if types is None:
         sliding = sliding_by_default
@@ -101,20 +118,25 @@ def layer_windows(fields: Fields, layers: int, sliding_by_default: list[bool]) -
     else:
         raise fields.fault("layer_types", f"{layers} times sliding_attention or full_attention")
     if window is None and any(sliding):
-        raise fields.fault("sliding_window", "a positive integer, because some layers are sliding_attention")
+        raise fields.fault(
+            "sliding_window", "a positive integer, because some layers are sliding_attention"
+        )
     return tuple(window if slides else None for slides in sliding)
 
 
-Read = Callable[[Fields, dict[str, Any]], Any]  # of a config.json, and of the fields that every family reads alike
+Read = Callable[
+    [Fields, dict[str, Any]], Any
+]  # of a config.json, and of the fields that every family reads alike
 
 
 @dataclass(frozen=True)
 class Family:
     """One family of decoders.
 
-    shape: its fields of the spec where they differ from those that `_common_shape` reads, each a value or a `Read`.
-    architectures: the classes in `architectures` that are its causal decoder; the first is what an exported model
-    names. defaults: what its files leave out. model_types: further ones, besides the family's name.
+    shape: its fields of the spec where they differ from those that `_common_shape` reads, each a
+    value or a `Read`. architectures: the classes in `architectures` that are its causal decoder;
+    the first is what an exported model names. defaults: what its files leave out. model_types:
+    further ones, besides the family's name.
     """
 
     shape: Mapping[str, Any]
@@ -129,7 +151,12 @@ class Family:
 
 # What a family's own class takes where the file has none.
 _WITHOUT_ANY: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    "gpt_oss": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 NEWER = "rope_parameters"  # the key of config.json since transformers 5
@@ -144,7 +171,11 @@ BASES = (1e-9, 1e12)
 
 def is_within(value: Any, bounds: tuple[float, float]) -> bool:
     """Return whether a value out of JSON is a number of that size (true is not a number)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and bounds[0] <= value <= bounds[1]
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and bounds[0] <= value <= bounds[1]
+    )
 
 
 def show_bounds(bounds: tuple[float, float]) -> str:
@@ -153,10 +184,13 @@ def show_bounds(bounds: tuple[float, float]) -> str:
 
 
 def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
-    """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
+    """The rotary embedding of a model, and a second one for layers with a window where the family
+    has one.
+    """
     key = _find_spelling(fields)
     ropes = _read_ropes(fields, family, key, head_width)
-    # transformers takes the older spelling then, with the base of rope_theta: a model that nobody may have meant.
+    # transformers takes the older spelling then, with the base of rope_theta: a model that nobody
+    # may have meant.
     both = key == NEWER and fields.config.get(OLDER)
     if both and _read_ropes(fields, family, OLDER, head_width) != ropes:
         raise fields.fault(OLDER, f"what {NEWER} says as well; take one of the two out")
@@ -164,7 +198,9 @@ def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, R
 
 
 def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
-    """Return `rope_parameters` with all that config.json says of rotary embeddings, in either spelling."""
+    """Return `rope_parameters` with all that config.json says of rotary embeddings, in either
+    spelling.
+    """
     ropes = []
     for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
         rope = {"rope_theta": fields.number(base), **given, "rope_type": _find_kind(fields, given)}
@@ -184,7 +220,9 @@ def _find_spelling(fields: Fields) -> str:
     return OLDER if fields.config.get(NEWER) is None else NEWER
 
 
-def _read_ropes(fields: Fields, family: str, key: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+def _read_ropes(
+    fields: Fields, family: str, key: str, head_width: int
+) -> tuple[RopeSpec, RopeSpec | None]:
     """Return what one spelling of the two says."""
     ropes = [
         _one_rope(fields, key, given, fields.number(base), head_width)
@@ -194,8 +232,12 @@ def _read_ropes(fields: Fields, family: str, key: str, head_width: int) -> tuple
 
 
 def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str, Any]]:
-    """Return the objects of a model's rotary embeddings in one spelling, by the older key for the base of each."""
-    given = _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
+    """Return the objects of a model's rotary embeddings in one spelling, by the older key for the
+    base of each.
+    """
+    given = (
+        _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
+    )
     if not isinstance(given, Mapping):
         raise fields.fault(key, "an object, or null")
     if family != "gemma3":
@@ -213,8 +255,12 @@ def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
     return kind
 
 
-def _one_rope(fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int) -> RopeSpec:
-    """One rotary embedding from its object in config.json; `base` counts unless the object has its own."""
+def _one_rope(
+    fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int
+) -> RopeSpec:
+    """One rotary embedding from its object in config.json; `base` counts unless the object has its
+    own.
+    """
     kind = _find_kind(fields, given)
     if kind not in ROPE_TYPES:
         raise CheckpointError(
@@ -226,16 +272,19 @@ def _one_rope(fields: Fields, key: str, given: Mapping[str, Any], base: float, h
     fraction = numbers.optional_number("partial_rotary_factor")
     if fraction is None:
         fraction = fields.optional_number("partial_rotary_factor") or 1.0
-    if fraction != 1 and fields.config.get("model_type") != "phi3":  # other classes of transformers do not read it
+    if (
+        fraction != 1 and fields.config.get("model_type") != "phi3"
+    ):  # other classes of transformers do not read it
         raise CheckpointError(
-            f"{fields.where}: config.json: partial_rotary_factor: found {fraction:g}, expected 1 or no such key: "
-            "models of this model_type rotate all channels"
+            f"{fields.where}: config.json: partial_rotary_factor: found {fraction:g}, expected 1 or"
+            " no such key: models of this model_type rotate all channels"
         )
     width = int(head_width * fraction)
     if width % 2 or not 2 <= width <= head_width:
         raise CheckpointError(
-            f"{fields.where}: config.json: head width {head_width} with partial_rotary_factor {fraction:g} gives "
-            f"{width} rotating channels; expected an even number from 2 to {head_width}"
+            f"{fields.where}: config.json: head width {head_width} with partial_rotary_factor"
+            f" {fraction:g} gives {width} rotating channels; expected an even number from 2 to"
+            f" {head_width}"
         )
     own, attention_factor = _SCALINGS[kind](fields, numbers, width)
     return RopeSpec(base, width, kind, own, attention_factor)
@@ -267,9 +316,14 @@ def _llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any]
 
 
 def _yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives one."""
+    """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives
+    one.
+    """
     factor, attention_factor = numbers.number("factor"), numbers.optional_number("attention_factor")
-    mscale, mscale_all = numbers.optional_number("mscale"), numbers.optional_number("mscale_all_dim")
+    mscale, mscale_all = (
+        numbers.optional_number("mscale"),
+        numbers.optional_number("mscale_all_dim"),
+    )
     if attention_factor is None and mscale and mscale_all:
         attention_factor = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     own = {
@@ -287,12 +341,18 @@ def _magnitude(factor: float, weight: float) -> float:
 
 
 def _longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the first context."""
+    """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the
+    first context.
+    """
     original = _original_positions(fields, numbers)
-    factor = numbers.optional_number("factor") or fields.integer("max_position_embeddings") / original
+    factor = (
+        numbers.optional_number("factor") or fields.integer("max_position_embeddings") / original
+    )
     attention_factor = numbers.optional_number("attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        )
     own = {
         "short_factor": numbers.numbers("short_factor", width // 2),
         "long_factor": numbers.numbers("long_factor", width // 2),
@@ -301,7 +361,13 @@ def _longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, An
     return own, attention_factor
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_SCALINGS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 # The largest sizes that a `config.json` may name: far above any model there is, far below what
@@ -315,12 +381,21 @@ _SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": 
 MAX_WIDTH, MAX_POSITIONS = 2**20, 2**40
 MAX_LAYERS = 4096
 _SIZES = {
-    MAX_WIDTH: "hidden_size n_embd d_model dim hidden_dim head_dim kv_lora_rank q_lora_rank embedding_size "
-    "word_embed_proj_dim",
-    2**24: "intermediate_size ffn_dim n_inner d_ff moe_intermediate_size shared_expert_intermediate_size",
-    2**16: "num_attention_heads num_key_value_heads n_head n_heads num_heads "
-    "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok",
-    MAX_POSITIONS: "max_position_embeddings original_max_position_embeddings sliding_window max_window_layers",
+    MAX_WIDTH: (
+        "hidden_size n_embd d_model dim hidden_dim head_dim kv_lora_rank q_lora_rank embedding_size"
+        " word_embed_proj_dim"
+    ),
+    2**24: (
+        "intermediate_size ffn_dim n_inner d_ff moe_intermediate_size"
+        " shared_expert_intermediate_size"
+    ),
+    2**16: (
+        "num_attention_heads num_key_value_heads n_head n_heads num_heads "
+        "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"
+    ),
+    MAX_POSITIONS: (
+        "max_position_embeddings original_max_position_embeddings sliding_window max_window_layers"
+    ),
     2**27: "n_positions n_ctx vocab_size type_vocab_size",  # an embedding has a row for each
     MAX_LAYERS: "num_hidden_layers n_layer n_layers num_layers",
 }
@@ -329,9 +404,11 @@ MAX_SIZES: dict[str, int] = {key: most for most, keys in _SIZES.items() for key 
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """CheckpointError, one line a key, for sizes that no machine can hold; also those of a multimodal file's parts.
+    """CheckpointError, one line a key, for sizes that no machine can hold; also those of a
+    multimodal file's parts.
 
-    where: the file or preset, named in errors. What a size must be besides is for the reader of the family to say.
+    where: the file or preset, named in errors. What a size must be besides is for the reader of the
+    family to say.
     """
     raise_faults(CheckpointError, _faults(config, where, ""))
 
@@ -340,7 +417,10 @@ def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]
     for key, most in MAX_SIZES.items():
         value = config.get(key)
         if isinstance(value, (int, float)) and value > most:
-            yield f"{where}: config.json: {prefix}{key}: found {str(value)[:40]}, expected at most {most}"
+            yield (
+                f"{where}: config.json: {prefix}{key}: found {str(value)[:40]}, expected at most"
+                f" {most}"
+            )
     for part in ("text_config", "vision_config", "audio_config") if not prefix else ():
         inner = config.get(part)
         if isinstance(inner, Mapping):
@@ -359,15 +439,17 @@ _REMEDY = "download the checkpoint that this one was made from"
 def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
     """How the weights of the files are quantized, if they are.
 
-    where: as for `spec_from_config`. Raises CheckpointError, with the key and the method, for a layout that is not
-    read.
+    where: as for `spec_from_config`. Raises CheckpointError, with the key and the method, for a
+    layout that is not read.
     """
     codes = FileCodes()
     for key in _KEYS:
         found = config.get(key)
         if not found:
             continue
-        method = found.get("quant_method") if key == _KEYS[0] and isinstance(found, Mapping) else None
+        method = (
+            found.get("quant_method") if key == _KEYS[0] and isinstance(found, Mapping) else None
+        )
         if method == "fp8":
             codes = FileCodes(fp8_block=_fp8_block(found, where))
         elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
@@ -375,8 +457,8 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
         elif method == "mxfp4":
             kind = str(config.get("model_type"))[:80]
             raise CheckpointError(
-                f"{where}: config.json: {key}: the weights are quantized (mxfp4), which is read of model_type gpt_oss "
-                f"alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
+                f"{where}: config.json: {key}: the weights are quantized (mxfp4), which is read of"
+                f" model_type gpt_oss alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
             )
         else:
             raise _refusal(key, found, where, f"{_PLAIN}, or fp8 with weight_block_size")
@@ -384,12 +466,16 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
 
 
 def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError when the weights are quantized in any form: for models that are not native."""
+    """Raises CheckpointError when the weights are quantized in any form: for models that are not
+    native.
+    """
     for key in _KEYS:
         found = config.get(key)
         if found:
             ours = isinstance(found, Mapping) and found.get("quant_method") in ("fp8", "mxfp4")
-            raise _refusal(key, found, where, f"{_PLAIN}, or model.implementation=native" if ours else _PLAIN)
+            raise _refusal(
+                key, found, where, f"{_PLAIN}, or model.implementation=native" if ours else _PLAIN
+            )
 
 
 def _refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError:
@@ -397,7 +483,8 @@ def _refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError
     if method is None:
         method = "MLX" if key == "quantization" else "unknown method"
     return CheckpointError(
-        f"{where}: config.json: {key}: the weights are quantized ({str(method)[:80]}); expected {expected}; {_REMEDY}"
+        f"{where}: config.json: {key}: the weights are quantized ({str(method)[:80]}); expected"
+        f" {expected}; {_REMEDY}"
     )
 
 
@@ -405,22 +492,32 @@ def _fp8_block(found: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Rows and columns that share a scale. found: the section of quant_method fp8."""
 
     block = found.get("weight_block_size")
-    is_pair = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
+    is_pair = (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(each) is int and each > 0 for each in block)
+    )
     is_dynamic = str(found.get("activation_scheme", "dynamic")).lower() == "dynamic"
     expected = {
-        "weight_block_size": (is_pair, "two positive integers (scales of whole rows or tensors are not read)"),
+        "weight_block_size": (
+            is_pair,
+            "two positive integers (scales of whole rows or tensors are not read)",
+        ),
         "activation_scheme": (is_dynamic, "dynamic (scales of activations are not read)"),
         "fmt": (found.get("fmt") in (None, "e4m3"), "e4m3"),
         "scale_fmt": (found.get("scale_fmt") in (None, "float", "ue8m0"), "float or ue8m0"),
         "expert_dtype": (found.get("expert_dtype") in (None, "fp8"), "fp8"),
-        "modules_to_convert": (not found.get("modules_to_convert"), "none (embeddings in fp8 are not read)"),
+        "modules_to_convert": (
+            not found.get("modules_to_convert"),
+            "none (embeddings in fp8 are not read)",
+        ),
     }
     for key, (is_right, wanted) in expected.items():
         if not is_right:
             said = str(found[key])[:80] if key in found else "none"
             raise CheckpointError(
-                f"{where}: config.json: quantization_config.{key}: found {said} (quant_method fp8), expected {wanted}; "
-                f"{_REMEDY}"
+                f"{where}: config.json: quantization_config.{key}: found {said} (quant_method fp8),"
+                f" expected {wanted}; {_REMEDY}"
             )
     assert isinstance(block, list)
     return block[0], block[1]

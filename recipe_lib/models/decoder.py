@@ -1,7 +1,9 @@
-"""The decoder of every family. Parameter names are those of Hugging Face's Llama, Qwen, Gemma ... files.
+"""The decoder of every family. Parameter names are those of Hugging Face's Llama, Qwen, Gemma ...
+files.
 
-b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v vocabulary. What differs between
-families is chosen in the constructors; `forward` asks nothing about the family. The file knows no mesh.
+b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v vocabulary.
+What differs between families is chosen in the constructors; `forward` asks nothing about the
+family. The file knows no mesh.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -28,20 +30,31 @@ from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
 
 
 class KVCache:
-    """Room for `max_len` tokens in each of `batch` rows; `length` says how many are filled, the same in all rows."""
+    """Room for `max_len` tokens in each of `batch` rows; `length` says how many are filled, the
+    same in all rows.
+    """
 
     def __init__(
-        self, spec: DecoderSpec, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: DecoderSpec,
+        batch: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         shape = (2, batch, spec.num_kv_heads, max_len, spec.head_width)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.layers = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)
+        ]
         self.max_len = max_len
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new k, v `[b, k, s, e]` to those of `layer`; returns all, `[b, k, length + s, e]`.
+        """Appends new k, v `[b, k, s, e]` to those of `layer`; returns all, `[b, k, length + s,
+        e]`.
 
-        The decoder moves `length` on when every layer has its own. Raises ValueError when there is no room left.
+        The decoder moves `length` on when every layer has its own. Raises ValueError when there is
+        no room left.
         """
         end = self.length + k.shape[2]
         if end > self.max_len:
@@ -89,7 +102,9 @@ class Clamp(nn.Module):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embeddings times a constant, which is first rounded to their dtype, as the models were trained."""
+    """Embeddings times a constant, which is first rounded to their dtype, as the models were
+    trained.
+    """
 
     def __init__(self, vocab_size: int, width: int, scale: float) -> None:
         super().__init__(vocab_size, width)
@@ -120,22 +135,35 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_width = layer, spec.head_width
         self.attend = partial(
-            attention, window=spec.windows[layer], softcap=spec.attention_softcap, scale=spec.attention_scale
+            attention,
+            window=spec.windows[layer],
+            softcap=spec.attention_softcap,
+            scale=spec.attention_scale,
         )
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
-        query_width, key_width = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+        query_width, key_width = (
+            spec.num_heads * spec.head_width,
+            spec.num_kv_heads * spec.head_width,
+        )
         self.q_proj = nn.Linear(spec.width, query_width, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_width, spec.width, bias=spec.output_bias)
-        self.q_norm, self.k_norm = (_head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads))
+        self.q_norm, self.k_norm = (
+            _head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads)
+        )
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
-        # Where ranks share sequences these exchange all heads of some tokens for all tokens of some heads, and back.
+        # Where ranks share sequences these exchange all heads of some tokens for all tokens of some
+        # heads, and back.
         self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _all_heads
         self.to_tokens: Callable[[Tensor], Tensor] = _all_tokens
 
-    def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None) -> Tensor:
-        """turn: of the positions. info: prepared for the batch. cache: extended by these tokens, if given."""
+    def forward(
+        self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None
+    ) -> Tensor:
+        """turn: of the positions. info: prepared for the batch. cache: extended by these tokens, if
+        given.
+        """
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -146,10 +174,14 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         q, k, v, sinks = self.to_heads(q, k, v, self.sinks)
-        return self.o_proj(self.to_tokens(self.attend(q, k, v, info, sinks=sinks)).transpose(1, 2).flatten(2))
+        return self.o_proj(
+            self.to_tokens(self.attend(q, k, v, info, sinks=sinks)).transpose(1, 2).flatten(2)
+        )
 
 
-def _all_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _all_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return q, k, v, sinks
 
 
@@ -177,9 +209,13 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[b, s, d]` to `[b, s, d]`."""
         if fuses(hidden.device):
-            return self.down_proj(gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation))
+            return self.down_proj(
+                gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
+            )
         # As it stands here gate is gone when up comes, where nothing is kept.
-        return self.down_proj(ACTIVATIONS[self.activation][0](self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.down_proj(
+            ACTIVATIONS[self.activation][0](self.gate_proj(hidden)) * self.up_proj(hidden)
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -193,29 +229,39 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = Norm(spec, spec.width)
         self.post_attention_layernorm = Norm(spec, spec.width)
 
-    def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None
+    ) -> Tensor:
         """The stream `[b, s, d]` after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         return hidden + self.run_mlp(self.post_attention_layernorm(hidden), info)
 
     def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
-        """Return the MLP of `[b, s, d]`; a mixture is told which tokens are real, for what it counts."""
+        """Return the MLP of `[b, s, d]`; a mixture is told which tokens are real, for what it
+        counts.
+        """
         return self.mlp(hidden, info.real) if isinstance(self.mlp, Mixture) else self.mlp(hidden)
 
 
 class SandwichLayer(DecoderLayer):
-    """Norms before and after attention and MLP (Gemma 2 and 3, whose files use the names like this)."""
+    """Norms before and after attention and MLP (Gemma 2 and 3, whose files use the names like
+    this).
+    """
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self.pre_feedforward_layernorm = Norm(spec, spec.width)
         self.post_feedforward_layernorm = Norm(spec, spec.width)
 
-    def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None
+    ) -> Tensor:
         """The stream `[b, s, d]` after this layer."""
         attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
-        return hidden + self.post_feedforward_layernorm(self.run_mlp(self.pre_feedforward_layernorm(hidden), info))
+        return hidden + self.post_feedforward_layernorm(
+            self.run_mlp(self.pre_feedforward_layernorm(hidden), info)
+        )
 
 
 class Trunk(nn.Module):
@@ -230,9 +276,12 @@ class Trunk(nn.Module):
             self.embed_tokens = ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
-        # Layers with a window may turn at another rate: each layer has the number of its rotary embedding.
+        # Layers with a window may turn at another rate: each layer has the number of its rotary
+        # embedding.
         self.rotary = [Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None]
-        self.rotary_of_layer = [int(spec.local_rope is not None and window is not None) for window in spec.windows]
+        self.rotary_of_layer = [
+            int(spec.local_rope is not None and window is not None) for window in spec.windows
+        ]
         self.prepare = partial(
             prepare_attention,
             windows=tuple(dict.fromkeys(spec.windows)),
@@ -242,7 +291,11 @@ class Trunk(nn.Module):
         )
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None, info: AttentionInfo | None, cache: KVCache | None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        info: AttentionInfo | None,
+        cache: KVCache | None,
     ) -> Tensor:
         past = cache.length if cache is not None else 0
         hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
@@ -267,15 +320,24 @@ class Trunk(nn.Module):
         past = cache.length if cache is not None else 0
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden.device)
-            if info is not None and info.real is not None:  # LongRoPE goes by the highest of all, which no padding has
+            if (
+                info is not None and info.real is not None
+            ):  # LongRoPE goes by the highest of all, which no padding has
                 positions.clamp_(max=info.real.longest - 1)
             positions = positions.expand(rows, length)
         turns = [rotary(positions) for rotary in self.rotary]
         info = self.prepare(
-            info, rows=rows, queries=length, keys=past + length, dtype=hidden.dtype, device=hidden.device
+            info,
+            rows=rows,
+            queries=length,
+            keys=past + length,
+            dtype=hidden.dtype,
+            device=hidden.device,
         )
         for number in range(len(self.layers)) if layers is None else layers:
-            hidden = self.layers.get_submodule(str(number))(hidden, turns[self.rotary_of_layer[number]], info, cache)
+            hidden = self.layers.get_submodule(str(number))(
+                hidden, turns[self.rotary_of_layer[number]], info, cache
+            )
         return hidden
 
 
@@ -284,25 +346,37 @@ def _squash(logits: Tensor, cap: float) -> Tensor:
 
 
 class OutputHead(nn.Module):
-    """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without logits of all tokens."""
+    """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without
+    logits of all tokens.
+    """
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
         self.softcap = spec.logit_softcap
-        self.finish = nn.Identity() if spec.logit_softcap is None else partial(_squash, cap=spec.logit_softcap)
+        self.finish = (
+            nn.Identity()
+            if spec.logit_softcap is None
+            else partial(_squash, cap=spec.logit_softcap)
+        )
 
-    def forward(self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None) -> Tensor:
-        """Logits, or with labels `[b, s]` what `head_loss` makes of them; None: the sum of token losses."""
+    def forward(
+        self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+    ) -> Tensor:
+        """Logits, or with labels `[b, s]` what `head_loss` makes of them; None: the sum of token
+        losses.
+        """
         if labels is None:
             return self.finish(F.linear(hidden, self.weight))
         return run_head_loss(head_loss, hidden, self.weight, labels, softcap=self.softcap)
 
 
 class Decoder(LanguageModel):
-    """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is `model.embed_tokens.weight`.
+    """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is
+    `model.embed_tokens.weight`.
 
-    With `spec.num_labels` it has a score head, and no lm_head: what gives logits `[b, s, v]` gives scores `[b, s, n]`.
+    With `spec.num_labels` it has a score head, and no lm_head: what gives logits `[b, s, v]` gives
+    scores `[b, s, n]`.
     """
 
     spec: DecoderSpec
@@ -340,25 +414,39 @@ class Decoder(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """See `LanguageModel.run_stage`; tensor-parallel ranks have hidden states of a part of the tokens."""
+        """See `LanguageModel.run_stage`; tensor-parallel ranks have hidden states of a part of the
+        tokens.
+        """
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(hidden, tokens.shape, positions, attention, layers=layers)
 
     def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """See `LanguageModel.hidden_shape`: `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
-        return (*tokens, self.spec.width) if ranks == 1 else (tokens.numel() // ranks, self.spec.width)
+        return (
+            (*tokens, self.spec.width) if ranks == 1 else (tokens.numel() // ranks, self.spec.width)
+        )
 
     def run_head(
-        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
     ) -> Tensor:
         """See `LanguageModel.run_head`; tokens are not read."""
         head: Any = self.head
         return head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention: AttentionInfo | None = None,
     ) -> Tensor:
-        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, or this rank's where ranks share tokens."""
+        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, or this rank's where ranks
+        share tokens.
+        """
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
@@ -373,7 +461,9 @@ class Decoder(LanguageModel):
         self.modules_elsewhere = frozenset(whole - {name for name, _ in self.named_modules()})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
-        """Conversions such as `to_empty` make new parameters module by module, which would untie tied ones."""
+        """Conversions such as `to_empty` make new parameters module by module, which would untie
+        tied ones.
+        """
         super()._apply(fn, recurse)
         self._tie()
         return self
@@ -389,13 +479,15 @@ class Decoder(LanguageModel):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes of them.
+        """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes
+        of them.
 
-        positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the documents of each
-        row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
-        head_loss: `fn(hidden, weight, labels)`, see `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token
-        losses. cache: keys and values of earlier tokens; this call's are added to it. logits_to_keep: of the last so
-        many tokens alone; 0: of all.
+        positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the
+        documents of each row; None: one. labels: `labels[b, i]` is the token that follows
+        `tokens[b, i]`; -100 counts nothing. head_loss: `fn(hidden, weight, labels)`, see
+        `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token losses. cache: keys and
+        values of earlier tokens; this call's are added to it. logits_to_keep: of the last so many
+        tokens alone; 0: of all.
         """
         head: Any = self.head
         hidden = self.model(tokens, positions, attention, cache)
@@ -408,7 +500,8 @@ class Decoder(LanguageModel):
 
 
 class ScoreHead(nn.Module):
-    """Hidden states `[..., d]` to scores `[..., n]` of each token, in the type of its weight `[n, d]`.
+    """Hidden states `[..., d]` to scores `[..., n]` of each token, in the type of its weight `[n,
+    d]`.
 
     Called as an output head is; which tokens' scores are meant is for the caller to say.
     """
@@ -417,7 +510,9 @@ class ScoreHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_labels, width))
 
-    def forward(self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None
+    ) -> Tensor:
         """Labels and head_loss are not read."""
         return F.linear(hidden.to(self.weight.dtype), self.weight)
 
@@ -427,14 +522,18 @@ class ScoreHead(nn.Module):
 
 @dataclass
 class LogitsAfter:
-    """What a forward does to its logits: `softcap` alone, where that is all, else `finish` (None: nothing)."""
+    """What a forward does to its logits: `softcap` alone, where that is all, else `finish` (None:
+    nothing).
+    """
 
     softcap: float | None = None
     finish: Finish | None = None
 
 
 class LinearHead(nn.Linear):
-    """An nn.Linear with the signature of `OutputHead.forward`, so that its FSDP unit is that of a head."""
+    """An nn.Linear with the signature of `OutputHead.forward`, so that its FSDP unit is that of a
+    head.
+    """
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> None:
@@ -454,5 +553,11 @@ class LinearHead(nn.Linear):
             return F.linear(hidden, self.weight, self.bias)
         after = after or LogitsAfter()
         return run_head_loss(
-            head_loss, hidden, self.weight, labels, softcap=after.softcap, finish=after.finish, bias=self.bias
+            head_loss,
+            hidden,
+            self.weight,
+            labels,
+            softcap=after.softcap,
+            finish=after.finish,
+            bias=self.bias,
         )

@@ -1,7 +1,7 @@
 """From `config.json` to a spec, family by family.
 
-A family is a row of `FAMILIES`; what its real files leave out is filled in from there, so that no default hides in the
-code.
+A family is a row of `FAMILIES`; what its real files leave out is filled in from there, so that no
+default hides in the code.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,9 +34,11 @@ SCORED = "ForSequenceClassification"  # how transformers names a decoder with a 
 
 
 def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
-    """The spec of a `config.json` for one implementation of models, `native` or a name that is registered.
+    """The spec of a `config.json` for one implementation of models, `native` or a name that is
+    registered.
 
-    where: as for `spec_from_config`. Raises what that does, or the `read_spec` of the other implementations.
+    where: as for `spec_from_config`. Raises what that does, or the `read_spec` of the other
+    implementations.
     """
     if implementation == "native":
         return spec_from_config(config, where)
@@ -44,11 +46,14 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
     return spec
 
 
-def read_trained_spec(config: Mapping[str, Any], where: str, implementation: str | None = None) -> ModelSpec:
-    """The spec of a model that somebody has trained; implementation: as of its run, None: not known.
+def read_trained_spec(
+    config: Mapping[str, Any], where: str, implementation: str | None = None
+) -> ModelSpec:
+    """The spec of a model that somebody has trained; implementation: as of its run, None: not
+    known.
 
-    Then our own decoder for its families, and transformers' class, where that is installed, for all others. Raises as
-    `read_spec` does.
+    Then our own decoder for its families, and transformers' class, where that is installed, for all
+    others. Raises as `read_spec` does.
     """
     if implementation is None:
         kind = text_config(config).get("model_type")
@@ -60,8 +65,9 @@ def read_trained_spec(config: Mapping[str, Any], where: str, implementation: str
 def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """The spec of a Hugging Face `config.json`.
 
-    where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
-    weights that are quantized in a form that is not read, and keys that are missing or make no sense.
+    where: the file or preset, named in errors. Raises CheckpointError for an architecture that is
+    not supported, weights that are quantized in a form that is not read, and keys that are missing
+    or make no sense.
     """
     outer = read_codes(config, where)
     check_sizes(config, where)
@@ -71,12 +77,14 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _common_shape(fields, family)
     return DecoderSpec(
-        **common | _evaluate(FAMILIES[family].shape, fields, common), codes=outer if inner == FileCodes() else inner
+        **common | _evaluate(FAMILIES[family].shape, fields, common),
+        codes=outer if inner == FileCodes() else inner,
     )
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder's part of a multimodal Gemma 3 config, as the config of a text-only model; others unchanged.
+    """The decoder's part of a multimodal Gemma 3 config, as the config of a text-only model; others
+    unchanged.
 
     What is trained and exported is the text model alone, so its config names the text architecture.
     """
@@ -88,7 +96,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if key in config
     }
     own: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    if "tie_word_embeddings" in config:  # transformers ties by the outer key, whatever the text's own says
+    if (
+        "tie_word_embeddings" in config
+    ):  # transformers ties by the outer key, whatever the text's own says
         own["tie_word_embeddings"] = config["tie_word_embeddings"]
     return outer | dict(config["text_config"]) | own
 
@@ -97,21 +107,28 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     """The family of a config; raises CheckpointError for one that the decoder does not cover."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    family = next((name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None)
-    if family is None or (names and not set(FAMILIES[family].architectures).intersection(map(str, names))):
+    family = next(
+        (name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None
+    )
+    if family is None or (
+        names and not set(FAMILIES[family].architectures).intersection(map(str, names))
+    ):
         if any(str(name).endswith(SCORED) for name in names):
             raise CheckpointError(
-                f"{where}: config.json: {names[0]} has a score head, which predicts no tokens; expected a causal "
-                "language model; transformers' AutoModelForSequenceClassification opens it, and reward_distributed "
-                "goes on training it"
+                f"{where}: config.json: {names[0]} has a score head, which predicts no tokens;"
+                " expected a causal language model; transformers'"
+                " AutoModelForSequenceClassification opens it, and reward_distributed goes on"
+                " training it"
             )
         kind = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
-            remedy = "; to train it in transformers' own class, set model.implementation=transformers"
+            remedy = (
+                "; to train it in transformers' own class, set model.implementation=transformers"
+            )
         raise CheckpointError(
-            f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
-            f"model of type {', '.join(sorted(FAMILIES))}{remedy}"
+            f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a"
+            f" causal language model of type {', '.join(sorted(FAMILIES))}{remedy}"
         )
     return family
 
@@ -167,7 +184,9 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
 
 
 def _evaluate(shape: Mapping[str, Any], fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    return {name: value(fields, common) if callable(value) else value for name, value in shape.items()}
+    return {
+        name: value(fields, common) if callable(value) else value for name, value in shape.items()
+    }
 
 
 def _flag(key: str) -> Read:
@@ -175,7 +194,9 @@ def _flag(key: str) -> Read:
 
 
 def _windows(slides: Callable[[Fields, int], bool]) -> Read:
-    """Read one window per layer. slides: whether a layer has one where `layer_types` does not say it."""
+    """Read one window per layer. slides: whether a layer has one where `layer_types` does not say
+    it.
+    """
 
     def read(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
         layers = common["num_layers"]
@@ -190,7 +211,9 @@ def _same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, .
 
 def _mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
     if fields.config["router_jitter_noise"] != 0:
-        raise fields.fault("router_jitter_noise", "0 (noise on the router's input is not supported)")
+        raise fields.fault(
+            "router_jitter_noise", "0 (noise on the router's input is not supported)"
+        )
     return _same_windows(fields, common)
 
 
@@ -206,13 +229,19 @@ def _qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, .
 
 
 def _sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
-    """Read which layers of Qwen 3 have experts: every n-th one that is not among mlp_only_layers."""
+    """Read which layers of Qwen 3 have experts: every n-th one that is not among
+    mlp_only_layers.
+    """
     every, dense = fields.integer("decoder_sparse_step"), fields.config["mlp_only_layers"] or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise fields.fault("mlp_only_layers", "a list of layers' numbers")
-    layers = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(common["num_layers"]))
+    layers = tuple(
+        layer not in dense and (layer + 1) % every == 0 for layer in range(common["num_layers"])
+    )
     if not any(layers):
-        raise fields.fault("mlp_only_layers", "some layer with experts: without any the model is one of type qwen3")
+        raise fields.fault(
+            "mlp_only_layers", "some layer with experts: without any the model is one of type qwen3"
+        )
     return layers
 
 
@@ -222,7 +251,8 @@ def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
 
 
 def _mixture(width: str, **more: Any) -> Read:
-    """Read the mixture of a family whose key for the width of an expert is this. more: its own fields of the mixture.
+    """Read the mixture of a family whose key for the width of an expert is this. more: its own
+    fields of the mixture.
 
     The number of experts has either of two names: files of one family have both, by who wrote them.
     """
@@ -251,31 +281,50 @@ def _mixture(width: str, **more: Any) -> Read:
 
 
 _BIASES = {"qkv_bias": _flag("attention_bias"), "output_bias": _flag("attention_bias")}
-_GEMMA_SHAPE = _BIASES | {"embedding_scale": lambda fields, common: common["width"] ** 0.5, "norm_offset": True}
+_GEMMA_SHAPE = _BIASES | {
+    "embedding_scale": lambda fields, common: common["width"] ** 0.5,
+    "norm_offset": True,
+}
 _GEMMA2_SHAPE = _GEMMA_SHAPE | {
     "attention_softcap": lambda fields, common: fields.optional_number("attn_logit_softcapping"),
     "activation": lambda fields, common: activation(fields, "hidden_activation"),
     "post_norms": True,
-    "windows": _windows(lambda fields, layer: (layer + 1) % fields.integer("sliding_window_pattern") != 0),
+    "windows": _windows(
+        lambda fields, layer: (layer + 1) % fields.integer("sliding_window_pattern") != 0
+    ),
     "attention_scale": lambda fields, common: fields.number("query_pre_attn_scalar") ** -0.5,
     "logit_softcap": lambda fields, common: fields.optional_number("final_logit_softcapping"),
 }
 
 _GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
-_QWEN_WINDOWS = {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28}
+_QWEN_WINDOWS = {
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 FAMILIES: dict[str, Family] = {
     # Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2.
     "llama": Family(
-        _BIASES | {"mlp_bias": _flag("mlp_bias")}, ("LlamaForCausalLM",), COMMON | {"max_position_embeddings": 2048}
+        _BIASES | {"mlp_bias": _flag("mlp_bias")},
+        ("LlamaForCausalLM",),
+        COMMON | {"max_position_embeddings": 2048},
     ),
-    # Mistral 7B, Nemo, Small: a window in every layer or in none; Ministral, in the layers that layer_types says.
+    # Mistral 7B, Nemo, Small: a window in every layer or in none; Ministral, in the layers that
+    # layer_types says.
     "mistral": Family(
         {"windows": _windows(lambda fields, layer: fields.config["sliding_window"] is not None)},
         ("MistralForCausalLM",),
-        COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        COMMON
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
     ),
     # Qwen 2.5: biases on queries, keys and values.
-    "qwen2": Family({"qkv_bias": True, "windows": _qwen_windows}, ("Qwen2ForCausalLM",), COMMON | _QWEN_WINDOWS),
+    "qwen2": Family(
+        {"qkv_bias": True, "windows": _qwen_windows}, ("Qwen2ForCausalLM",), COMMON | _QWEN_WINDOWS
+    ),
     # Qwen 3: a norm over each query and key head.
     "qwen3": Family(
         _BIASES | {"head_norms": True, "windows": _qwen_windows},
@@ -285,7 +334,13 @@ FAMILIES: dict[str, Family] = {
     # Gemma: scaled embeddings, norms around 1; files that say `gelu` mean its tanh form.
     "gemma": Family(
         _GEMMA_SHAPE
-        | {"activation": lambda fields, common: {"gelu": "gelu_tanh"}.get(common["activation"], common["activation"])},
+        | {
+            "activation": (
+                lambda fields, common: {"gelu": "gelu_tanh"}.get(
+                    common["activation"], common["activation"]
+                )
+            )
+        },
         ("GemmaForCausalLM",),
         _GEMMA | {"hidden_act": "gelu"},
     ),
@@ -303,7 +358,8 @@ FAMILIES: dict[str, Family] = {
             "final_logit_softcapping": 30.0,
         },
     ),
-    # Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the windows.
+    # Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the
+    # windows.
     "gemma3": Family(
         _GEMMA2_SHAPE | {"head_norms": True, "attention_softcap": _refuse_cap},
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -328,7 +384,12 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         {"fused_file": True, "windows": _same_windows},
         ("Phi3ForCausalLM",),
-        COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        COMMON
+        | {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+        },
     ),
     # With a mixture of experts in place of an MLP.
     # Mixtral: Mistral with experts in every layer.
@@ -351,9 +412,13 @@ FAMILIES: dict[str, Family] = {
         | {
             "head_norms": True,
             "windows": lambda fields, common: (
-                _same_windows(fields, common) if fields.flag("use_sliding_window") else common["windows"]
+                _same_windows(fields, common)
+                if fields.flag("use_sliding_window")
+                else common["windows"]
             ),
-            "mixture": _mixture("moe_intermediate_size", layers=_sparse_layers, normalized=_flag("norm_topk_prob")),
+            "mixture": _mixture(
+                "moe_intermediate_size", layers=_sparse_layers, normalized=_flag("norm_topk_prob")
+            ),
         },
         ("Qwen3MoeForCausalLM",),
         COMMON
@@ -386,7 +451,8 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": False,
         },
     ),
-    # gpt-oss: attention sinks, a window in every second layer from the first on, experts with biases.
+    # gpt-oss: attention sinks, a window in every second layer from the first on, experts with
+    # biases.
     "gpt_oss": Family(
         _BIASES
         | {
@@ -436,43 +502,53 @@ def head_labels(config: Mapping[str, Any]) -> int | None:
     if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
         return None
     labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # 2: transformers' default
+    count = (
+        len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+    )  # 2: transformers' default
     return count if isinstance(count, int) and count > 0 else 2
 
 
 def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
-    """The spec of a `config.json` with a score head of so many rows; None: as many as the checkpoint's head has.
+    """The spec of a `config.json` with a score head of so many rows; None: as many as the
+    checkpoint's head has.
 
-    where: named in errors. Raises CheckpointError as `spec_from_config` does, and where the number is not known, or is
-    not that of the checkpoint's head.
+    where: named in errors. Raises CheckpointError as `spec_from_config` does, and where the number
+    is not known, or is not that of the checkpoint's head.
     """
     found = head_labels(config)
     if num_labels is None and found is None:
         raise CheckpointError(
-            f"{where}: config.json: has no score head that would say how many classes there are; set "
-            "reward.num_labels to their number"
+            f"{where}: config.json: has no score head that would say how many classes there are;"
+            " set reward.num_labels to their number"
         )
     if num_labels is not None and found not in (None, num_labels):
         raise CheckpointError(
-            f"{where}: config.json: its score head has {found} rows, the config asks for {num_labels}; set "
-            f"reward.num_labels={found}, or start from a model without one"
+            f"{where}: config.json: its score head has {found} rows, the config asks for"
+            f" {num_labels}; set reward.num_labels={found}, or start from a model without one"
         )
     if config.get("model_type") in _UNSCORED:
         raise CheckpointError(
-            f"{where}: config.json: transformers has no classifier of the family {config['model_type']}, so that no "
-            "other program would open what is exported; start from a model of another family"
+            f"{where}: config.json: transformers has no classifier of the family"
+            f" {config['model_type']}, so that no other program would open what is exported; start"
+            " from a model of another family"
         )
     causal = dict(config)
     if found is not None:
-        causal["architectures"] = [str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]]
-        if causal["architectures"] == ["Gemma3TextForCausalLM"]:  # the one class whose two names differ
+        causal["architectures"] = [
+            str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]
+        ]
+        if causal["architectures"] == [
+            "Gemma3TextForCausalLM"
+        ]:  # the one class whose two names differ
             causal["architectures"] = ["Gemma3ForCausalLM"]
     spec = spec_from_config(causal, where)
     return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or found)
 
 
 def spec_of_run(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec of a `config.json` as a run of this config has it. Raises CheckpointError, and what `read_spec` does."""
+    """The spec of a `config.json` as a run of this config has it. Raises CheckpointError, and what
+    `read_spec` does.
+    """
     if cfg.scores_sequences:
         return scored_spec(config, where, cfg.num_labels)
     return read_spec(config, where, cfg.model.implementation)
@@ -486,7 +562,9 @@ def score_architecture(spec: DecoderSpec) -> str:
 
 
 def score_config(config: Mapping[str, Any], names: list[str], pad_id: int | None) -> dict[str, Any]:
-    """A config.json that also says the classes' names, by their numbers, and the id that padding has."""
+    """A config.json that also says the classes' names, by their numbers, and the id that padding
+    has.
+    """
     changed = text_config(config) | {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
@@ -511,7 +589,8 @@ def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
 # Newer name -> older, of every model and of single families.
 _RENAMED = {"dtype": "torch_dtype"}
 _RENAMED_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
-# What files of a family call the base, the share of channels that rotate, and the base of layers with a window.
+# What files of a family call the base, the share of channels that rotate, and the base of layers
+# with a window.
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _ROPE_KEYS_IN = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
@@ -562,9 +641,15 @@ def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
         fraction_key: everywhere.get("partial_rotary_factor"),
         local_key: local.get("rope_theta"),
     }
-    scaling = {key: value for key, value in everywhere.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {
+        key: value
+        for key, value in everywhere.items()
+        if key not in ("rope_theta", "partial_rotary_factor")
+    }
     if scaling.get("rope_type") == "longrope":
-        values[POSITIONS] = scaling.get(POSITIONS)  # where older readers look for it, but for PhiMoE's
+        values[POSITIONS] = scaling.get(
+            POSITIONS
+        )  # where older readers look for it, but for PhiMoE's
     older = {key: value for key, value in values.items() if key and value is not None}
     if scaling == {"rope_type": "default"}:
         return older | {OLDER: None}

@@ -23,14 +23,16 @@ WriteMark = tuple[int, int]
 class LanguageModel(nn.Module):
     """A causal language model, called as `Decoder.forward` is.
 
-    spec: its shape. own_tensors: names of the parameters and buffers that it was built with, whatever is added or left
-    out later; None before `note_built`. modules_elsewhere: those that other ranks of a pipeline have. other_parts:
-    modules of a multimodal model that text does not run through. computed_buffers: name -> values on the host, of
-    buffers that were computed as they were made. loaded_extras: extra tensors that were read from files. runs: of
-    parameters whose parts on the ranks are not in the file's order. unwritten: the marks of tensors at the moment at
-    which they were given memory. on_host: names of parameters in host memory, on the device while their module runs.
-    compile_layer: compiles the layer of a name by a backend, where torch.compile of its forward would not do.
-    base_weights: parameters of the base that an adapter's file brought others for, by name.
+    spec: its shape. own_tensors: names of the parameters and buffers that it was built with,
+    whatever is added or left out later; None before `note_built`. modules_elsewhere: those that
+    other ranks of a pipeline have. other_parts: modules of a multimodal model that text does not
+    run through. computed_buffers: name -> values on the host, of buffers that were computed as they
+    were made. loaded_extras: extra tensors that were read from files. runs: of parameters whose
+    parts on the ranks are not in the file's order. unwritten: the marks of tensors at the moment at
+    which they were given memory. on_host: names of parameters in host memory, on the device while
+    their module runs. compile_layer: compiles the layer of a name by a backend, where torch.compile
+    of its forward would not do. base_weights: parameters of the base that an adapter's file brought
+    others for, by name.
     """
 
     spec: Any
@@ -47,12 +49,16 @@ class LanguageModel(nn.Module):
 
     @abstractmethod
     def stage_parts(self) -> StageParts:
-        """Where it is cut into the stages of a pipeline. Raises ConfigError for a model that cannot be."""
+        """Where it is cut into the stages of a pipeline. Raises ConfigError for a model that cannot
+        be.
+        """
 
     @abstractmethod
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Leaves out what other ranks of a pipeline have: layers of other numbers, and unless it has the first or the
-        last stage, what is before or behind the layers. A tied embedding is on both."""
+        """Leaves out what other ranks of a pipeline have: layers of other numbers, and unless it
+        has the first or the last stage, what is before or behind the layers. A tied embedding is on
+        both.
+        """
 
     @abstractmethod
     def run_stage(
@@ -63,21 +69,30 @@ class LanguageModel(nn.Module):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Hidden states behind layers of these numbers. hidden: those before the first of them; None: it is layer 0.
+        """Hidden states behind layers of these numbers. hidden: those before the first of them;
+        None: it is layer 0.
 
         tokens, positions, attention: see `Decoder.forward`.
         """
 
     @abstractmethod
     def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """The shape of this rank's hidden states between layers, of tokens `[b, s]`; ranks: of its tensor parallel
-        group. It may depend on whether gradients are wanted."""
+        """The shape of this rank's hidden states between layers, of tokens `[b, s]`; ranks: of its
+        tensor parallel group. It may depend on whether gradients are wanted.
+        """
 
     @abstractmethod
     def run_head(
-        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """What is behind the layers: logits, or the loss; see `Decoder.forward`. hidden: behind the last layer."""
+        """What is behind the layers: logits, or the loss; see `Decoder.forward`. hidden: behind the
+        last layer.
+        """
 
     def note_built(self) -> None:
         """What it has now is its own: parameters and buffers that it is given later are extra."""
@@ -87,7 +102,9 @@ class LanguageModel(nn.Module):
 
 
 def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
-    """Return what has the head's matrix under the embedding's name on a rank of a pipeline that embeds nothing."""
+    """Return what has the head's matrix under the embedding's name on a rank of a pipeline that
+    embeds nothing.
+    """
     holder = nn.Embedding(*embedding.weight.shape, device="meta")
     holder.weight = embedding.weight
     return holder
@@ -113,7 +130,9 @@ def modules_elsewhere(model: nn.Module) -> frozenset[str]:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Names of the layers: the elements with parameters of every outermost module list, in module order."""
+    """Names of the layers: the elements with parameters of every outermost module list, in module
+    order.
+    """
     names: list[str] = []
     lists: list[str] = []
     for name, module in model.named_modules():
@@ -121,7 +140,9 @@ def layer_names(model: nn.Module) -> list[str]:
             lists.append(f"{name}." if name else "")
             elements = module.named_children()  # by name: a part of a model may lack some
             names += [
-                f"{lists[-1]}{index}" for index, element in elements if next(element.parameters(), None) is not None
+                f"{lists[-1]}{index}"
+                for index, element in elements
+                if next(element.parameters(), None) is not None
             ]
     return names
 
@@ -139,8 +160,12 @@ def all_runs(model: nn.Module) -> dict[str, Runs]:
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
-def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """This rank's part of a parameter in pieces, which share memory with it, and where each begins in the file."""
+def own_parts(
+    model: nn.Module, name: str, parameter: Tensor
+) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """This rank's part of a parameter in pieces, which share memory with it, and where each begins
+    in the file.
+    """
     local, offset = local_part(parameter)
     found = all_runs(model).get(name)
     if found is None:
@@ -157,8 +182,9 @@ def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tens
 
 
 def ordered(whole: Tensor, found: Runs | None) -> Tensor:
-    """A whole tensor, gathered from the ranks, whose runs follow one another (None: it is as the file has it), in the
-    order of the file."""
+    """A whole tensor, gathered from the ranks, whose runs follow one another (None: it is as the
+    file has it), in the order of the file.
+    """
     if found is None:
         return whole
     dim, runs = found
@@ -180,7 +206,8 @@ def note_unwritten(model: LanguageModel) -> None:
 
 
 def check_written(model: nn.Module) -> None:
-    """SetupError if a parameter or buffer still holds what its memory held before. Nothing without `note_unwritten`.
+    """SetupError if a parameter or buffer still holds what its memory held before. Nothing without
+    `note_unwritten`.
 
     What has been moved elsewhere since then is taken to be written.
     """
@@ -193,13 +220,16 @@ def check_written(model: nn.Module) -> None:
     if left:
         more = f" and {len(left) - 1} more have" if len(left) > 1 else " has"
         raise SetupError(
-            f"{left[0]}{more} no values after load_weights; call load_weights or init_weights for a model's "
-            "parameters, and init_adapters for adapters, or fill them there in place"
+            f"{left[0]}{more} no values after load_weights; call load_weights or init_weights for a"
+            " model's parameters, and init_adapters for adapters, or fill them there in place"
         )
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, local_of(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    return [
+        (name, local_of(tensor))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
 
 
 def _mark(tensor: Tensor) -> WriteMark:
@@ -214,7 +244,9 @@ Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
 
 @contextmanager
 def replaced_entries(entries: Iterable[Entry]) -> Iterator[None]:
-    """While it is entered, dicts (attributes, parameters or modules of a module) have these values for these keys."""
+    """While it is entered, dicts (attributes, parameters or modules of a module) have these values
+    for these keys.
+    """
     changed = list(entries)
     before = [held[name] for held, name, _ in changed]
     try:

@@ -1,4 +1,6 @@
-"""A decoder without memory, and random weights that depend on the seed alone, not on who holds which part."""
+"""A decoder without memory, and random weights that depend on the seed alone, not on who holds
+which part.
+"""
 
 import hashlib
 import math
@@ -23,8 +25,8 @@ _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """The decoder with parameters of `dtype` on the meta device: shapes, no bytes.
 
-    An external model is a module of its own class that is called as a decoder is. What is added to it later is extra:
-    see `recipe_lib.models.meta_init`.
+    An external model is a module of its own class that is called as a decoder is. What is added to
+    it later is extra: see `recipe_lib.models.meta_init`.
     """
     if isinstance(spec, ExternalSpec):
         model = cast(Decoder, spec.build(dtype))
@@ -35,11 +37,14 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     return model
 
 
-def allocate(model: nn.Module, device: torch.device, empty: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Gives a meta model uninitialized memory, for a process that has all of it; tied parameters stay tied.
+def allocate(
+    model: nn.Module, device: torch.device, empty: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Gives a meta model uninitialized memory, for a process that has all of it; tied parameters
+    stay tied.
 
-    Buffers of an external model get the values that its class gave them. A rank of several calls `materialize`. empty:
-    memory for one tensor; None: on the device.
+    Buffers of an external model get the values that its class gave them. A rank of several calls
+    `materialize`. empty: memory for one tensor; None: on the device.
     """
     ties = shared_parameters(model)
     model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
@@ -64,18 +69,28 @@ def shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @runtime_checkable
 class StoredWeight(Protocol):
-    """A module whose weight `[out, in]` is no parameter: it makes its own form of it, from rows that it asks for."""
+    """A module whose weight `[out, in]` is no parameter: it makes its own form of it, from rows
+    that it asks for.
+    """
 
     in_features: int
     out_features: int
 
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """read_rows: `(start, stop, columns)` to that part of the weight. All ranks that share the weight call it."""
+        """read_rows: `(start, stop, columns)` to that part of the weight. All ranks that share the
+        weight call it.
+        """
 
 
 def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
-    """The modules whose weight is no parameter, by the name that it would have; `NAME_...` are what they keep."""
-    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, StoredWeight)}
+    """The modules whose weight is no parameter, by the name that it would have; `NAME_...` are what
+    they keep.
+    """
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, StoredWeight)
+    }
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -92,10 +107,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     """Fills materialized parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
-    A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only the blocks of rows
-    that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
-    A quantized weight is made of the values that it would have had. An external model's vectors and numbers are what
-    its own class begins with; extra parameters start as `reset_extra` says.
+    A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only
+    the blocks of rows that its shard overlaps and keeps its part of them; nothing is communicated,
+    and no more than a block is held. A quantized weight is made of the values that it would have
+    had. An external model's vectors and numbers are what its own class begins with; extra
+    parameters start as `reset_extra` says.
     """
     reset_extra(model, seed)
     vectors = spec.first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
@@ -108,7 +124,11 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
             continue
         for local, offset in own_parts(model, name, parameter):
             if name in vectors:
-                local.copy_(vectors[name][tuple(slice(at, at + n) for at, n in zip(offset, local.shape, strict=True))])
+                local.copy_(
+                    vectors[name][
+                        tuple(slice(at, at + n) for at, n in zip(offset, local.shape, strict=True))
+                    ]
+                )
             elif isinstance(spec, DecoderSpec) and name.endswith("norm.weight"):
                 local.fill_(0.0 if spec.norm_offset else 1.0)
             elif name.endswith(".bias"):
@@ -136,9 +156,17 @@ def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
     module.fill_weight(draw_rows)
 
 
-def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, key: str, std: float) -> None:
+def _fill_normal(
+    local: Tensor, offset: tuple[int, ...], shape: torch.Size, key: str, std: float
+) -> None:
     """Writes the part at `offset` of a normal tensor of `shape`."""
-    fill_random(local, offset, shape, key, lambda values, generator: values.normal_(0.0, std, generator=generator))
+    fill_random(
+        local,
+        offset,
+        shape,
+        key,
+        lambda values, generator: values.normal_(0.0, std, generator=generator),
+    )
 
 
 def fill_random(
@@ -148,22 +176,28 @@ def fill_random(
     key: str,
     draw: Callable[[Tensor, torch.Generator], Tensor],
 ) -> None:
-    """Writes into `local` the part that begins at `offset` of a random tensor of `shape`, which follows from `key`.
+    """Writes into `local` the part that begins at `offset` of a random tensor of `shape`, which
+    follows from `key`.
 
-    draw: `fn(values, generator)` fills fp32 values on the host. Each block of rows has a generator of its own.
+    draw: `fn(values, generator)` fills fp32 values on the host. Each block of rows has a generator
+    of its own.
     """
     if local.numel() == 0:
         return
     block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))
     first, last = offset[0], offset[0] + local.shape[0]
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
+    )
     for block in range(first // block_rows, -(-last // block_rows)):
         top, bottom = block * block_rows, min((block + 1) * block_rows, shape[0])
         digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         values = draw(torch.empty((bottom - top, *shape[1:]), dtype=torch.float32), generator)
         start, stop = max(top, first), min(bottom, last)
-        local[start - first : stop - first].copy_(values[(slice(start - top, stop - top), *columns)])
+        local[start - first : stop - first].copy_(
+            values[(slice(start - top, stop - top), *columns)]
+        )
 
 
 # Extra parameters: those, and the buffers, that a recipe adds to a model, which no checkpoint of
@@ -182,8 +216,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
     """The extra parameters and buffers by name, of this rank's part of the model; shared ones once.
 
-    saved: only what belongs into a file, without the buffers that are not persistent. Empty for a model that was not
-    made by `build_meta`.
+    saved: only what belongs into a file, without the buffers that are not persistent. Empty for a
+    model that was not made by `build_meta`.
     """
     own = own_tensors(model)
     if own is None:
@@ -193,22 +227,34 @@ def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]
     for prefix, module in model.named_modules():
         inside = f"{prefix}." if prefix else ""
         others |= {inside + name for name in getattr(module, "adapter_tensors", ())}
-        if hasattr(module, "fill_weight"):  # a `StoredWeight`, whose parameters stand for its weight
-            others |= {inside + name for name, _ in module.named_parameters(recurse=False) if name[:7] == "weight_"}
+        if hasattr(
+            module, "fill_weight"
+        ):  # a `StoredWeight`, whose parameters stand for its weight
+            others |= {
+                inside + name
+                for name, _ in module.named_parameters(recurse=False)
+                if name[:7] == "weight_"
+            }
         if saved:
             others |= {inside + name for name in module._non_persistent_buffers_set}
     return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
 def saved_whole(model: nn.Module) -> dict[str, Tensor]:
-    """What the file of an adapter has besides it: the extra parameters, and the weight of a score head."""
+    """What the file of an adapter has besides it: the extra parameters, and the weight of a score
+    head.
+    """
     return extra_tensors(model, saved=True) | {
-        name: weight for name, weight in model.named_parameters() if name == SCORE and weight.requires_grad
+        name: weight
+        for name, weight in model.named_parameters()
+        if name == SCORE and weight.requires_grad
     }
 
 
 def extra_modules(model: nn.Module) -> list[str]:
-    """The modules that are extra as a whole and have something to save: the outermost of each, lists of them apart."""
+    """The modules that are extra as a whole and have something to save: the outermost of each,
+    lists of them apart.
+    """
     found: dict[str, None] = {}
     for name in extra_tensors(model, saved=True):
         around = [path for path in _owners(model, name) if path and not _holds_own(model, path)]
@@ -219,7 +265,8 @@ def extra_modules(model: nn.Module) -> list[str]:
 
 
 def check_extra(model: nn.Module) -> None:
-    """SetupError for an extra parameter or buffer that nothing could start, or that has the name of an adapter's.
+    """SetupError for an extra parameter or buffer that nothing could start, or that has the name of
+    an adapter's.
 
     The model may be on the meta device.
     """
@@ -227,17 +274,22 @@ def check_extra(model: nn.Module) -> None:
     adapted = any(hasattr(module, "adapter_tensors") for module in model.modules())
     for name in extras if adapted else ():
         if any(part.startswith("lora_") for part in name.split(".")):
-            raise SetupError(f"{name}: lora_ begins the names of adapters; give what the recipe adds another name")
+            raise SetupError(
+                f"{name}: lora_ begins the names of adapters; give what the recipe adds another"
+                " name"
+            )
     _resettable(model, extras.keys() - _computed(model))
 
 
 @torch.no_grad()
 def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> None:
-    """Starts the extra tensors of a materialized model, but for those that are loaded, by their modules' own methods.
+    """Starts the extra tensors of a materialized model, but for those that are loaded, by their
+    modules' own methods.
 
-    In fp32, whatever the model's type; numbers follow from (seed, the module's name). A module around others runs after
-    them, as a constructor does. Buffers that were computed when their module was made, not on the meta device, keep
-    what they have. Raises SetupError for what has no such method, or is left without a value by it.
+    In fp32, whatever the model's type; numbers follow from (seed, the module's name). A module
+    around others runs after them, as a constructor does. Buffers that were computed when their
+    module was made, not on the meta device, keep what they have. Raises SetupError for what has no
+    such method, or is left without a value by it.
     """
     extras = extra_tensors(model)
     wanted = extras.keys() - set(loaded) - _computed(model)
@@ -260,7 +312,9 @@ def _holds_own(model: nn.Module, path: str) -> bool:
 
 
 def _owners(model: nn.Module, name: str) -> list[str]:
-    """The module of an extra tensor, which may have the model's own too, and those around it that have none."""
+    """The module of an extra tensor, which may have the model's own too, and those around it that
+    have none.
+    """
     path = name.rpartition(".")[0]
     owners = [path]
     while "." in path and not _holds_own(model, path):
@@ -270,7 +324,8 @@ def _owners(model: nn.Module, name: str) -> list[str]:
 
 
 def _resettable(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Module -> the extra tensors that its `reset_parameters`, and those of modules in it, are to start.
+    """Module -> the extra tensors that its `reset_parameters`, and those of modules in it, are to
+    start.
 
     It is the outermost extra module that has one. Raises SetupError for a tensor without one.
     """
@@ -281,19 +336,24 @@ def _resettable(model: nn.Module, names: Collection[str]) -> dict[str, list[str]
         if not able:
             kind = type(model.get_submodule(around[0])).__name__.removeprefix("FSDP")
             raise SetupError(
-                f"{name}: no checkpoint has it, since the recipe added it, and its module ({kind}) has no "
-                "reset_parameters to start it from; put it into a module of your own with that method"
+                f"{name}: no checkpoint has it, since the recipe added it, and its module ({kind})"
+                " has no reset_parameters to start it from; put it into a module of your own with"
+                " that method"
             )
         found.setdefault(able[-1], []).append(name)
     return found
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    return next((getattr(module, name) for name in _METHODS if callable(getattr(module, name, None))), None)
+    return next(
+        (getattr(module, name) for name in _METHODS if callable(getattr(module, name, None))), None
+    )
 
 
 def _values_after_reset(module: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters and buffers of a module, as its methods start them on the host; without those they leave."""
+    """Whole parameters and buffers of a module, as its methods start them on the host; without
+    those they leave.
+    """
     copy = _copy_on_host(module, {})
     before = {name: (tensor, tensor._version) for name, tensor in _tensors(copy)}
     _reset(copy)
@@ -321,7 +381,9 @@ def _reset(module: nn.Module) -> None:
 
 
 def _copy_on_host(module: nn.Module, made: dict[int, Any]) -> nn.Module:
-    """A module like it, with whole tensors of fp32 that have no values yet; what it shares stays shared."""
+    """A module like it, with whole tensors of fp32 that have no values yet; what it shares stays
+    shared.
+    """
     if id(module) in made:
         return made[id(module)]
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
@@ -341,7 +403,8 @@ def _copy_on_host(module: nn.Module, made: dict[int, Any]) -> nn.Module:
     copy._parameters = {name: empty(parameter) for name, parameter in module._parameters.items()}
     copy._buffers = {name: empty(buffer) for name, buffer in module._buffers.items()}
     copy._modules = {
-        name: None if child is None else _copy_on_host(child, made) for name, child in module._modules.items()
+        name: None if child is None else _copy_on_host(child, made)
+        for name, child in module._modules.items()
     }
     return copy
 
@@ -349,22 +412,32 @@ def _copy_on_host(module: nn.Module, made: dict[int, Any]) -> nn.Module:
 def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None) -> None:
     """Copies this rank's part of a whole value."""
     if value is None or value.shape != tensor.shape:
-        found = "nothing" if value is None else f"the shape {list(value.shape)} for {list(tensor.shape)}"
+        found = (
+            "nothing"
+            if value is None
+            else f"the shape {list(value.shape)} for {list(tensor.shape)}"
+        )
         raise SetupError(
-            f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its module leaves "
-            f"{found} in it; give it every number there"
+            f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its"
+            f" module leaves {found} in it; give it every number there"
         )
     for local, offset in own_parts(model, name, tensor):
-        local.copy_(value[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))])
+        local.copy_(
+            value[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))]
+        )
 
 
 @contextmanager
 def _seeded(key: str) -> Iterator[None]:
-    """Inside the block the host's generators draw what follows from the key; after it they go on as before."""
+    """Inside the block the host's generators draw what follows from the key; after it they go on as
+    before.
+    """
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)  # not those of accelerators, which have the dropout's numbers
+        torch.default_generator.manual_seed(
+            seed
+        )  # not those of accelerators, which have the dropout's numbers
         random.seed(seed)
         try:
             yield

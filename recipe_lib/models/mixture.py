@@ -1,7 +1,9 @@
-"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088): each token is computed by k of E.
+"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088): each token is
+computed by k of E.
 
-Of all families alike: gate and up projection of an expert are one matrix, all experts' one tensor, whatever the files
-have (`recipe_lib.models.weight_names`). What the router says and sums is in fp32.
+Of all families alike: gate and up projection of an expert are one matrix, all experts' one tensor,
+whatever the files have (`recipe_lib.models.weight_names`). What the router says and sums is in
+fp32.
 """
 
 from dataclasses import dataclass
@@ -16,12 +18,21 @@ from recipe_lib.ops.deferred import linear_in
 from recipe_lib.ops.fused_kernels import GradientNode
 from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
+from recipe_lib.ops.grouped import (
+    Groups,
+    count_rows,
+    group_tokens,
+    grouped_linear,
+    rows_of_choices,
+    sum_choices,
+)
 from recipe_lib.ops.real_tokens import RealTokens
 
 
 class Router(nn.Linear):
-    """Tokens `[n, d]` to logits `[n, E]` in fp32, which a weight in bf16 would round to few steps."""
+    """Tokens `[n, d]` to logits `[n, E]` in fp32, which a weight in bf16 would round to few
+    steps.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
         """See the class; fp64 stays fp64."""
@@ -64,19 +75,28 @@ class Experts(nn.Module):
         self.gate = Gate(mixture.activation, mixture.interleaved, mixture.alpha, mixture.limit)
 
     def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor, groups: Groups) -> Tensor:
-        """Tokens `[n, d]` by the experts `chosen` `[n, k]`, each times its score `[n, k]`, summed: `[n, d]`."""
+        """Tokens `[n, d]` by the experts `chosen` `[n, k]`, each times its score `[n, k]`, summed:
+        `[n, d]`.
+        """
         inner = self.gate_up_proj(tokens, groups, of_tokens=True)
         if self.gate_up_proj.bias is not None:
             inner = inner + bias_of_rows(self.gate_up_proj.bias, groups)
         product = scored_product(inner, rows_of_choices(scores, groups), self.gate)
         del inner
         summed = sum_choices(self.down_proj(product, groups), groups)
-        return summed if self.down_proj.bias is None else summed + scored_bias(self.down_proj.bias, scores, chosen)
+        return (
+            summed
+            if self.down_proj.bias is None
+            else summed + scored_bias(self.down_proj.bias, scores, chosen)
+        )
 
 
 def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
     """The bias of each row's expert: `[m, o]` of `[E, o]`."""
-    return cast(Tensor, GradientNode.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]))
+    return cast(
+        Tensor,
+        GradientNode.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]),
+    )
 
 
 def _take_biases(bias: Tensor, experts: Tensor, count: int) -> Tensor:
@@ -90,7 +110,9 @@ def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
 
 
 def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    """What the biases `[E, d]` of the chosen experts add to each token, each times its score: `[n, d]`."""
+    """What the biases `[E, d]` of the chosen experts add to each token, each times its score: `[n,
+    d]`.
+    """
     shares = scores.new_zeros(scores.shape[0], bias.shape[0]).scatter(1, chosen, scores)
     return shares.to(bias.dtype) @ bias
 
@@ -99,10 +121,11 @@ def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
 class BalanceLoss:
     """The auxiliary loss that evens the experts' loads (arXiv 2101.03961, equation 4).
 
-    Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token, and P_e the mean of
-    its probabilities, both over tokens that are no padding. Its gradient enters where the scores leave the router, so
-    that layers may be computed again, or on other ranks than the loss. sequences: the ranks that share sequences, of
-    which each knows the part of the loss that its tokens have. weight: of one layer's, in what goes backward now.
+    Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token,
+    and P_e the mean of its probabilities, both over tokens that are no padding. Its gradient enters
+    where the scores leave the router, so that layers may be computed again, or on other ranks than
+    the loss. sequences: the ranks that share sequences, of which each knows the part of the loss
+    that its tokens have. weight: of one layer's, in what goes backward now.
     """
 
     coefficient: float
@@ -111,7 +134,9 @@ class BalanceLoss:
     weight: float = 0.0
 
     def begin(self, parts: int) -> None:
-        """The loss of the step that begins is the mean over layers, and over so many micro-batches of all ranks."""
+        """The loss of the step that begins is the mean over layers, and over so many micro-batches
+        of all ranks.
+        """
         self.weight = self.coefficient / (self.layers * parts)
 
 
@@ -125,11 +150,11 @@ def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor,
 
 
 class Load:
-    """What the training forwards of a step have chosen, on the device; added up in place, so that a forward that is
-    computed again for backward issues the same operators, and counts twice.
+    """What the training forwards of a step have chosen, on the device; added up in place, so that a
+    forward that is computed again for backward issues the same operators, and counts twice.
 
-    rows: int `[E]`, tokens that each expert computed, without padding. loss: sum of the balance losses of `calls`
-    forwards. expected: choices that there were.
+    rows: int `[E]`, tokens that each expert computed, without padding. loss: sum of the balance
+    losses of `calls` forwards. expected: choices that there were.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
@@ -155,7 +180,8 @@ class Load:
 class Mixture(nn.Module):
     """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`.
 
-    load: what the training forwards have chosen, where that is counted. balance: the auxiliary loss, if there is one.
+    load: what the training forwards have chosen, where that is counted. balance: the auxiliary
+    loss, if there is one.
     """
 
     load: Load | None = None
@@ -178,12 +204,19 @@ class Mixture(nn.Module):
         return cast(Tensor, self.experts(tokens, scores, chosen, groups)).view_as(hidden)
 
     def note(
-        self, logits: Tensor, scores: Tensor, groups: Groups, real: RealTokens | None, own_real: RealTokens | None
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        groups: Groups,
+        real: RealTokens | None,
+        own_real: RealTokens | None,
     ) -> Tensor:
-        """Adds to the load, where gradients are wanted; returns the scores, with the balance loss's gradient to come.
+        """Adds to the load, where gradients are wanted; returns the scores, with the balance loss's
+        gradient to come.
 
-        logits, scores: of tokens of this rank. groups: of these tokens, and of those of ranks that it shares them with.
-        real, own_real: those of the groups' tokens, and of this rank's, that are counted.
+        logits, scores: of tokens of this rank. groups: of these tokens, and of those of ranks that
+        it shares them with. real, own_real: those of the groups' tokens, and of this rank's, that
+        are counted.
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return scores
@@ -192,7 +225,8 @@ class Mixture(nn.Module):
             shared = rows
             if self.balance.sequences is not None:
                 shared = all_reduce(rows, "sum", self.balance.sequences)
-            # Each token has its choices, so that the rows of all ranks say how many tokens there are.
+            # Each token has its choices, so that the rows of all ranks say how many tokens there
+            # are.
             tokens = (shared.sum() / groups.choices).clamp(min=1)
             probabilities = logits.softmax(dim=-1)
             if own_real is not None:
@@ -201,7 +235,10 @@ class Mixture(nn.Module):
             shares = shared / tokens
             loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
             scores = cast(
-                Tensor, GradientNode.apply(_keep_scores, _differentiate_loss, (2,), scores, loss, self.balance)
+                Tensor,
+                GradientNode.apply(
+                    _keep_scores, _differentiate_loss, (2,), scores, loss, self.balance
+                ),
             )
         if self.load is not None:
             count = groups.tokens.shape[0] if real is None else real.total * groups.choices
@@ -211,8 +248,8 @@ class Mixture(nn.Module):
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(scores of the chosen experts, their numbers), `[n, k]` each, of logits `[n, E]`.
 
-        normalized: the scores of a token are the softmax over its chosen experts, so that they add up to 1; else over
-        all of them.
+        normalized: the scores of a token are the softmax over its chosen experts, so that they add
+        up to 1; else over all of them.
         """
         if self.normalized:
             best, chosen = logits.topk(self.top_k, dim=-1)

@@ -1,4 +1,6 @@
-"""The shape of a decoder as plain numbers, and where it comes from: a `config.json` or a preset. No torch here."""
+"""The shape of a decoder as plain numbers, and where it comes from: a `config.json` or a preset. No
+torch here.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 class WeightEntry:
     """One parameter and its place in a file.
 
-    our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension 0) of that tensor,
-    when the file fuses several parameters into one; length None: the tensor is the parameter. made: how an external
-    model's parameter is made of several tensors, of which file_name is the first, or of one in another form; view: how
-    one of ours is.
+    our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension
+    0) of that tensor, when the file fuses several parameters into one; length None: the tensor is
+    the parameter. made: how an external model's parameter is made of several tensors, of which
+    file_name is the first, or of one in another form; view: how one of ours is.
     """
 
     our_name: str
@@ -63,22 +65,27 @@ class Conversion(Protocol):
 class FileConversion(Conversion, Protocol):
     """Parameters that are made of a file's tensors."""
 
-    def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
+    def shapes(
+        self, shape_of: Callable[[str], tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]] | None:
         """The shapes of what is made; None where the tensors do not go together."""
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row after the last or None: all, tensors to take) of parts that can be made by themselves."""
+        """(first row, row after the last or None: all, tensors to take) of parts that can be made
+        by themselves.
+        """
 
 
 @dataclass(frozen=True)
 class TensorLayout:
     """The tensors of a model, and its modules.
 
-    shapes: every parameter and persistent buffer. buffers: which of these are no parameters. names: all names of a
-    parameter, of which those of a tied one are several. prefix: of the names of its body, which files may leave out.
-    linears: those inside the layers that may have an adapter, as (outputs, inputs). transposed: those of them whose
-    weight is `[in, out]`. plain: those of torch's own class, which can be quantized. uncalled: linears that are never
-    called as one, and why. modules: all names. unread: patterns of names that files may have and its class does not
+    shapes: every parameter and persistent buffer. buffers: which of these are no parameters. names:
+    all names of a parameter, of which those of a tied one are several. prefix: of the names of its
+    body, which files may leave out. linears: those inside the layers that may have an adapter, as
+    (outputs, inputs). transposed: those of them whose weight is `[in, out]`. plain: those of
+    torch's own class, which can be quantized. uncalled: linears that are never called as one, and
+    why. modules: all names. unread: patterns of names that files may have and its class does not
     read.
     """
 
@@ -94,7 +101,9 @@ class TensorLayout:
     unread: tuple[str, ...] = ()
 
     def tied_names(self) -> dict[str, str]:
-        """Return names of tied weights, with and without prefix, and their parameter: all have to hold the same."""
+        """Return names of tied weights, with and without prefix, and their parameter: all have to
+        hold the same.
+        """
         tied: dict[str, str] = {}
         for parameter, names in self.names.items():
             for name in names if len(names) > 1 else ():
@@ -104,9 +113,11 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class WrittenLayout:
-    """The tensors of the files that are written for a model: file name -> shape; and what they are made of.
+    """The tensors of the files that are written for a model: file name -> shape; and what they are
+    made of.
 
-    renamed: file name -> parameter. made: file name -> conversion, whose tensors to take are parameters.
+    renamed: file name -> parameter. made: file name -> conversion, whose tensors to take are
+    parameters.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -118,9 +129,10 @@ class WrittenLayout:
 class StageParts:
     """Where a model is cut into the stages of a pipeline, by names of modules.
 
-    first: what runs before the layers, and what text does not run through. layers: in order. last: what runs after
-    them. embedding: the one of `first` whose weight may be the output projection too. width: of the hidden states
-    `[b, s, width]` between layers. returned: the length of the tuple that a layer returns; 0: hidden states alone.
+    first: what runs before the layers, and what text does not run through. layers: in order. last:
+    what runs after them. embedding: the one of `first` whose weight may be the output projection
+    too. width: of the hidden states `[b, s, width]` between layers. returned: the length of the
+    tuple that a layer returns; 0: hidden states alone.
     """
 
     first: tuple[str, ...]
@@ -133,7 +145,9 @@ class StageParts:
 
 @dataclass(frozen=True)
 class ExternalSpec(ABC):
-    """A model of another library or of a user's plugin: what its users have to know, and what only it can do."""
+    """A model of another library or of a user's plugin: what its users have to know, and what only
+    it can do.
+    """
 
     family: str  # model_type of config.json
     vocab_size: int  # rows of the embedding
@@ -145,11 +159,15 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json of the model with both names of what a release of its library renamed."""
+        """Return a config.json of the model with both names of what a release of its library
+        renamed.
+        """
 
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
-        """The model on the meta device, called as a decoder is. See `build_meta`, which calls this."""
+        """The model on the meta device, called as a decoder is. See `build_meta`, which calls
+        this.
+        """
 
     @abstractmethod
     def first_vectors(self, seed: int) -> "dict[str, Tensor]":
@@ -157,7 +175,9 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def layer_kinds(self) -> list[str]:
-        """What each layer is: equal texts stand for layers of the same parameters and the same kind of attention."""
+        """What each layer is: equal texts stand for layers of the same parameters and the same kind
+        of attention.
+        """
 
     @abstractmethod
     def layout(self) -> TensorLayout:
@@ -169,7 +189,9 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return the names that tied weights may have among those of a file, and their parameters."""
+        """Return the names that tied weights may have among those of a file, and their
+        parameters.
+        """
 
     @abstractmethod
     def written_layout(self) -> WrittenLayout | None:
@@ -177,19 +199,27 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        """Names of the linears that the config gives an adapter. Raises ConfigError for one that cannot have any."""
+        """Names of the linears that the config gives an adapter. Raises ConfigError for one that
+        cannot have any.
+        """
 
     @abstractmethod
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
-        """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
+        """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls
+        this.
+        """
 
     @abstractmethod
     def stage_parts(self) -> StageParts:
-        """Where its layers are divided among the ranks of a pipeline. Raises ConfigError if they cannot be."""
+        """Where its layers are divided among the ranks of a pipeline. Raises ConfigError if they
+        cannot be.
+        """
 
     @abstractmethod
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:
-        """Shards its matrices over tensor-parallel ranks; see `recipe_lib.parallel.shard_tensors`."""
+        """Shards its matrices over tensor-parallel ranks; see
+        `recipe_lib.parallel.shard_tensors`.
+        """
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -202,9 +232,9 @@ SCORE = "score.weight"  # of a score head, in files too
 class RopeSpec:
     """Rotary position embedding: how fast each pair of a head's channels turns with the position.
 
-    base: the longest wavelength is about 2 pi base. width: channels of a head that turn (all, or a fraction).
-    kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; `numbers` are that kind's own parameters.
-    attention_factor: what cosines and sines are multiplied by (yarn, longrope).
+    base: the longest wavelength is about 2 pi base. width: channels of a head that turn (all, or a
+    fraction). kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; `numbers` are that kind's
+    own parameters. attention_factor: what cosines and sines are multiplied by (yarn, longrope).
     """
 
     base: float
@@ -233,9 +263,13 @@ class MixtureSpec:
 
 @dataclass(frozen=True)
 class FileCodes:
-    """How a checkpoint's files have weights that are quantized already; by default they have none."""
+    """How a checkpoint's files have weights that are quantized already; by default they have
+    none.
+    """
 
-    fp8_block: tuple[int, int] | None = None  # rows and columns of a scale, where linears are in FP8
+    fp8_block: tuple[int, int] | None = (
+        None  # rows and columns of a scale, where linears are in FP8
+    )
     mxfp4: bool = False  # experts are in MXFP4
 
 
@@ -273,9 +307,12 @@ class DecoderSpec:
     mixture: MixtureSpec | None = None
     width_norms: bool = False  # queries and keys have a norm over all heads together (OLMoE)
     qkv_clip: float | None = None  # queries, keys and values are clamped into +- this (OLMoE)
-    sinks: bool = False  # each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
+    # Each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
+    sinks: bool = False
     codes: FileCodes = FileCodes()
-    num_labels: int | None = None  # rows of a score head, which then is in place of the output projection
+    num_labels: int | None = (
+        None  # rows of a score head, which then is in place of the output projection
+    )
 
     @property
     def head_rows(self) -> int:
@@ -287,7 +324,9 @@ ModelSpec = DecoderSpec | ExternalSpec
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The contents of a `config.json`, given its folder or itself. Raises CheckpointError when it cannot be read."""
+    """The contents of a `config.json`, given its folder or itself. Raises CheckpointError when it
+    cannot be read.
+    """
     path = Path(path)
     file = path / "config.json" if os.path.isdir(path) else path
     try:
@@ -299,17 +338,21 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{file}: not a readable JSON file ({describe_fault(error)}); download the file again"
         ) from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: found a JSON {type(config).__name__}, expected an object with model_type")
+        raise CheckpointError(
+            f"{file}: found a JSON {type(config).__name__}, expected an object with model_type"
+        )
     return config
 
 
 def _no_config(file: Path) -> str:
-    """Why there is no config.json: what the folder is instead of a model, if that is one of the usual mistakes."""
+    """Why there is no config.json: what the folder is instead of a model, if that is one of the
+    usual mistakes.
+    """
     folder = file.parent
     if (folder / "adapter_config.json").is_file():
         return (
-            f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter_path to it and "
-            "model.path to the model that it was trained on"
+            f"{folder}: is an adapter (it has adapter_config.json), not a model; set"
+            " lora.adapter_path to it and model.path to the model that it was trained on"
         )
     found = None
     if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
@@ -319,11 +362,16 @@ def _no_config(file: Path) -> str:
 
 def preset_names() -> list[str]:
     """Names of the shipped architectures, `family/size`, sorted."""
-    return sorted(str(file.relative_to(PRESETS).with_suffix("").as_posix()) for file in PRESETS.glob("*/*.json"))
+    return sorted(
+        str(file.relative_to(PRESETS).with_suffix("").as_posix())
+        for file in PRESETS.glob("*/*.json")
+    )
 
 
 def preset_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a preset: a shipped name such as `llama3/8B`, or the path of a .json file or its folder."""
+    """The `config.json` of a preset: a shipped name such as `llama3/8B`, or the path of a .json
+    file or its folder.
+    """
     if name in preset_names():
         return read_config(PRESETS / f"{name}.json")
     path = Path(name)
@@ -339,22 +387,35 @@ def preset_config(name: str) -> dict[str, Any]:
 # torch here.
 
 
-# Patterns of file names, the most telling first, and what to do with a folder that has such files alone.
+# Patterns of file names, the most telling first, and what to do with a folder that has such files
+# alone.
 _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("*.gguf",), "GGUF files cannot be trained: take the safetensors checkpoint that this one was made from"),
+    (
+        ("*.gguf",),
+        "GGUF files cannot be trained: take the safetensors checkpoint that this one was made from",
+    ),
     (
         ("consolidated*.safetensors",),
-        "consolidated files are Mistral's own format: download the model's Hugging Face files (config.json and "
-        "model*.safetensors), or convert it with transformers' convert_mistral_weights_to_hf",
+        (
+            "consolidated files are Mistral's own format: download the model's Hugging Face files"
+            " (config.json and model*.safetensors), or convert it with transformers'"
+            " convert_mistral_weights_to_hf"
+        ),
     ),
     (
         ("consolidated*.pth",),
-        "consolidated files are Meta's own format, pickled, and are not read: download the model's Hugging Face files "
-        "(config.json and model*.safetensors), or convert it with transformers' convert_llama_weights_to_hf",
+        (
+            "consolidated files are Meta's own format, pickled, and are not read: download the"
+            " model's Hugging Face files (config.json and model*.safetensors), or convert it with"
+            " transformers' convert_llama_weights_to_hf"
+        ),
     ),
     (
         ("*.bin", "*.pt", "*.pth"),
-        "pickled weights can run code and are not read: download the safetensors files, or convert them",
+        (
+            "pickled weights can run code and are not read: download the safetensors files, or"
+            " convert them"
+        ),
     ),
     (
         ("model-*-of-*.safetensors",),
@@ -362,23 +423,42 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("*.safetensors",),
-        "weights are read from model.safetensors, or from the files that model.safetensors.index.json names: rename "
-        "it if it is the whole model, or download the folder again",
+        (
+            "weights are read from model.safetensors, or from the files that"
+            " model.safetensors.index.json names: rename it if it is the whole model, or download"
+            " the folder again"
+        ),
     ),
 )
-_STATES = ("*.bin", "*.pt", "*.pth")  # beside a model these are optimizer.pt, training_args.bin and such
+_STATES = (
+    "*.bin",
+    "*.pt",
+    "*.pth",
+)  # beside a model these are optimizer.pt, training_args.bin and such
 
 
 def list_weight_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files with weights of any format; not those of a trainer's state."""
+    """Return the names of a folder's files with weights of any format; not those of a trainer's
+    state.
+    """
     patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
-    return sorted({path.name for pattern in (*patterns, "pytorch_model*.bin") for path in folder.glob(pattern)})
+    return sorted(
+        {
+            path.name
+            for pattern in (*patterns, "pytorch_model*.bin")
+            for path in folder.glob(pattern)
+        }
+    )
 
 
 def other_weights(folder: Path, missing: str) -> str | None:
-    """One line for a folder without the file `missing` that has weights of another kind; None: it has none at all."""
+    """One line for a folder without the file `missing` that has weights of another kind; None: it
+    has none at all.
+    """
     for patterns, remedy in _FORMATS:
-        found = sorted(path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+        found = sorted(
+            path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()
+        )
         if found:
             return f"{folder}: has {name_first(found)} but no {missing}; {remedy}"
     return None

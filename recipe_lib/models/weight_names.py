@@ -10,7 +10,14 @@ from torch import Tensor
 
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import build_meta
-from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, WeightEntry, WrittenLayout
+from recipe_lib.models.spec import (
+    SCORE,
+    DecoderSpec,
+    ExternalSpec,
+    ModelSpec,
+    WeightEntry,
+    WrittenLayout,
+)
 
 # Tensors of a checkpoint's files as a model has them, without their being made whole.
 #
@@ -32,7 +39,9 @@ Bounds = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class FileForm:
-    """What a tensor of a file has to be: its shape, and safetensors' names of the types that it may have."""
+    """What a tensor of a file has to be: its shape, and safetensors' names of the types that it may
+    have.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = _FLOATS
@@ -49,7 +58,8 @@ class FileView(Protocol):
         """Those that it takes, by name."""
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """The part within (first, after the last) of each dimension. slice_of: safetensors' slice of a name.
+        """The part within (first, after the last) of each dimension. slice_of: safetensors' slice
+        of a name.
 
         dtype: of what is made of codes; other numbers keep their type.
         """
@@ -181,11 +191,12 @@ class SomeRows:
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """A matrix `[o, i]`, or those of all experts `[E, o, i]`, in 8-bit floating point, with a scale for each block of
-    `block` rows and columns; the last of a row or column of blocks may be smaller.
+    """A matrix `[o, i]`, or those of all experts `[E, o, i]`, in 8-bit floating point, with a scale
+    for each block of `block` rows and columns; the last of a row or column of blocks may be
+    smaller.
 
-    What it stands for is computed in fp32. Scales are of any type of floating point, or the exponents of 2 alone: as
-    float8, or uint8 with 127 added.
+    What it stands for is computed in fp32. Scales are of any type of floating point, or the
+    exponents of 2 alone: as float8, or uint8 with 127 added.
     """
 
     name: str
@@ -199,15 +210,25 @@ class Fp8Blocks:
         return tuple(max(1, min(size, each)) for size, each in zip(self.shape, every, strict=True))
 
     def tensors(self) -> dict[str, FileForm]:
-        blocks = tuple(-(-size // each) for size, each in zip(self.shape, self._sizes(), strict=True))
-        return {self.name: FileForm(self.shape, ("F8_E4M3",)), self.scales: FileForm(blocks, _SCALES)}
+        blocks = tuple(
+            -(-size // each) for size, each in zip(self.shape, self._sizes(), strict=True)
+        )
+        return {
+            self.name: FileForm(self.shape, ("F8_E4M3",)),
+            self.scales: FileForm(blocks, _SCALES),
+        }
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         sizes = self._sizes()
         values = slice_of(self.name)[_slices(bounds)].float()
-        blocks = [(first // each, -(-last // each)) for (first, last), each in zip(bounds, sizes, strict=True)]
+        blocks = [
+            (first // each, -(-last // each))
+            for (first, last), each in zip(bounds, sizes, strict=True)
+        ]
         scales = slice_of(self.scales)[_slices(blocks)]
-        scales = (scales.float() - _MX_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+        scales = (
+            (scales.float() - _MX_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+        )
         for dim, ((first, last), each) in enumerate(zip(bounds, sizes, strict=True)):
             scales = scales.index_select(dim, torch.arange(first, last) // each - first // each)
         return values.mul_(scales).to(dtype)
@@ -217,8 +238,8 @@ class Fp8Blocks:
 class Mxfp4Blocks:
     """Matrices `[E, o, i]` in 4-bit floating point, 32 numbers of a row sharing an exponent.
 
-    In the file blocks are uint8 `[E, o, i / 32, 16]`, the first of two numbers in the low bits, and scales uint8
-    `[E, o, i / 32]`, the exponents of 2 with 127 added.
+    In the file blocks are uint8 `[E, o, i / 32, 16]`, the first of two numbers in the low bits, and
+    scales uint8 `[E, o, i / 32]`, the exponents of 2 with 127 added.
     """
 
     blocks: str
@@ -228,38 +249,54 @@ class Mxfp4Blocks:
     def tensors(self) -> dict[str, FileForm]:
         *rows, columns = self.shape
         count = (*rows, columns // MXFP4_BLOCK)
-        return {self.blocks: FileForm((*count, MXFP4_BLOCK // 2), ("U8",)), self.scales: FileForm(count, ("U8",))}
+        return {
+            self.blocks: FileForm((*count, MXFP4_BLOCK // 2), ("U8",)),
+            self.scales: FileForm(count, ("U8",)),
+        }
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         *rows, (first, last) = bounds
         begin, end = first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)
         place = (*_slices(rows), slice(begin, end))
-        codes, exponents = slice_of(self.blocks)[place], slice_of(self.scales)[place].int() - _MX_BIAS
+        codes, exponents = (
+            slice_of(self.blocks)[place],
+            slice_of(self.scales)[place].int() - _MX_BIAS,
+        )
         levels = torch.tensor([*_FP4, *(-level for level in _FP4)], dtype=dtype)
-        pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)  # of each byte
+        pairs = torch.stack(
+            (levels.repeat(16), levels.repeat_interleave(16)), dim=1
+        )  # of each byte
         values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], MXFP4_BLOCK)
         values = torch.ldexp(values, exponents.unsqueeze(-1)).to(dtype).flatten(-2)
         return values[..., first - begin * MXFP4_BLOCK : last - begin * MXFP4_BLOCK]
 
 
-# Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
-_GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
-# Buffers of older files, and how many dimensions they have: a bias of a module `attn` has one, a mask has four.
+# Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind
+# has no other head.
+_GEMMA3_PREFIXES = {
+    "language_model.model.": "language_model.lm_head.",
+    "model.language_model.": "lm_head.",
+}
+# Buffers of older files, and how many dimensions they have: a bias of a module `attn` has one, a
+# mask has four.
 _BUFFERS = {
     r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$": range(5),
     r"(^|\.)(attn|attention)\.bias$": (4,),
     r"(^|\.)masked_bias$": (0, 1),
 }
-_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")  # of multimodal Gemma 3
+_OTHER_PARTS = re.compile(
+    r"^(model\.)?(vision_tower|multi_modal_projector)\."
+)  # of multimodal Gemma 3
 _EMBEDDING = "model.embed_tokens.weight"
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
-    """One entry per parameter, in the model's order; parts of a fused tensor follow one another in row order.
+    """One entry per parameter, in the model's order; parts of a fused tensor follow one another in
+    row order.
 
-    file_names: names that a checkpoint has, when reading one (some families have more than one layout); empty: the
-    layout that is written. A tied output projection has no entry.
+    file_names: names that a checkpoint has, when reading one (some families have more than one
+    layout); empty: the layout that is written. A tied output projection has no entry.
     """
     if isinstance(spec, ExternalSpec):
         return spec.weight_map(file_names)
@@ -275,13 +312,19 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
         file_name, start, length, rows = place or (name, 0, None, shape[0])
         own = file_name == SCORE  # a name by itself
         body, own_prefix = (
-            ("", "") if own else (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
+            ("", "")
+            if own
+            else (prefix, "model.")
+            if file_name.startswith("model.")
+            else (head, "lm_head.")
         )
         file_name = body + file_name.removeprefix(own_prefix)
         if name == _EMBEDDING and spec.tied and file_name not in file_names:
             file_name = next((other for other in _HEADS if other in file_names), file_name)
         whole = (rows, *shape[1:])
-        view = mixture_view(spec, file_name, whole, file_names) or fp8_view(spec, file_name, whole, file_names)
+        view = mixture_view(spec, file_name, whole, file_names) or fp8_view(
+            spec, file_name, whole, file_names
+        )
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
             continue
@@ -291,7 +334,9 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
 
 
 def written_layout(spec: ModelSpec) -> WrittenLayout | None:
-    """The files that are written, where their tensors are not the parameters under other names; None: `weight_map`."""
+    """The files that are written, where their tensors are not the parameters under other names;
+    None: `weight_map`.
+    """
     if isinstance(spec, ExternalSpec):
         return spec.written_layout()
     if spec.mixture is None:
@@ -315,9 +360,9 @@ def written_layout(spec: ModelSpec) -> WrittenLayout | None:
 def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
     """Return why a checkpoint may hold this tensor without the model having it; None: it may not.
 
-    Buffers that are computed, the head under a score head, vision parts, and what transformers' class says that it
-    does not read. Another name of a tied weight is not among them: see `find_tied_copies`. dims: the tensor's
-    dimensions.
+    Buffers that are computed, the head under a score head, vision parts, and what transformers'
+    class says that it does not read. Another name of a tied weight is not among them: see
+    `find_tied_copies`. dims: the tensor's dimensions.
     """
     if any(re.search(pattern, file_name) and dims in sizes for pattern, sizes in _BUFFERS.items()):
         return "computed, not read"
@@ -334,9 +379,11 @@ def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
 def find_tied_copies(
     spec: ModelSpec, entries: Collection[WeightEntry], file_names: Collection[str]
 ) -> dict[str, WeightEntry]:
-    """Return tensors of a checkpoint that are a tied weight under another name than the one that is read.
+    """Return tensors of a checkpoint that are a tied weight under another name than the one that is
+    read.
 
-    entries: of `weight_map` for the same names. Returns name -> the entry that it has to have the numbers of.
+    entries: of `weight_map` for the same names. Returns name -> the entry that it has to have the
+    numbers of.
     """
     places = {entry.our_name: entry for entry in entries if entry.made is None}
     read = {entry.file_name for entry in places.values()}
@@ -352,13 +399,17 @@ def find_tied_copies(
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, in the model's order; a tied output projection is the embedding.
+    """The shape of every parameter, in the model's order; a tied output projection is the
+    embedding.
 
     Of an external model also those of the buffers that belong into a checkpoint.
     """
     if isinstance(spec, ExternalSpec):
         return dict(spec.layout().shapes)
-    return {name: tuple(value.shape) for name, value in build_meta(spec, torch.float32).named_parameters()}
+    return {
+        name: tuple(value.shape)
+        for name, value in build_meta(spec, torch.float32).named_parameters()
+    }
 
 
 def buffer_names(spec: ModelSpec) -> frozenset[str]:
@@ -367,8 +418,9 @@ def buffer_names(spec: ModelSpec) -> frozenset[str]:
 
 
 def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
-    """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`; first row, rows,
-    and rows of the whole."""
+    """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`;
+    first row, rows, and rows of the whole.
+    """
     query, key = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     parts = {
         "self_attn.q_proj": ("self_attn.qkv_proj", 0, query),
@@ -391,7 +443,8 @@ def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | No
 # ones, transposed, or as MXFP4 blocks.
 
 
-# Of files that have experts apart: the block's name in a layer, and its gate, up and down projection.
+# Of files that have experts apart: the block's name in a layer, and its gate, up and down
+# projection.
 _APART = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -400,7 +453,9 @@ _APART = {
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-def fp8_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
+def fp8_view(
+    spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
+) -> FileView:
     """A tensor of the file by its name: as it is, or in FP8 if the file has scales for it."""
     scales = f"{name}_scale_inv"
     if spec.codes.fp8_block is not None and scales in file_names and len(shape) > 1:
@@ -408,14 +463,20 @@ def fp8_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: S
     return PlainTensor(name, shape)
 
 
-def mixture_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView | None:
-    """How a parameter of a mixture is read, which has another name or is made of several tensors; None: no mixture's.
+def mixture_view(
+    spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
+) -> FileView | None:
+    """How a parameter of a mixture is read, which has another name or is made of several tensors;
+    None: no mixture's.
 
     shape: of the parameter. file_names: of the files that are read; empty: as files are written.
     """
     if ".mlp.router." in name:
         block = _APART[spec.family][0] if spec.family in _APART else "mlp"
-        fused, written = (name.replace(".mlp.router.", f".{owner}.{router_name(spec)}.") for owner in ("mlp", block))
+        fused, written = (
+            name.replace(".mlp.router.", f".{owner}.{router_name(spec)}.")
+            for owner in ("mlp", block)
+        )
         return fp8_view(spec, fused if fused in file_names else written, shape, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
@@ -428,7 +489,9 @@ def router_name(spec: DecoderSpec) -> str:
     return "router" if spec.family == "gpt_oss" else "gate"
 
 
-def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
+def _experts(
+    spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]
+) -> FileView:
     fused, kind = name.rsplit(".", 1)
     if kind == "bias":
         return PlainTensor(f"{fused}_bias", shape)
@@ -441,29 +504,42 @@ def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], fi
     experts = []
     for expert in range(shape[0]):
         names = expert_names(spec, name, part, expert)
-        own = [fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names) for other in names]
+        own = [
+            fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names) for other in names
+        ]
         experts.append(own[0] if len(own) == 1 else Rows(tuple(own)))
     return Stack(tuple(experts))
 
 
 def expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[str]:
-    """The tensors of files with experts apart that make this expert's part of our parameter, in the order of rows."""
+    """The tensors of files with experts apart that make this expert's part of our parameter, in the
+    order of rows.
+    """
     block, gate, up, down = _APART[spec.family]
     before = name[: name.index(f".{part}.")]
-    return [f"{before}.{block}.experts.{expert}.{each}.weight" for each in ([gate, up] if part == GATE_UP else [down])]
+    return [
+        f"{before}.{block}.experts.{expert}.{each}.weight"
+        for each in ([gate, up] if part == GATE_UP else [down])
+    ]
 
 
 @dataclass(frozen=True)
 class WrittenExperts:
-    """What of files is made of one parameter of ours, the experts' matrices of a layer; see `Conversion`."""
+    """What of files is made of one parameter of ours, the experts' matrices of a layer; see
+    `Conversion`.
+    """
 
     parameter: str
-    tensors: dict[str, tuple[int | None, int, int]]  # name in the file -> (expert, rows from, to); None: transposed
+    tensors: dict[
+        str, tuple[int | None, int, int]
+    ]  # name in the file -> (expert, rows from, to); None: transposed
 
     def names(self) -> list[str]:
         return [self.parameter]
 
-    def convert(self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None) -> dict[str, Tensor]:
+    def convert(
+        self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
+    ) -> dict[str, Tensor]:
         """The file's tensors, views of the parameter."""
         whole = read(self.parameter)
         return {
@@ -473,7 +549,9 @@ class WrittenExperts:
 
 
 def written_experts(spec: DecoderSpec, name: str, shape: tuple[int, ...]) -> WrittenExperts | None:
-    """What the files that are written have of a parameter of experts' matrices; None for any other."""
+    """What the files that are written have of a parameter of experts' matrices; None for any
+    other.
+    """
     part = next((part for part in (GATE_UP, DOWN) if f".{part}." in name), None)
     if part is None or len(shape) != 3:
         return None

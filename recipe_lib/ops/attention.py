@@ -1,9 +1,11 @@
 """Causal attention: one function for training and decoding, with documents, windows and soft caps.
 
-Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s, or what a cache holds plus s.
-What depends on the batch alone (masks, document boundaries, which kernel) is settled once, by `prepare_attention`.
+Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s, or what a
+cache holds plus s. What depends on the batch alone (masks, document boundaries, which kernel) is
+settled once, by `prepare_attention`.
 
-Rows are right-padded, so a plain causal mask is enough for them: no token looks at the padding after it.
+Rows are right-padded, so a plain causal mask is enough for them: no token looks at the padding
+after it.
 """
 
 import inspect
@@ -28,11 +30,12 @@ _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 class AttentionInfo:
     """Which tokens of a batch may see which, as tensors.
 
-    documents: int32 `[b, t]`, the document of each key within its row (padding is one of its own); None: a row is
-    one document. boundaries: int32 `[n + 1]`, where documents start and end in the flattened `[b * s]` tokens.
-    longest: tokens of the longest document, rounded up. masks: per window, what is added to the scores; None: nothing
-    beyond causality. flattened: documents and windows go through the varlen kernel, there are no masks. real: which
-    tokens are no padding; None: all.
+    documents: int32 `[b, t]`, the document of each key within its row (padding is one of its own);
+    None: a row is one document. boundaries: int32 `[n + 1]`, where documents start and end in the
+    flattened `[b * s]` tokens. longest: tokens of the longest document, rounded up. masks: per
+    window, what is added to the scores; None: nothing beyond causality. flattened: documents and
+    windows go through the varlen kernel, there are no masks. real: which tokens are no padding;
+    None: all.
     """
 
     documents: Tensor | None = None
@@ -55,7 +58,8 @@ class AttentionInfo:
 def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> AttentionInfo:
     """The info of rows that hold several documents each, from host numbers (no device is touched).
 
-    lengths: for each row, the tokens of its documents in order; what is left of `row_length` is padding.
+    lengths: for each row, the tokens of its documents in order; what is left of `row_length` is
+    padding.
     """
     documents = torch.zeros(len(lengths), row_length, dtype=torch.int32)
     boundaries, longest = [0], 1
@@ -63,9 +67,13 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
     for row, parts in enumerate(lengths):
         padded = [*parts, row_length - sum(parts)] if sum(parts) < row_length else list(parts)
         if sum(padded) != row_length or min(padded) < 1:
-            raise ValueError(f"row {row}: document lengths {list(parts)} do not fit a row of {row_length} tokens")
+            raise ValueError(
+                f"row {row}: document lengths {list(parts)} do not fit a row of {row_length} tokens"
+            )
         sizes = torch.tensor(padded)
-        documents[row] = torch.repeat_interleave(torch.arange(len(padded), dtype=torch.int32), sizes)
+        documents[row] = torch.repeat_interleave(
+            torch.arange(len(padded), dtype=torch.int32), sizes
+        )
         boundaries += (sizes.cumsum(0) + row * row_length).tolist()
         longest = max(longest, *padded)
     # A multiple of 128, because compiled code is specialized for this number.
@@ -74,7 +82,9 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
 
 
 def document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
-    """Positions int64 `[b, s]` that start from 0 with each document; 0 in the padding after the last."""
+    """Positions int64 `[b, s]` that start from 0 with each document; 0 in the padding after the
+    last.
+    """
     positions = torch.arange(row_length).repeat(len(lengths), 1)
     for row, parts in enumerate(lengths):
         start = 0
@@ -98,19 +108,27 @@ def prepare_attention(
     device: torch.device,
     sinks: bool = False,
 ) -> AttentionInfo:
-    """Settles, once per batch, how each window of the model is attended: causal kernel, varlen kernel or mask.
+    """Settles, once per batch, how each window of the model is attended: causal kernel, varlen
+    kernel or mask.
 
-    rows, queries, keys: b, s, t of the tensors to come. windows: those of the model's layers, None among them if some
-    layer has none. capped: scores are soft-capped, which makes its masks piece by piece instead. sinks: heads have
-    one; without the varlen kernel, and but for a CPU, masks are made piece by piece too.
+    rows, queries, keys: b, s, t of the tensors to come. windows: those of the model's layers, None
+    among them if some layer has none. capped: scores are soft-capped, which makes its masks piece
+    by piece instead. sinks: heads have one; without the varlen kernel, and but for a CPU, masks are
+    made piece by piece too.
     """
     info = info or AttentionInfo()
     if info.documents is not None and info.documents.shape[1] != keys:
-        raise ValueError(f"documents are of every key, found those of {info.documents.shape[1]} and {keys} keys")
+        raise ValueError(
+            f"documents are of every key, found those of {info.documents.shape[1]} and {keys} keys"
+        )
     if capped:
         return info
     needs_mask = {
-        window: info.documents is not None or (window is not None and keys > window) or (queries > 1 and keys > queries)
+        window: (
+            info.documents is not None
+            or (window is not None and keys > window)
+            or (queries > 1 and keys > queries)
+        )
         for window in set(windows)
     }
     flattens = keys == queries and has_varlen(device, dtype, head_width)
@@ -118,20 +136,25 @@ def prepare_attention(
         return info
     if (sinks or any(needs_mask.values())) and flattens:
         if info.boundaries is None:
-            boundaries = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=device)
+            boundaries = torch.arange(
+                0, rows * queries + 1, queries, dtype=torch.int32, device=device
+            )
             info = replace(info, boundaries=boundaries, longest=queries)
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in (window for window, needed in needs_mask.items() if needed):
         seen = visible(reaches(info.documents, queries, keys, window, device), keys)
         # What kernels would otherwise make of a bool mask again in every layer.
-        masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, float("-inf"))
+        masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(
+            ~seen, float("-inf")
+        )
     return replace(info, masks=masks)
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Whether torch's kernel for flattened documents can run: CUDA from Ampere on, half precision, head widths it was
-    built for."""
+    """Whether torch's kernel for flattened documents can run: CUDA from Ampere on, half precision,
+    head widths it was built for.
+    """
     capability = capability_of(device)
     if capability is None or capability < VARLEN_CAPABILITY or "window_size" not in _VARLEN_OPTIONS:
         return False
@@ -151,15 +174,26 @@ def attention(
 ) -> Tensor:
     """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
 
-    info: from `prepare_attention`, the same for every layer; None: rows of one document each, prepared here.
-    window: a token sees so many tokens, its own included. softcap: scores become softcap * tanh(scores / softcap).
-    scale: multiplies the scores first. sinks: `[h]`, see `recipe_lib.ops.attention`.
+    info: from `prepare_attention`, the same for every layer; None: rows of one document each,
+    prepared here. window: a token sees so many tokens, its own included. softcap: scores become
+    softcap * tanh(scores / softcap). scale: multiplies the scores first. sinks: `[h]`, see
+    `recipe_lib.ops.attention`.
     """
     if softcap is not None:
         return capped_attention(q, k, v, info.documents if info else None, window, softcap, scale)
     if info is None:
-        shape = {"rows": q.shape[0], "queries": q.shape[2], "keys": k.shape[2], "head_width": q.shape[3]}
-        options: dict[str, Any] = {"capped": False, "sinks": sinks is not None, "dtype": q.dtype, "device": q.device}
+        shape = {
+            "rows": q.shape[0],
+            "queries": q.shape[2],
+            "keys": k.shape[2],
+            "head_width": q.shape[3],
+        }
+        options: dict[str, Any] = {
+            "capped": False,
+            "sinks": sinks is not None,
+            "dtype": q.dtype,
+            "device": q.device,
+        }
         info = prepare_attention(None, windows=(window,), **options, **shape)
     if sinks is not None:
         mask = info.masks.get(window) if info.masks else None
@@ -167,19 +201,27 @@ def attention(
         settings = (ends, info.longest, mask, info.documents, window, scale)
         return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
     if info.flattened:  # all rows as one list of documents: no mask, nothing of size s x s
-        grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
+        grouped: dict[str, Any] = (
+            {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
+        )
         ends = (info.boundaries, info.boundaries, info.longest, info.longest)
         window_size = (_left(window), 0)
-        out = varlen_attn(_flat(q), _flat(k), _flat(v), *ends, scale=scale, window_size=window_size, **grouped)
+        out = varlen_attn(
+            _flat(q), _flat(k), _flat(v), *ends, scale=scale, window_size=window_size, **grouped
+        )
         return _rows(out, q)
     return scaled_dot_product(q, k, v, info.masks[window], scale)
 
 
-def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The only call of torch's SDPA: causal without a mask (one query sees all keys), else as the mask says.
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """The only call of torch's SDPA: causal without a mask (one query sees all keys), else as the
+    mask says.
 
-    Keys are not expanded to the number of query heads where the kernel takes them as they are: the CPU kernel always,
-    the CUDA ones without a mask in half precision. Elsewhere grouped keys would fall to the path that holds s x s.
+    Keys are not expanded to the number of query heads where the kernel takes them as they are: the
+    CPU kernel always, the CUDA ones without a mask in half precision. Elsewhere grouped keys would
+    fall to the path that holds s x s.
     """
     grouped = q.shape[1] != k.shape[1]
     half = q.dtype in (torch.float16, torch.bfloat16)
@@ -187,9 +229,15 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
     causal = mask is None
-    if q.shape[2] == 1:  # a branch: torch.compile makes no bool, which SDPA wants, of a comparison of dynamic lengths
+    if (
+        q.shape[2] == 1
+        # A branch: torch.compile makes no bool, which SDPA wants, of a comparison of dynamic
+        # lengths
+    ):
         causal = False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 # Attention with sinks: each head has a score of its own that takes part in the softmax, and attends
@@ -202,8 +250,9 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
 
 
 class _SinkAttention(torch.autograd.Function):
-    """settings: ends of flattened documents or None, tokens of the longest, mask or None, documents or None (see
-    `AttentionInfo`), window, scale."""
+    """settings: ends of flattened documents or None, tokens of the longest, mask or None, documents
+    or None (see `AttentionInfo`), window, scale.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
@@ -231,9 +280,15 @@ class _SinkAttention(torch.autograd.Function):
         of_sinks = None
         if ctx.needs_input_grad[3]:
             shares = torch.exp(sinks.to(sums.dtype).view(1, -1, 1) - sums)
-            of_sinks = -(shares * (gradient * out).sum(dim=-1, dtype=sums.dtype)).sum(dim=(0, 2)).to(sinks.dtype)
+            of_sinks = (
+                -(shares * (gradient * out).sum(dim=-1, dtype=sums.dtype))
+                .sum(dim=(0, 2))
+                .to(sinks.dtype)
+            )
         if ends is not None:
-            found = _flattened_gradients(gradient, q, k, v, out, sums, ends, longest, random, window, scale)
+            found = _flattened_gradients(
+                gradient, q, k, v, out, sums, ends, longest, random, window, scale
+            )
         elif kernels_of(q.device) == "cpu":
             found = _cpu_gradients(gradient, q, k, v, out, sums, mask, scale)
         else:
@@ -255,7 +310,9 @@ def _rows(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def _left(window: int | None) -> int:
-    return -1 if window is None else window - 1  # the kernel counts the tokens to the left of its own
+    return (
+        -1 if window is None else window - 1
+    )  # the kernel counts the tokens to the left of its own
 
 
 def _flattened(
@@ -292,16 +349,27 @@ def _flattened_gradients(
     return tuple(_rows(each, like) for each, like in zip(found, (q, k, v), strict=True))
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     causal = mask is None and q.shape[2] > 1
     return cast(
         tuple[Tensor, Tensor],
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale),
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        ),
     )
 
 
 def _cpu_gradients(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, mask: Tensor | None, scale: float
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    mask: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     causal = mask is None and q.shape[2] > 1
     return tuple(
@@ -344,8 +412,13 @@ def _gradients_in_pieces(
     for part, seen, reach in pieces_of_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
         queries, slopes = (stacked(tensor[:, :, part], k) for tensor in (q, gradient))
-        shares = torch.exp(_scores(q[:, :, part], k, keys, reach, scale, sums.dtype) - sums[:, :, part].unsqueeze(-1))
-        of_v[:, :, seen] += torch.bmm(stacked(shares.to(q.dtype), k).transpose(1, 2), slopes).view_as(v[:, :, seen])
+        shares = torch.exp(
+            _scores(q[:, :, part], k, keys, reach, scale, sums.dtype)
+            - sums[:, :, part].unsqueeze(-1)
+        )
+        of_v[:, :, seen] += torch.bmm(
+            stacked(shares.to(q.dtype), k).transpose(1, 2), slopes
+        ).view_as(v[:, :, seen])
         of_shares = products(slopes, values, reach, q.shape[1])
         of_scores = stacked((shares * (of_shares - kept[:, :, part]) * scale).to(q.dtype), k)
         of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
@@ -353,7 +426,9 @@ def _gradients_in_pieces(
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, keys: Tensor, reach: Tensor, scale: float, wide: torch.dtype) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, keys: Tensor, reach: Tensor, scale: float, wide: torch.dtype
+) -> Tensor:
     """Scores `[b, h, m, n]` of some queries, -inf where nothing is seen."""
     scores = products(stacked(q, k), keys, reach, q.shape[1]).to(wide) * scale
     return scores.masked_fill(~visible(reach, keys.shape[1]), float("-inf"))
@@ -367,31 +442,48 @@ def _scores(q: Tensor, k: Tensor, keys: Tensor, reach: Tensor, scale: float, wid
 # the gradients of keys and values are in fp32.
 
 
-CAPPED_SCORES = 2**24  # scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them
+CAPPED_SCORES = (
+    2**24
+)  # scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them
 
 
-def reaches(documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Int32 `[b or 1, queries]`: how many keys each of the last `queries` of a row sees, back from its own.
+def reaches(
+    documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Int32 `[b or 1, queries]`: how many keys each of the last `queries` of a row sees, back from
+    its own.
 
-    documents: int32 `[b, keys]`, rising from one to the next; None: a row is one. window: a token sees so many, its
-    own included.
+    documents: int32 `[b, keys]`, rising from one to the next; None: a row is one. window: a token
+    sees so many, its own included.
     """
-    found = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device).unsqueeze(0)
+    found = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device).unsqueeze(
+        0
+    )
     if documents is not None:
         own = documents[:, keys - queries :].contiguous()
-        found = found - torch.searchsorted(documents, own, out_int32=True)  # where its document starts
+        found = found - torch.searchsorted(
+            documents, own, out_int32=True
+        )  # where its document starts
     return found if window is None else found.clamp(max=window)
 
 
 def visible(reach: Tensor, keys: int) -> Tensor:
-    """Bool `[b or 1, 1, m, keys]`: which keys m queries see, the last one of which is as far as the last key."""
+    """Bool `[b or 1, 1, m, keys]`: which keys m queries see, the last one of which is as far as the
+    last key.
+    """
     own = torch.arange(keys - reach.shape[1], keys, dtype=torch.int32, device=reach.device)
     places = torch.arange(keys, dtype=torch.int32, device=reach.device)
     return (places <= own[:, None]) & (places > (own - reach)[:, None, :, None])
 
 
 def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    softcap: float,
+    scale: float,
 ) -> Tensor:
     """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
 
@@ -403,7 +495,13 @@ def capped_attention(
 
 @follows_from_shapes()
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    softcap: float,
+    scale: float,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for part, seen, reach in pieces_of_queries(q, k, documents, window):
@@ -449,13 +547,17 @@ def _gradients(
 def pieces_of_queries(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries of a piece, the keys up to its last one that they can see, how many of these each of them sees)."""
+    """(queries of a piece, the keys up to its last one that they can see, how many of these each of
+    them sees).
+    """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     offset = keys - queries  # the position of query 0 among the keys: what a cache held before
     reach = reaches(documents, queries, keys, window, q.device)
     # Fused, scores are not wider than q: as many bytes are twice as many of them.
-    count = _count(batch * heads * keys // (2 if fuses(q.device) and q.dtype.itemsize == 2 else 1), queries)
+    count = _count(
+        batch * heads * keys // (2 if fuses(q.device) and q.dtype.itemsize == 2 else 1), queries
+    )
     for piece in range(count):
         start, stop = queries * piece // count, queries * (piece + 1) // count
         first = 0 if window is None else max(0, start + offset - window + 1)
@@ -465,7 +567,8 @@ def pieces_of_queries(
 def _count(scores: int, queries: int) -> int:
     """Pieces that the queries are taken in; scores: of one of them, over all rows and heads.
 
-    A power of two, so that code that is compiled for rows of any length is made anew for few of these numbers.
+    A power of two, so that code that is compiled for rows of any length is made anew for few of
+    these numbers.
     """
     count = 1
     while count < queries and scores * queries > count * CAPPED_SCORES:
@@ -474,13 +577,17 @@ def _count(scores: int, queries: int) -> int:
 
 
 def stacked(part: Tensor, k: Tensor) -> Tensor:
-    """`[b, h, m, n]` as `[b k, h/k m, n]`: heads that share a key head are more rows of it; keys are not expanded."""
+    """`[b, h, m, n]` as `[b k, h/k m, n]`: heads that share a key head are more rows of it; keys
+    are not expanded.
+    """
     return part.reshape(part.shape[0] * k.shape[1], -1, part.shape[3])
 
 
 def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
     """`[b, h, m, n]`: of m stacked rows of each head, and n of `[b k, n, e]`."""
-    return torch.bmm(stacked, others.transpose(1, 2)).view(-1, heads, reach.shape[1], others.shape[1])
+    return torch.bmm(stacked, others.transpose(1, 2)).view(
+        -1, heads, reach.shape[1], others.shape[1]
+    )
 
 
 @fused(
@@ -488,17 +595,21 @@ def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tens
     lambda scores, *_: torch.empty_like(scores),
 )
 def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
-    """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b, h, m, n]`, in their
-    type. reach: int32 `[b or 1, m]`, see `reaches`."""
+    """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b,
+    h, m, n]`, in their type. reach: int32 `[b or 1, m]`, see `reaches`.
+    """
     return _softmax(scores, reach, softcap, scale)[0].to(scores.dtype)
 
 
 @fused(
-    "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
+    "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float"
+    " scale) -> Tensor",
     lambda of_shares, *_: torch.empty_like(of_shares),
     repeats=True,
 )
-def capped_score_gradients(of_shares: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
+def capped_score_gradients(
+    of_shares: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float
+) -> Tensor:
     """The gradient of the products that `capped_shares` takes, by that of its result."""
     shares, tangents = _softmax(scores, reach, softcap, scale)
     wide = of_shares.to(shares.dtype)
@@ -508,7 +619,11 @@ def capped_score_gradients(of_shares: Tensor, scores: Tensor, reach: Tensor, sof
 
 
 def _softmax(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """(shares of the keys, tanh of the scores over the cap), both `[b, h, m, n]` in fp32 (fp64 for fp64)."""
-    tangents = torch.tanh((scores * scale).to(torch.promote_types(scores.dtype, torch.float32)) / softcap)
+    """(shares of the keys, tanh of the scores over the cap), both `[b, h, m, n]` in fp32 (fp64 for
+    fp64).
+    """
+    tangents = torch.tanh(
+        (scores * scale).to(torch.promote_types(scores.dtype, torch.float32)) / softcap
+    )
     capped = (softcap * tangents).masked_fill(~visible(reach, scores.shape[3]), float("-inf"))
     return capped.softmax(dim=-1), tangents

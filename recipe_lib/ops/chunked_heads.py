@@ -1,13 +1,16 @@
-"""An output head whose logits are made, and whose gradients are added up, a chunk of tokens at a time.
+"""An output head whose logits are made, and whose gradients are added up, a chunk of tokens at a
+time.
 
-With n tokens and a vocabulary of v, full logits in fp32 are 4nv bytes, and a plain cross-entropy keeps about three such
-tensors alive: 6.3 GB at n = 4096, v = 128256. Here the tokens go through the output projection one chunk at a time.
-`walk_chunks` is the loop of every loss; what a loss makes of a chunk's logits is a function of its own. Where a loss is
-a sum, `sum_in_chunks` makes each chunk's gradient at once, while its logits are there. What is kept for the backward
-pass is then one gradient of the hidden states `[n, d]` and one of the weight `[v, d]`, which it returns anyway.
+With n tokens and a vocabulary of v, full logits in fp32 are 4nv bytes, and a plain cross-entropy
+keeps about three such tensors alive: 6.3 GB at n = 4096, v = 128256. Here the tokens go through the
+output projection one chunk at a time. `walk_chunks` is the loop of every loss; what a loss makes of
+a chunk's logits is a function of its own. Where a loss is a sum, `sum_in_chunks` makes each chunk's
+gradient at once, while its logits are there. What is kept for the backward pass is then one
+gradient of the hidden states `[n, d]` and one of the weight `[v, d]`, which it returns anyway.
 
-With a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. A chunk's tokens are
-gathered and meet the rank's part of the vocabulary; no rank ever has logits of the whole vocabulary.
+With a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. A
+chunk's tokens are gathered and meet the rank's part of the vocabulary; no rank ever has logits of
+the whole vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +32,11 @@ PerChunk = Callable[[slice, Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class OutputAdapter:
-    """The adapter next to a head's weight. project: `fn(hidden, *trained) -> logits`, row by row alike, its last
-    operation one whose backward does not read its result, which is overwritten; what it computes with besides gets no
-    gradient from a sum. frozen: the weight's part of it, for a backward that projects again when the weight may no
-    longer be there."""
+    """The adapter next to a head's weight. project: `fn(hidden, *trained) -> logits`, row by row
+    alike, its last operation one whose backward does not read its result, which is overwritten;
+    what it computes with besides gets no gradient from a sum. frozen: the weight's part of it, for
+    a backward that projects again when the weight may no longer be there.
+    """
 
     project: Callable[..., Tensor]
     trained: tuple[Tensor | None, ...]
@@ -40,9 +44,13 @@ class OutputAdapter:
 
 
 class ChunkedHead:
-    """A head that is a weight `[v, d]`, with or without a bias. tensors: hidden states, weight, bias."""
+    """A head that is a weight `[v, d]`, with or without a bias. tensors: hidden states, weight,
+    bias.
+    """
 
-    def __init__(self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, group: Group | None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, group: Group | None
+    ) -> None:
         hidden, weight, self.bias = tensors
         assert hidden is not None and weight is not None
         self.hidden, self.weight, self.group = hidden.flatten(0, -2), weight, group
@@ -58,12 +66,15 @@ class ChunkedHead:
         self.parts = (self.hidden, weight, self.bias, *self.gradients, group)
         self.ranks = 1 if group is None else group.size  # those that share the vocabulary
         self.logits_dtype = self.hidden.dtype  # of the logits that were made last
-        # One kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in between.
+        # One kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in
+        # between.
         self.fuses_loss = group is None and fuses_loss(self.hidden)
         self._tokens: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
-        """Return the logits of a chunk, with a group of all its ranks' tokens, in storage of their own."""
+        """Return the logits of a chunk, with a group of all its ranks' tokens, in storage of their
+        own.
+        """
         tokens = gather_tokens(self.hidden[part], self.group)
         self._tokens = tokens if self.trains else None
         return F.linear(tokens, self.weight, self.bias)
@@ -84,13 +95,19 @@ class ChunkedHead:
 
 
 class ChunkedAdaptedHead:
-    """A head with an adapter, whose gradients come from the logits' by autograd, over a chunk alone."""
+    """A head with an adapter, whose gradients come from the logits' by autograd, over a chunk
+    alone.
+    """
 
     group = None
     ranks = 1
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, project: Callable[..., Tensor]
+        self,
+        tensors: Sequence[Tensor | None],
+        trained: Sequence[bool],
+        *,
+        project: Callable[..., Tensor],
     ) -> None:
         hidden, *parts = tensors
         assert hidden is not None
@@ -123,7 +140,9 @@ class ChunkedAdaptedHead:
     def take(self, part: slice, gradient: Tensor) -> None:
         assert self._made is not None
         (tokens, logits), self._made = self._made, None
-        totals = [(number, total) for number, total in enumerate(self.gradients) if total is not None]
+        totals = [
+            (number, total) for number, total in enumerate(self.gradients) if total is not None
+        ]
         leaves: list[Any] = [tokens, *self._parts]
         found = torch.autograd.grad(logits, [leaves[number] for number, _ in totals], gradient)
         for (number, total), grad in zip(totals, found, strict=True):
@@ -134,10 +153,12 @@ Head = ChunkedHead | ChunkedAdaptedHead
 
 
 def walk_chunks(head: Head, labels: Tensor, chunks: int, per_chunk: PerChunk) -> None:
-    """Call `per_chunk(part, labels)` for each of `chunks` pieces of the head's tokens, even to within one of them.
+    """Call `per_chunk(part, labels)` for each of `chunks` pieces of the head's tokens, even to
+    within one of them.
 
-    part: of this rank's tokens. labels: the chunk's `[m]`, with a group those of all its ranks. per_chunk asks the head
-    for the chunk's logits and returns their gradient, which the head takes, or None.
+    part: of this rank's tokens. labels: the chunk's `[m]`, with a group those of all its ranks.
+    per_chunk asks the head for the chunk's logits and returns their gradient, which the head takes,
+    or None.
     """
     by_rank = labels.reshape(head.ranks, -1)
     for part in row_pieces(head.rows, chunks):
@@ -157,10 +178,11 @@ def sum_in_chunks(
     group: Group | None = None,
     adapter: OutputAdapter | None = None,
 ) -> Tensor:
-    """Return `sum_loss(head)`, whose gradients the head has when it has been computed; differentiable once.
+    """Return `sum_loss(head)`, whose gradients the head has when it has been computed;
+    differentiable once.
 
-    hidden: `[..., d]`. weight: `[v, d]`. With a group hidden is this rank's `[n, d]` of N tokens, weight its
-    `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
+    hidden: `[..., d]`. weight: `[v, d]`. With a group hidden is this rank's `[n, d]` of N tokens,
+    weight its `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
     """
     tensors = (hidden, weight, bias) if adapter is None else (hidden, *adapter.trained)
     plain: Callable[..., Head] = partial(ChunkedHead, group=group)
@@ -173,11 +195,16 @@ def sum_in_chunks(
 
 
 class _GradientsInForward(torch.autograd.Function):
-    """Makes all gradients chunk by chunk in the forward pass; the backward pass scales and returns them."""
+    """Makes all gradients chunk by chunk in the forward pass; the backward pass scales and returns
+    them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, sum_loss: Callable[[Head], Tensor], make_head: Callable[..., Head], *tensors: Tensor | None
+        ctx: Any,
+        sum_loss: Callable[[Head], Tensor],
+        make_head: Callable[..., Head],
+        *tensors: Tensor | None,
     ) -> Tensor:
         head = make_head(tensors, ctx.needs_input_grad[2:])
         total = sum_loss(head)
@@ -190,10 +217,16 @@ class _GradientsInForward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("a chunked loss went backward a second time: its gradients are handed over once")
+            raise RuntimeError(
+                "a chunked loss went backward a second time: its gradients are handed over once"
+            )
         # Scaled in place and given away: a second copy of [v, d] would cost as much.
         gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *(None if grad is None else grad.mul_(grad_output) for grad in gradients))
+        return (
+            None,
+            None,
+            *(None if grad is None else grad.mul_(grad_output) for grad in gradients),
+        )
 
 
 def row_pieces(rows: int, chunks: int) -> Iterator[slice]:
@@ -209,16 +242,22 @@ def gather_tokens(tokens: Tensor, group: Group | None) -> Tensor:
 
 
 def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the logits `[m, v]` as a leaf, and what `finish` makes of them, with a graph between if wanted."""
+    """Return the logits `[m, v]` as a leaf, and what `finish` makes of them, with a graph between
+    if wanted.
+    """
     with torch.set_grad_enabled(with_grad):
         logits = logits.detach().requires_grad_(with_grad)
         return logits, finish(logits)
 
 
-def own_columns(labels: Tensor, ignored: Tensor, width: int, group: Group | None) -> tuple[Tensor, Tensor | None]:
-    """(columns `[m, 1]` of the labels among a rank's `width` logits, where the label is another rank's `[m]`).
+def own_columns(
+    labels: Tensor, ignored: Tensor, width: int, group: Group | None
+) -> tuple[Tensor, Tensor | None]:
+    """(columns `[m, 1]` of the labels among a rank's `width` logits, where the label is another
+    rank's `[m]`).
 
-    A column that is not there, or not wanted, is 0. Without a group no label is another rank's: None.
+    A column that is not there, or not wanted, is 0. Without a group no label is another rank's:
+    None.
     """
     if group is None:
         return labels.masked_fill(ignored, 0).unsqueeze(1), None
@@ -253,7 +292,9 @@ def fuses_loss(hidden: Tensor) -> bool:
 def fused_cross_entropy(
     logits: Tensor, labels: Tensor, softcap: float | None, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of logits `[m, v]` with labels `[m]`, fp32 (fp64 for fp64), and the gradient of the logits."""
+    """The summed loss of logits `[m, v]` with labels `[m]`, fp32 (fp64 for fp64), and the gradient
+    of the logits.
+    """
     cap = cap_of(logits, softcap)
     log_probs, log_sums = label_log_probs(logits, labels, cap)
     if not with_grad:
@@ -264,17 +305,26 @@ def fused_cross_entropy(
 
 def cap_of(logits: Tensor, softcap: float | None) -> Tensor | None:
     """A softcap as the two functions take it: a number would be compiled for itself."""
-    return None if softcap is None else logits.new_full((), softcap, dtype=widen_dtype(logits.dtype))
+    return (
+        None if softcap is None else logits.new_full((), softcap, dtype=widen_dtype(logits.dtype))
+    )
 
 
-def _shapes_of_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
+def _shapes_of_log_probs(
+    logits: Tensor, labels: Tensor, cap: Tensor | None
+) -> tuple[Tensor, Tensor]:
     of_rows = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return of_rows, torch.empty_like(of_rows)
 
 
-@fused("label_log_probs(Tensor logits, Tensor labels, Tensor? cap) -> (Tensor, Tensor)", _shapes_of_log_probs)
+@fused(
+    "label_log_probs(Tensor logits, Tensor labels, Tensor? cap) -> (Tensor, Tensor)",
+    _shapes_of_log_probs,
+)
 def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(log-probabilities of the labels, 0 for label -100; logs of the sums of exponentials), each `[m]`, fp32."""
+    """(log-probabilities of the labels, 0 for label -100; logs of the sums of exponentials), each
+    `[m]`, fp32.
+    """
     log_sums = _capped(logits, cap).logsumexp(dim=1)
     ignored = labels == IGNORED
     # Of the logits as they are: a compiler makes in memory what is looked up.
@@ -283,13 +333,16 @@ def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple
 
 
 @fused(
-    "label_log_prob_gradients(Tensor logits, Tensor labels, Tensor log_sums, Tensor slopes, Tensor? cap) -> Tensor",
+    "label_log_prob_gradients(Tensor logits, Tensor labels, Tensor log_sums, Tensor slopes, Tensor?"
+    " cap) -> Tensor",
     lambda logits, *_: torch.empty_like(logits),
 )
 def label_log_prob_gradients(
     logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, cap: Tensor | None
 ) -> Tensor:
-    """The logits' gradient `[m, v]` in their type. slopes: of the log-probabilities `[m]`; log_sums: as given there."""
+    """The logits' gradient `[m, v]` in their type. slopes: of the log-probabilities `[m]`;
+    log_sums: as given there.
+    """
     wide = _capped(logits, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     # d log p(label) / d logits is one-hot minus softmax; no column is label -100.
@@ -297,7 +350,11 @@ def label_log_prob_gradients(
     if cap is not None:
         grad = grad * (1 - (wide / cap).square())  # d cap*tanh(x/cap) / dx = 1 - tanh^2
     # Last: what is not finite in a row that does not count has to go, too.
-    return (grad * slopes.unsqueeze(1)).masked_fill((labels == IGNORED).unsqueeze(1), 0).to(logits.dtype)
+    return (
+        (grad * slopes.unsqueeze(1))
+        .masked_fill((labels == IGNORED).unsqueeze(1), 0)
+        .to(logits.dtype)
+    )
 
 
 def _capped(logits: Tensor, cap: Tensor | None) -> Tensor:
@@ -322,7 +379,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @register("loss", "cross_entropy")
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the token losses of logits `[m, v]` (fp32 or fp64) and labels `[m]`; label -100 counts nothing."""
+    """Sum of the token losses of logits `[m, v]` (fp32 or fp64) and labels `[m]`; label -100 counts
+    nothing.
+    """
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
@@ -330,9 +389,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 class CrossEntropy:
     """The sum of token losses, without a tensor of size `[n, v]` in forward or backward.
 
-    Its gradients are made in forward, so that FSDP need not gather the weight for backward. chunks: pieces that the n
-    tokens are cut into, even to within one of them. loss: in place of cross-entropy,
-    `fn(logits [m, v], labels [m]) -> sum`, a function of its arguments alone.
+    Its gradients are made in forward, so that FSDP need not gather the weight for backward. chunks:
+    pieces that the n tokens are cut into, even to within one of them. loss: in place of
+    cross-entropy, `fn(logits [m, v], labels [m]) -> sum`, a function of its arguments alone.
     """
 
     chunks: int = 1
@@ -352,20 +411,24 @@ class CrossEntropy:
     ) -> Tensor:
         """Return a scalar in fp32 (fp64 for fp64), differentiable once.
 
-        hidden: `[..., d]`. weight: `[v, d]`. labels: int64 `[...]`; -100 is ignored. softcap: logits become
-        `softcap * tanh(logits / softcap)` (Gemma 2). group: hidden is this rank's `[n, d]` of the N tokens of a
-        tensor-parallel group, weight its `[v / t, d]`, labels are all N; the sum is that of all N tokens, on each rank.
-        Not with a loss of one's own. bias: `[v]` (`[v / t]` of a group), added to the logits. finish:
-        `fn(logits [m, v]) -> logits [m, v]`, what else is done to each logit by itself, a function of its argument
-        alone; it costs two more tensors of a chunk's logits. adapter: in place of weight and bias.
+        hidden: `[..., d]`. weight: `[v, d]`. labels: int64 `[...]`; -100 is ignored. softcap:
+        logits become `softcap * tanh(logits / softcap)` (Gemma 2). group: hidden is this rank's
+        `[n, d]` of the N tokens of a tensor-parallel group, weight its `[v / t, d]`, labels are all
+        N; the sum is that of all N tokens, on each rank. Not with a loss of one's own. bias: `[v]`
+        (`[v / t]` of a group), added to the logits. finish: `fn(logits [m, v]) -> logits [m, v]`,
+        what else is done to each logit by itself, a function of its argument alone; it costs two
+        more tensors of a chunk's logits. adapter: in place of weight and bias.
 
-        Logits are made in the dtype of `hidden` and turned to fp32 before anything else. When every label is ignored
-        the result is 0 and still has a graph with zero gradients, so that under FSDP each rank runs the same
-        collectives.
+        Logits are made in the dtype of `hidden` and turned to fp32 before anything else. When every
+        label is ignored the result is 0 and still has a graph with zero gradients, so that under
+        FSDP each rank runs the same collectives.
         """
         loss = None if self.loss is cross_entropy else self.loss
         if loss is not None and group is not None:
-            raise ValueError("a custom loss needs the logits of the whole vocabulary, which no rank of a group has")
+            raise ValueError(
+                "a custom loss needs the logits of the whole vocabulary, which no rank of a"
+                " group has"
+            )
 
         def sum_loss(head: Head) -> Tensor:
             return _sum_over_chunks(head, labels, self.chunks, softcap, loss, finish)
@@ -375,7 +438,12 @@ class CrossEntropy:
 
 @follows_from_shapes(lambda head, *numbers: (*head.parts, *numbers))
 def _sum_over_chunks(
-    head: Head, labels: Tensor, chunks: int, softcap: float | None, loss: Loss | None, finish: Finish | None
+    head: Head,
+    labels: Tensor,
+    chunks: int,
+    softcap: float | None,
+    loss: Loss | None,
+    finish: Finish | None,
 ) -> Tensor:
     """The loss `[]`; the head has the gradients."""
     wide = widen_dtype(head.hidden.dtype)
@@ -388,7 +456,9 @@ def _sum_over_chunks(
             value, gradient = fused_cross_entropy(logits, targets, softcap, head.trains)
         else:
             logits = logits.to(wide)
-            value, gradient = chunk_loss(logits, targets, softcap, loss, head.trains, head.group, finish)
+            value, gradient = chunk_loss(
+                logits, targets, softcap, loss, head.trains, head.group, finish
+            )
         total.add_(value)
         return gradient
 
@@ -405,7 +475,9 @@ def chunk_loss(
     group: Group | None = None,
     finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of one chunk's logits `[m, v]`, which it overwrites, and its gradient with respect to them."""
+    """The loss of one chunk's logits `[m, v]`, which it overwrites, and its gradient with respect
+    to them.
+    """
     if finish is not None:
         logits, finished = finish_logits(logits, finish, with_grad)
         value, grad = chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
@@ -416,12 +488,18 @@ def chunk_loss(
     else:
         value, grad = _custom_loss_and_grad(loss, logits, labels, with_grad)
     if grad is not None and squash is not None:
-        grad = grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+        grad = grad.mul_(
+            squash.square_().neg_().add_(1)
+        )  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
     return value, grad
 
 
-def cap_logits(logits: Tensor, softcap: float | None, with_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Return capped logits, of logits that are overwritten, and the tanh that a gradient needs, if it is wanted."""
+def cap_logits(
+    logits: Tensor, softcap: float | None, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return capped logits, of logits that are overwritten, and the tanh that a gradient needs, if
+    it is wanted.
+    """
     if softcap is None:
         return logits, None
     squash = logits.div_(softcap).tanh_()
@@ -431,7 +509,9 @@ def cap_logits(logits: Tensor, softcap: float | None, with_grad: bool) -> tuple[
 def _cross_entropy_and_grad(
     logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy and softmax minus one-hot, both made in the storage of `logits` `[m, v]`."""
+    """Summed cross-entropy and softmax minus one-hot, both made in the storage of `logits` `[m,
+    v]`.
+    """
     ignored = labels == IGNORED
     columns, elsewhere = own_columns(labels, ignored, logits.shape[1], group)
     logits.sub_(largest_of(logits, group))
@@ -439,17 +519,23 @@ def _cross_entropy_and_grad(
     logits.exp_()
     sums = logits.sum(dim=1)
     if elsewhere is not None and group is not None:
-        sums, picked = all_reduce(torch.stack([sums, picked.masked_fill_(elsewhere, 0)]), "sum", group)
+        sums, picked = all_reduce(
+            torch.stack([sums, picked.masked_fill_(elsewhere, 0)]), "sum", group
+        )
     value = (sums.log() - picked).masked_fill(ignored, 0).sum()
     if not with_grad:
         return value, None
     logits.div_(sums.unsqueeze(1))
     one = logits.new_full((), -1).expand_as(columns)
-    logits.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
+    logits.scatter_add_(
+        1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0)
+    )
     return value, logits.masked_fill_(ignored.unsqueeze(1), 0)
 
 
-def _custom_loss_and_grad(loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _custom_loss_and_grad(
+    loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
     """A registered loss and its gradient by autograd over this chunk alone."""
     if not with_grad:
         return loss(logits, labels), None

@@ -1,9 +1,11 @@
-"""Weight gradients that are deferred: backward gives what goes on to the layer before, and notes what a weight's takes.
+"""Weight gradients that are deferred: backward gives what goes on to the layer before, and notes
+what a weight's takes.
 
-A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for which another rank
-waits, and the gradients of its weights, which nobody waits for (arXiv 2401.10241). Here that is settled in each linear:
-its backward computes the one and notes, for the other, its input `[.., i]` and the gradient of its output `[.., o]`.
-So autograd runs once, whatever is frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
+A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for
+which another rank waits, and the gradients of its weights, which nobody waits for (arXiv
+2401.10241). Here that is settled in each linear: its backward computes the one and notes, for the
+other, its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs once, whatever
+is frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
 
     with splittable():
         hidden = model(...)                  # linears become ones that can be deferred
@@ -51,7 +53,8 @@ _deferred: "Switch[list[DeferredGradients] | None]" = Switch(None)
 
 @dataclass
 class DeferredGradients:
-    """Gradients that are not computed yet. weights: as the linear saw them, perhaps parts of parameters.
+    """Gradients that are not computed yet. weights: as the linear saw them, perhaps parts of
+    parameters.
 
     compute: gives a gradient for each of them; it holds what that takes, until `run`.
     """
@@ -66,28 +69,40 @@ class DeferredGradients:
         with torch.no_grad():
             found = self.compute()
         self.compute = None
-        pairs = [(weight, grad) for weight, grad in zip(self.weights, found, strict=True) if grad is not None]
+        pairs = [
+            (weight, grad)
+            for weight, grad in zip(self.weights, found, strict=True)
+            if grad is not None
+        ]
         del found
         torch.autograd.backward([weight for weight, _ in pairs], [grad for _, grad in pairs])
 
 
 def splittable() -> AbstractContextManager[bool]:
-    """Inside, forwards make linears whose weight gradient can be deferred; their backward is run inside too."""
+    """Inside, forwards make linears whose weight gradient can be deferred; their backward is run
+    inside too.
+    """
     return _splittable.set(True)
 
 
 def defer_weight_gradients() -> "AbstractContextManager[list[DeferredGradients]]":
-    """Inside, backward defers the weight gradients that can be, and records them in the list, last layer first."""
+    """Inside, backward defers the weight gradients that can be, and records them in the list, last
+    layer first.
+    """
     return cast(AbstractContextManager[list[DeferredGradients]], _deferred.set([]))
 
 
 def weight_gradients_at_once() -> AbstractContextManager[Any]:
-    """Inside, backward computes all weight gradients at once, within `defer_weight_gradients` too."""
+    """Inside, backward computes all weight gradients at once, within `defer_weight_gradients`
+    too.
+    """
     return _deferred.set(None)
 
 
 def is_splittable() -> bool:
-    """Whether a forward is to be made of linears that can be deferred; not in code that is being compiled."""
+    """Whether a forward is to be made of linears that can be deferred; not in code that is being
+    compiled.
+    """
     return not torch.compiler.is_compiling() and _splittable.value
 
 
@@ -104,7 +119,9 @@ def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be deferred where that is asked for."""
+    """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be deferred where that
+    is asked for.
+    """
     # To a mode it is a call of a linear.
     if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
@@ -116,14 +133,17 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The weight is not saved: what checkpointing gives back of a saved tensor has no way to the parameter.
+        # The weight is not saved: what checkpointing gives back of a saved tensor has no way to the
+        # parameter.
         ctx.save_for_backward(hidden)
         ctx.weight = weight
         return F.linear(hidden, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,), (hidden,), weight = gradients, ctx.saved_tensors, ctx.weight
         hidden_grad = gradient @ weight.detach() if ctx.needs_input_grad[0] else None
         bias_grad = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
@@ -140,7 +160,9 @@ def _weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
 
 
 def linear_in(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`hidden [.., i] @ weight.T [i, o]` in a dtype, of operands that may be in others and are kept as they came."""
+    """`hidden [.., i] @ weight.T [i, o]` in a dtype, of operands that may be in others and are kept
+    as they came.
+    """
     return cast(Tensor, _LinearIn.apply(hidden, weight, dtype))
 
 

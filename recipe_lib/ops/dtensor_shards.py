@@ -25,31 +25,40 @@ def local(parameter: Tensor | None) -> Any:
 
 
 def with_local(value: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that lies on the ranks as `value` does, with this as its part on this rank."""
+    """Return a tensor that lies on the ranks as `value` does, with this as its part on this
+    rank.
+    """
     if not isinstance(value, DTensor):
         return part
     return DTensor(part, value._spec, requires_grad=False)  # type: ignore[call-arg]  # `from_local` would move it
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter (it shares memory with it), and where it begins in the full tensor."""
+    """This rank's part of a parameter (it shares memory with it), and where it begins in the full
+    tensor.
+    """
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return parameter.to_local(), tuple(offset)
 
 
 def gathered(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
     """The whole tensor of parts that lie on the ranks as the parameter's do. A collective.
 
-    shape: of the whole, which is the parameter's in the dimensions that it is cut along (None: in all of them). What
-    FSDP cut within parts of a tensor-parallel group is put together first: torch's own way warns, and is slow.
+    shape: of the whole, which is the parameter's in the dimensions that it is cut along (None: in
+    all of them). What FSDP cut within parts of a tensor-parallel group is put together first:
+    torch's own way warns, and is slow.
     """
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     sizes = list(parameter.shape if shape is None else shape)
-    strided = [dim for dim, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    strided = [
+        dim for dim, placement in enumerate(placements) if isinstance(placement, _StridedShard)
+    ]
     if strided:
         (dim,), names = strided, mesh.mesh_dim_names or ()
         (cut,) = [at for at in range(dim + 1, mesh.ndim) if placements[at].is_shard(0)]
@@ -61,7 +70,11 @@ def gathered(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -
     return _from_parts(part, mesh, placements, sizes)
 
 
-def _from_parts(part: Tensor, mesh: DeviceMesh, placements: list[Placement], sizes: list[int]) -> Tensor:
+def _from_parts(
+    part: Tensor, mesh: DeviceMesh, placements: list[Placement], sizes: list[int]
+) -> Tensor:
     strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-    placed = DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=tuple(strides))
+    placed = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=tuple(strides)
+    )
     return placed.full_tensor()

@@ -1,13 +1,16 @@
-"""Chains of operators that move bytes, fused by torch.compile on a GPU with Triton: into one kernel, where that can be.
+"""Chains of operators that move bytes, fused by torch.compile on a GPU with Triton: into one
+kernel, where that can be.
 
-A chain reads and writes its tensors once for each of its operators, and makes temporaries; one kernel reads the first
-ones and writes the last. Here a function of plain tensors gets a name as an operator, `tune_recipes::...`, which a plan
-counts as one kernel; docs/measurements/fused_kernels.md has how many there are of each. Without Triton, on a CPU, or
-with `fused_kernels=false`, the function runs as it is. Inside a layer that is compiled as a whole the compiler sees the
-function itself.
+A chain reads and writes its tensors once for each of its operators, and makes temporaries; one
+kernel reads the first ones and writes the last. Here a function of plain tensors gets a name as an
+operator, `tune_recipes::...`, which a plan counts as one kernel; docs/measurements/fused_kernels.md
+has how many there are of each. Without Triton, on a CPU, or with `fused_kernels=false`, the
+function runs as it is. Inside a layer that is compiled as a whole the compiler sees the function
+itself.
 
 Rounding is that of the chain: what an operator of it would round to bf16 is rounded there too
-(`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
+(`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU
+computes them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +26,8 @@ from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import holds_values, kernels_of
 
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
-_REPEATED = 100  # operators that compute a number again where it is needed again; inductor's own limit is 30
+# Operators that compute a number again where it is needed again; inductor's own limit is 30
+_REPEATED = 100
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _repeats: set[Callable[..., Any]] = set()
 _is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
@@ -32,10 +36,11 @@ _Result = TypeVar("_Result")
 
 
 def use_fused_kernels(wanted: bool, device: torch.device) -> str:
-    """Whether chains are fused in this process from here on, and a line about it for the log; "" on a CPU.
+    """Whether chains are fused in this process from here on, and a line about it for the log; "" on
+    a CPU.
 
-    wanted: `fused_kernels`. On a GPU a small function is compiled to see whether that works: Triton needs a C compiler
-    at run time, and the driver. On a simulated one it is taken to work.
+    wanted: `fused_kernels`. On a GPU a small function is compiled to see whether that works: Triton
+    needs a C compiler at run time, and the driver. On a simulated one it is taken to work.
     """
     global _is_on
     _is_on = wanted and kernels_of(device) == "cuda"
@@ -62,19 +67,22 @@ def fuses(device: torch.device) -> bool:
 
 
 def fused_on_meta(wanted: bool) -> AbstractContextManager[bool]:
-    """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep on a GPU."""
+    """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep
+    on a GPU.
+    """
     return _on_meta.set(wanted)
 
 
 def fused(
     schema: str, shapes: Callable[..., Any], repeats: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Decorates a function of tensors and numbers: where `fuses` says so it is the operator of that schema.
+    """Decorates a function of tensors and numbers: where `fuses` says so it is the operator of that
+    schema.
 
-    schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor, results are new.
-    shapes: of the same arguments, empty tensors like its results. repeats: numbers that it needs twice are computed
-    twice, by however many operators, not written and read. Inside it has no gradients: call it from an
-    autograd.Function.
+    schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor,
+    results are new. shapes: of the same arguments, empty tensors like its results. repeats: numbers
+    that it needs twice are computed twice, by however many operators, not written and read. Inside
+    it has no gradients: call it from an autograd.Function.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -84,7 +92,11 @@ def fused(
             _repeats.add(function)
 
         def run(*arguments: Any) -> Any:
-            return call_compiled(function, *arguments) if compiles(arguments[0]) else function(*arguments)
+            return (
+                call_compiled(function, *arguments)
+                if compiles(arguments[0])
+                else function(*arguments)
+            )
 
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tune_recipes::{name}", shapes, lib=_library)
@@ -103,15 +115,22 @@ def fused(
 
 
 class GradientNode(torch.autograd.Function):
-    """A function, and the function that gives its gradients, which keeps for backward what this one takes alone."""
+    """A function, and the function that gives its gradients, which keeps for backward what this one
+    takes alone.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Any], gradients: Callable[..., Any], kept: Sequence[int], *arguments: Any
+        ctx: Any,
+        function: Callable[..., Any],
+        gradients: Callable[..., Any],
+        kept: Sequence[int],
+        *arguments: Any,
     ) -> Any:
         """kept: which of the arguments `gradients` takes, behind the gradient of the result.
 
-        It returns the gradients of the first arguments: a tensor for the first one alone, or a tuple.
+        It returns the gradients of the first arguments: a tensor for the first one alone, or a
+        tuple.
         """
         held = [arguments[number] for number in kept]
         ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in held))
@@ -136,8 +155,8 @@ def make_operator(
 ) -> Callable[..., Any]:
     """Return a function as an operator that a compiler does not look into.
 
-    function: annotated, as torch.library reads its schema from it. shapes: of the same arguments, empty tensors like
-    its results; None: what the function itself makes of tensors without values.
+    function: annotated, as torch.library reads its schema from it. shapes: of the same arguments,
+    empty tensors like its results; None: what the function itself makes of tensors without values.
     """
     operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
     operator.register_fake(shapes or function)
@@ -152,9 +171,11 @@ def make_opaque_node(
     gradient_shapes: Callable[..., Any],
     kept: Sequence[int],
 ) -> Callable[..., Any]:
-    """Return a `GradientNode` of a gradient of its first argument, in code that is compiled an operator.
+    """Return a `GradientNode` of a gradient of its first argument, in code that is compiled an
+    operator.
 
-    A compiler that looked into it would see that forward and backward make the same tensors, and keep these in between.
+    A compiler that looked into it would see that forward and backward make the same tensors, and
+    keep these in between.
     """
     operator: Any = make_operator(name, function, shapes)
     gradient_operator = make_operator(f"{name}_backward", gradient, gradient_shapes)
@@ -166,7 +187,9 @@ def make_opaque_node(
         ctx.count = len(inputs)
 
     def differentiate(ctx: Any, found: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient_operator(found, *ctx.saved_tensors, *ctx.settings), *(None,) * (ctx.count - 1)
+        return gradient_operator(found, *ctx.saved_tensors, *ctx.settings), *(None,) * (
+            ctx.count - 1
+        )
 
     operator.register_autograd(differentiate, setup_context=keep)
 
@@ -179,7 +202,9 @@ def make_opaque_node(
 
 
 def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
-    """Return `range(rows)` in parts of at most so many elements, for what is not one kernel; one row at least."""
+    """Return `range(rows)` in parts of at most so many elements, for what is not one kernel; one
+    row at least.
+    """
     step = max(1, most // max(1, columns))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -190,21 +215,26 @@ def compiles(tensor: Tensor) -> bool:
 
 
 def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The compiled function, of tensors that differ in shapes and strides alone, from wherever it is called.
+    """The compiled function, of tensors that differ in shapes and strides alone, from wherever it
+    is called.
 
-    Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of compilations the
-    function would run as it is, whole.
+    Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of
+    compilations the function would run as it is, whole.
     """
     if torch._dynamo.config.recompile_limit < _COMPILATIONS:  # a thread's own: autograd has others
         torch._dynamo.config.recompile_limit = _COMPILATIONS
-    plain = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
+    plain = [
+        argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments
+    ]
     with torch.no_grad():
         return compiled(function)(*plain)
 
 
 @cache
 def compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """With sizes left open: batches have many lengths. Sizes that happen to be equal stay distinct."""
+    """With sizes left open: batches have many lengths. Sizes that happen to be equal stay
+    distinct.
+    """
     return torch.compile(function, dynamic=True, options=options_of(function))
 
 
@@ -246,11 +276,14 @@ def _sample(tensor: Tensor) -> Tensor:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The functions that are marked, each with what gives of its arguments those that matter; None: all of them do.
+# The functions that are marked, each with what gives of its arguments those that matter; None: all
+# of them do.
 SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
 
 
-def follows_from_shapes(decisive: Callable[..., Sequence[Any]] | None = None) -> Callable[[_Function], _Function]:
+def follows_from_shapes(
+    decisive: Callable[..., Sequence[Any]] | None = None,
+) -> Callable[[_Function], _Function]:
     """Mark a function of a module or class. decisive: as in `SHAPED_WORK`."""
 
     def mark(function: _Function) -> _Function:

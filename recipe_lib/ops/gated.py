@@ -17,19 +17,24 @@ ACTIVATIONS: dict[str, _Activation] = {
     "gelu": (F.gelu, torch.ops.aten.gelu_backward.default),
     "gelu_tanh": (
         lambda gate: F.gelu(gate, approximate="tanh"),
-        lambda gradient, gate: torch.ops.aten.gelu_backward.default(gradient, gate, approximate="tanh"),
+        lambda gradient, gate: torch.ops.aten.gelu_backward.default(
+            gradient, gate, approximate="tanh"
+        ),
     ),
 }
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up` of two tensors of one shape, which keeps no more than these two for backward.
+    """`activation(gate) * up` of two tensors of one shape, which keeps no more than these two for
+    backward.
 
     activation: `silu`, `gelu` or `gelu_tanh`.
     """
     if torch.compiler.is_compiling():
         return gated_product(gate, up, activation)
-    return cast(Tensor, GradientNode.apply(gated_product, gated_gradients, range(3), gate, up, activation))
+    return cast(
+        Tensor, GradientNode.apply(gated_product, gated_gradients, range(3), gate, up, activation)
+    )
 
 
 def _like(gate: Tensor, *others: Any) -> Tensor:
@@ -46,7 +51,9 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     "gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     lambda gradient, gate, up, activation: (_like(gate), _like(up)),
 )
-def gated_gradients(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def gated_gradients(
+    gradient: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
     """Of gate and up, by the gradient of their product; contiguous."""
     activate, activate_backward = ACTIVATIONS[activation]
     up_grad = gradient * activate(gate)
@@ -68,9 +75,9 @@ CLAMPED = "clamped_swiglu"
 class Gate:
     """How an expert's inner channels `[m, 2f]` become `[m, f]`.
 
-    activation: of the gate, one of `recipe_lib.ops.gated`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate *
-    sigmoid(alpha * gate)`, with gate at most, and up within, `limit`. interleaved: gate and up take turns among the
-    channels; else the gate is the first half.
+    activation: of the gate, one of `recipe_lib.ops.gated`, or `clamped_swiglu` (gpt-oss): `(up + 1)
+    * gate * sigmoid(alpha * gate)`, with gate at most, and up within, `limit`. interleaved: gate
+    and up take turns among the channels; else the gate is the first half.
     """
 
     activation: str
@@ -80,11 +87,16 @@ class Gate:
 
 
 def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
-    """The gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`, in the type of `inner`."""
+    """The gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`, in the type of
+    `inner`.
+    """
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
         return scored_products(inner, scores, *settings)
-    return cast(Tensor, GradientNode.apply(scored_products, scored_gradients, range(6), inner, scores, *settings))
+    return cast(
+        Tensor,
+        GradientNode.apply(scored_products, scored_gradients, range(6), inner, scores, *settings),
+    )
 
 
 def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -94,7 +106,9 @@ def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return inner[:, :half], inner[:, half:]
 
 
-def _activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
+def _activated(
+    gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float
+) -> tuple[Tensor, Tensor]:
     """(what the gate gives, what it is multiplied by)."""
     if activation != CLAMPED:
         return ACTIVATIONS[activation][0](gate), up
@@ -103,7 +117,8 @@ def _activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: f
 
 
 @fused(
-    "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha, float limit) -> Tensor",
+    "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha,"
+    " float limit) -> Tensor",
     lambda inner, *_: inner.new_empty(inner.shape[0], inner.shape[1] // 2),
 )
 def scored_products(
@@ -115,12 +130,18 @@ def scored_products(
 
 
 @fused(
-    "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool interleaved, "
-    "float alpha, float limit) -> (Tensor, Tensor)",
+    "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool"
+    " interleaved, float alpha, float limit) -> (Tensor, Tensor)",
     lambda gradient, inner, scores, *_: (torch.empty_like(inner), torch.empty_like(scores)),
 )
 def scored_gradients(
-    gradient: Tensor, inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
+    gradient: Tensor,
+    inner: Tensor,
+    scores: Tensor,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
 ) -> tuple[Tensor, Tensor]:
     """Of the inner channels and of the scores, by that of the product."""
     gate, up = _parts(inner, interleaved)
@@ -135,5 +156,9 @@ def scored_gradients(
     else:
         of_gate = ACTIVATIONS[activation][1](scored * second, gate)
         of_up = scored * first
-    of_inner = torch.stack((of_gate, of_up), -1).flatten(1) if interleaved else torch.cat((of_gate, of_up), 1)
+    of_inner = (
+        torch.stack((of_gate, of_up), -1).flatten(1)
+        if interleaved
+        else torch.cat((of_gate, of_up), 1)
+    )
     return of_inner, of_scores

@@ -1,12 +1,15 @@
-"""Linears over tokens that are shared out among the ranks of a tensor-parallel group, and what goes with them.
+"""Linears over tokens that are shared out among the ranks of a tensor-parallel group, and what goes
+with them.
 
-Hidden states are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch, in their order. A group of linears
-that is cut by its outputs (q, k, v, or gate and up) needs all N of them: they are gathered once, and what is kept for
-backward is this rank's n, or what they are made of, which backward gathers again. A linear that is cut by its inputs
-leaves partial sums for all N tokens; a reduce-scatter gives each rank its n.
+Hidden states are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch, in their order. A
+group of linears that is cut by its outputs (q, k, v, or gate and up) needs all N of them: they are
+gathered once, and what is kept for backward is this rank's n, or what they are made of, which
+backward gathers again. A linear that is cut by its inputs leaves partial sums for all N tokens; a
+reduce-scatter gives each rank its n.
 
-Eager, each function is an autograd node, whose memory lives as long as autograd says. Under torch.compile it is an
-opaque operator with a backward of its own: the partitioner would keep every gathered tensor that it sees.
+Eager, each function is an autograd node, whose memory lives as long as autograd says. Under
+torch.compile it is an opaque operator with a backward of its own: the partitioner would keep every
+gathered tensor that it sees.
 """
 
 from collections.abc import Sequence
@@ -28,9 +31,11 @@ NORMS = {"rms": rms_norm, "offset": offset_rms_norm}
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share a model's matrices. name: of the process group. rank: this one's place among `size`.
+    """The ranks that share a model's matrices. name: of the process group. rank: this one's place
+    among `size`.
 
-    columns: tokens of the vocabulary on each rank but the last ones, which may have fewer; 0: as many on all.
+    columns: tokens of the vocabulary on each rank but the last ones, which may have fewer; 0: as
+    many on all.
     """
 
     name: str
@@ -51,12 +56,17 @@ class NormedFrom:
 
 def start_gather(shard: Tensor, group: Group) -> Tensor:
     """`[n, ...]` of each rank to `[N, ...]` on all, to be waited for."""
-    return cast(Tensor, _FUNCTIONAL.all_gather_into_tensor(shard.contiguous(), group.size, group.name))
+    return cast(
+        Tensor, _FUNCTIONAL.all_gather_into_tensor(shard.contiguous(), group.size, group.name)
+    )
 
 
 def start_scatter(partial: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' `[N, ...]`, to each its `[n, ...]` of it, to be waited for."""
-    return cast(Tensor, _FUNCTIONAL.reduce_scatter_tensor(partial.contiguous(), "sum", group.size, group.name))
+    return cast(
+        Tensor,
+        _FUNCTIONAL.reduce_scatter_tensor(partial.contiguous(), "sum", group.size, group.name),
+    )
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group) -> Tensor:
@@ -70,12 +80,15 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def gather(shard: Tensor, group: Group) -> Tensor:
-    """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
+    """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its
+    part. Keeps nothing.
+    """
     return cast(Tensor, _Exchange.apply(shard, group, True))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps nothing.
+    """The sum of all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps
+    nothing.
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
@@ -91,23 +104,32 @@ def gather_linears(
     keep_gathered: bool = False,
     normed: NormedFrom | None = None,
 ) -> list[Tensor]:
-    """Tokens `[n, d]` of each rank, gathered once, through several linears `[o_i, d]`: `[N, o_i]` each.
+    """Tokens `[n, d]` of each rank, gathered once, through several linears `[o_i, d]`: `[N, o_i]`
+    each.
 
-    Kept for backward is nothing where no weight wants a gradient; else the gathered tokens (`keep_gathered`), or what
-    is gathered again: the shard, or, with `normed`, what it was normed from, which others keep anyway.
+    Kept for backward is nothing where no weight wants a gradient; else the gathered tokens
+    (`keep_gathered`), or what is gathered again: the shard, or, with `normed`, what it was normed
+    from, which others keep anyway.
     """
     if torch.compiler.is_compiling():
         source = (normed.stream, normed.weight) if normed else ()
         norm = (normed.kind, normed.eps) if normed else ("", 0.0)
         settings = (*norm, keep_gathered, group.name, group.size, group.rank)
-        there, biased = [bias for bias in biases if bias is not None], [bias is not None for bias in biases]
+        there, biased = (
+            [bias for bias in biases if bias is not None],
+            [bias is not None for bias in biases],
+        )
         found = _GATHER(shard, list(weights), there, biased, list(source), *settings)
         return list(found[:-1])
-    return list(_GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases))
+    return list(
+        _GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases)
+    )
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """`(activation(gate) * up) @ weight.T` of gate and up `[N, f]` and weight `[d, f]`; keeps no more than these."""
+    """`(activation(gate) * up) @ weight.T` of gate and up `[N, f]` and weight `[d, f]`; keeps no
+    more than these.
+    """
     if torch.compiler.is_compiling():
         return cast(Tensor, _GATED(gate, up, weight, activation))
     return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
@@ -121,8 +143,8 @@ def _scatter(partial: Tensor, group: Group) -> Tensor:
     return wait(start_scatter(partial, group))
 
 
-# Not a `GradientNode`: compiled, with selective checkpointing, that one makes another view in the second forward than
-# in the first one (torch 2.13).
+# Not a `GradientNode`: compiled, with selective checkpointing, that one makes another view in the
+# second forward than in the first one (torch 2.13).
 class _Exchange(torch.autograd.Function):
     """A gather whose backward scatters, or a scatter whose backward gathers."""
 
@@ -159,7 +181,9 @@ class _GatherLinears(torch.autograd.Function):
                 source, ctx.norm = (normed.stream, normed.weight), (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
         ctx.parameters = weights if deferred.is_splittable() else ()
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(
+            F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -170,19 +194,27 @@ class _GatherLinears(torch.autograd.Function):
         del saved
         wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
         if deferred.defers() and source:
-            source = [one.detach() for one in source]  # their graph would keep what came before until then
-            if ctx.norm is not None:  # FSDP frees the norm's weight with the layer, before that is read
+            source = [
+                one.detach() for one in source
+            ]  # their graph would keep what came before until then
+            if (
+                ctx.norm is not None
+            ):  # FSDP frees the norm's weight with the layer, before that is read
                 source[1] = source[1].clone()
             settings = (ctx.norm, ctx.whole_kept, ctx.group)
             none = [False] * count
 
             def weight_gradients() -> list[Tensor | None]:
-                return linears_backward(gradients, weights, source, *settings, (False, wants[1], none))[1]
+                return linears_backward(
+                    gradients, weights, source, *settings, (False, wants[1], none)
+                )[1]
 
             deferred.note(ctx.parameters, weight_gradients)
             found = linears_backward(gradients, weights, [], *settings, (wants[0], none, wants[2]))
         else:
-            found = linears_backward(gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants)
+            found = linears_backward(
+                gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants
+            )
         return (found[0], None, None, None, None, *found[1], *found[2])
 
 
@@ -195,17 +227,21 @@ def linears_backward(
     group: Group,
     wants: tuple[bool, Sequence[bool], Sequence[bool]],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Gradients of shard, weights and biases, as `wants` asks for. source: what was kept, if any weight wants one.
+    """Gradients of shard, weights and biases, as `wants` asks for. source: what was kept, if any
+    weight wants one.
 
-    The gather overlaps with the products for the input's gradient, its reduce-scatter with those for the weights'.
-    The input's gradient is summed as autograd would, the last linear first, so that its bits are the same.
+    The gather overlaps with the products for the input's gradient, its reduce-scatter with those
+    for the weights'. The input's gradient is summed as autograd would, the last linear first, so
+    that its bits are the same.
     """
     wants_input, wants_weight, wants_bias = wants
     whole: Tensor | None = None
     if source and whole_kept:
         whole = source.pop()
     elif source:
-        whole = start_gather(NORMS[norm[0]](source[0], source[1], norm[1]) if norm else source[0], group)
+        whole = start_gather(
+            NORMS[norm[0]](source[0], source[1], norm[1]) if norm else source[0], group
+        )
     shard_grad: Tensor | None = None
     if wants_input:
         total: Tensor | None = None
@@ -222,7 +258,9 @@ def linears_backward(
     for gradient, wanted in zip(gradients, wants_weight, strict=True):
         weight_grads.append(gradient.t() @ whole if wanted and whole is not None else None)
     del whole
-    bias_grads = [g.sum(dim=0) if wanted else None for g, wanted in zip(gradients, wants_bias, strict=True)]
+    bias_grads = [
+        g.sum(dim=0) if wanted else None for g, wanted in zip(gradients, wants_bias, strict=True)
+    ]
     return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
 
 
@@ -242,12 +280,18 @@ class _GatedLinear(torch.autograd.Function):
         activation = ctx.activation
         if wants_weight and deferred.defers():
             wants_weight = False
-            gate, up = gate.detach(), up.detach()  # their graph would keep what came before until then
+            gate, up = (
+                gate.detach(),
+                up.detach(),
+            )  # their graph would keep what came before until then
             deferred.note(
                 [ctx.parameter],
                 lambda: gated_backward(gradients[0], gate, up, weight, activation, False, True)[2:],
             )
-        return (*gated_backward(gradients[0], gate, up, weight, activation, wants_input, wants_weight), None)
+        return (
+            *gated_backward(gradients[0], gate, up, weight, activation, wants_input, wants_weight),
+            None,
+        )
 
 
 def gated_forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
@@ -307,7 +351,10 @@ def _gather_linears(
     """
     whole = wait(start_gather(shard, Group(name, size, rank)))
     bias = iter(biases)
-    found = [F.linear(whole, weight, next(bias) if has else None) for weight, has in zip(weights, biased, strict=True)]
+    found = [
+        F.linear(whole, weight, next(bias) if has else None)
+        for weight, has in zip(weights, biased, strict=True)
+    ]
     return [*found, whole if keep_gathered else whole.new_empty(0)]
 
 
@@ -338,7 +385,10 @@ def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
     shard, weights, biases, biased, source, kind, eps, keep_gathered, *group = inputs
     wanted = iter([bias.requires_grad for bias in biases])
     wants_bias = [has and next(wanted) for has in biased]
-    ctx.wants, ctx.biased = (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias), biased
+    ctx.wants, ctx.biased = (
+        (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias),
+        biased,
+    )
     kept: list[Tensor] = []
     if any(ctx.wants[1]):
         kept = [output[-1]] if keep_gathered else list(source) or [shard]
@@ -353,12 +403,23 @@ def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     weights, source = saved[:count], saved[count:]
     found = iter(
         _GATHER_BACKWARD(
-            list(gradients[:-1]), weights, source, *ctx.settings, wants_input, wants_weight, wants_bias, *ctx.group
+            list(gradients[:-1]),
+            weights,
+            source,
+            *ctx.settings,
+            wants_input,
+            wants_weight,
+            wants_bias,
+            *ctx.group,
         )
     )
     shard = next(found) if wants_input else None
     weight_grads = [next(found) if wanted else None for wanted in wants_weight]
-    bias_grads = [next(found) if wanted else None for wanted, has in zip(wants_bias, ctx.biased, strict=True) if has]
+    bias_grads = [
+        next(found) if wanted else None
+        for wanted, has in zip(wants_bias, ctx.biased, strict=True)
+        if has
+    ]
     return (shard, weight_grads, bias_grads, None, [None] * ctx.sources, *[None] * 6)
 
 
@@ -368,7 +429,13 @@ _GATHER.register_autograd(_differentiate_gather, setup_context=_keep_gather)
 
 
 def _gated_linear_backward(
-    gradient: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: str, wants_input: bool, wants_weight: bool
+    gradient: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    activation: str,
+    wants_input: bool,
+    wants_weight: bool,
 ) -> list[Tensor]:
     """The gradients that are wanted: of gate and up, of the weight."""
     found = gated_backward(gradient, gate, up, weight, activation, wants_input, wants_weight)
@@ -383,7 +450,9 @@ def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_gated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     wants_input, wants_weight = ctx.wants
-    found = iter(_GATED_BACKWARD(gradient, *ctx.saved_tensors, ctx.activation, wants_input, wants_weight))
+    found = iter(
+        _GATED_BACKWARD(gradient, *ctx.saved_tensors, ctx.activation, wants_input, wants_weight)
+    )
     inputs = (next(found), next(found)) if wants_input else (None, None)
     return (*inputs, next(found) if wants_weight else None, None)
 
@@ -403,9 +472,13 @@ _GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
 
 
 def own_tokens(values: Tensor, group: Group) -> Tensor:
-    """This rank's `[b, n, ...]` of `[b, s, ...]`. ValueError for rows that cannot be divided evenly."""
+    """This rank's `[b, n, ...]` of `[b, s, ...]`. ValueError for rows that cannot be divided
+    evenly.
+    """
     if values.shape[1] % group.size:
-        raise ValueError(f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks")
+        raise ValueError(
+            f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks"
+        )
     count = values.shape[1] // group.size
     return values.narrow(1, group.rank * count, count)
 
@@ -413,31 +486,40 @@ def own_tokens(values: Tensor, group: Group) -> Tensor:
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q `[b, h, n, e]`, k and v `[b, k, n, e]` and sinks `[h]` of all heads: of this rank's heads, `[b, h / c, s, e]`.
+    """q `[b, h, n, e]`, k and v `[b, k, n, e]` and sinks `[h]` of all heads: of this rank's heads,
+    `[b, h / c, s, e]`.
 
     Where ranks are more than kv heads, several have the same one.
     """
     heads = k.shape[1]
     if heads % group.size:
         k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
-    q, k, v = cast(tuple[Tensor, Tensor, Tensor], GradientNode.apply(_send_heads, _send_tokens, (3,), q, k, v, group))
+    q, k, v = cast(
+        tuple[Tensor, Tensor, Tensor],
+        GradientNode.apply(_send_heads, _send_tokens, (3,), q, k, v, group),
+    )
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
 
 def to_tokens(attended: Tensor, *, group: Group) -> Tensor:
     """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
-    (found,) = cast(tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group))
+    (found,) = cast(
+        tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group)
+    )
     return found
 
 
 def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each rank gave its part:
-    the gradient as it is, whatever number of ranks goes backward from it."""
+    """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each
+    rank gave its part: the gradient as it is, whatever number of ranks goes backward from it.
+    """
     return cast(Tensor, GradientNode.apply(_sum, lambda gradient: gradient, (), part, group))
 
 
 def gather_tokens(part: Tensor, group: Group) -> Tensor:
-    """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the gradient."""
+    """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the
+    gradient.
+    """
     return cast(Tensor, GradientNode.apply(_gather_rows, _own_rows, (1,), part, group))
 
 
@@ -462,7 +544,9 @@ def _own_rows(gradient: Tensor, group: Group) -> Tensor:
 def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
     """`[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one exchange."""
     *parts, group = parts_and_group
-    blocks = torch.cat([part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3)
+    blocks = torch.cat(
+        [part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3
+    )
     found = _exchange(blocks, group)  # [c, b, n, the heads of all parts, e]
     del blocks
     split = found.split([part.shape[1] // group.size for part in parts], dim=3)
@@ -472,7 +556,9 @@ def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
 def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
     """`[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one exchange."""
     *parts, group = parts_and_group
-    blocks = torch.cat([part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3)
+    blocks = torch.cat(
+        [part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3
+    )
     found = _exchange(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
     del blocks
     split = found.split([part.shape[1] for part in parts], dim=3)

@@ -1,13 +1,16 @@
-"""What an output head makes of hidden states and labels: one callable, `head_loss(hidden, weight, labels)`.
+"""What an output head makes of hidden states and labels: one callable, `head_loss(hidden, weight,
+labels)`.
 
-The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores` and `Distillation`
-go through the tokens in chunks, so that logits of all of them never exist; a function of one's own (a contrastive loss)
-takes hidden states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
+The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores`
+and `Distillation` go through the tokens in chunks, so that logits of all of them never exist; a
+function of one's own (a contrastive loss) takes hidden states `[b, s, d]`, the weight `[v, d]` and
+labels `[b, s]`, and returns what the model is to return.
 
-A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish` (what is done to
-logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function that does not take one of them is
-refused for such a head, rather than computing with a part of it. `CrossEntropy(loss=fn)` makes of a loss of logits,
-`fn(logits [m, v], labels [m]) -> sum`, one that runs for every head but a group's.
+A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish`
+(what is done to logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function
+that does not take one of them is refused for such a head, rather than computing with a part of it.
+`CrossEntropy(loss=fn)` makes of a loss of logits, `fn(logits [m, v], labels [m]) -> sum`, one that
+runs for every head but a group's.
 """
 
 import inspect
@@ -54,14 +57,18 @@ __all__ = [
 
 
 class HeadLoss(Protocol):
-    """hidden `[b, s, d]`, weight `[v, d]`, labels `[b, s]` (-100: none) to what the model returns."""
+    """hidden `[b, s, d]`, weight `[v, d]`, labels `[b, s]` (-100: none) to what the model
+    returns.
+    """
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, /) -> Tensor:
         """A sum of token losses, log-probabilities, or anything else with a gradient."""
 
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
-    """Whether backward no longer reads the head's weight (None: the default); not known of a user's function."""
+    """Whether backward no longer reads the head's weight (None: the default); not known of a user's
+    function.
+    """
     return head_loss is None or isinstance(head_loss, CrossEntropy | Distillation)
 
 
@@ -97,9 +104,10 @@ def _check_takes(head_loss: HeadLoss, needs: dict[str, Any]) -> None:
     if missing:
         name = getattr(head_loss, "__name__", type(head_loss).__name__)
         raise SetupError(
-            f"head_loss: found {name}(hidden, weight, labels) for an output head that also has {', '.join(missing)}, "
-            f"expected it to take {'that keyword' if len(missing) == 1 else 'those keywords'} too; a loss of logits, "
-            "fn(logits, labels), runs as CrossEntropy(loss=fn)"
+            f"head_loss: found {name}(hidden, weight, labels) for an output head that also has"
+            f" {', '.join(missing)}, expected it to take"
+            f" {'that keyword' if len(missing) == 1 else 'those keywords'} too; a loss of logits,"
+            " fn(logits, labels), runs as CrossEntropy(loss=fn)"
         )
 
 
@@ -130,21 +138,25 @@ class TokenLogProbs:
         finish: Finish | None = None,
         adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """Return the shape of labels, fp32 (fp64 for fp64). The arguments are those of `CrossEntropy`.
+        """Return the shape of labels, fp32 (fp64 for fp64). The arguments are those of
+        `CrossEntropy`.
 
-        With a group labels and result are those of all N tokens. A frozen weight gets no gradient and costs no memory
-        for one; differentiable once. What an adapter computes with gets its gradient, whatever it is; it projects again
-        in backward, with the same random numbers.
+        With a group labels and result are those of all N tokens. A frozen weight gets no gradient
+        and costs no memory for one; differentiable once. What an adapter computes with gets its
+        gradient, whatever it is; it projects again in backward, with the same random numbers.
         """
         if adapter is not None:
             return _checkpointed_log_probs(adapter, hidden, labels, self.chunks, softcap)
-        found: Tensor = _TokenLogProbs.apply(labels, self.chunks, softcap, group, finish, hidden, weight, bias)
+        found: Tensor = _TokenLogProbs.apply(
+            labels, self.chunks, softcap, group, finish, hidden, weight, bias
+        )
         return found
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How likely a model finds each label, and how likely its likeliest token, in `chunks` pieces of the tokens.
+    """How likely a model finds each label, and how likely its likeliest token, in `chunks` pieces
+    of the tokens.
 
     Where the two are equal, greedy decoding gives the label.
     """
@@ -164,14 +176,17 @@ class TokenScores:
         finish: Finish | None = None,
         adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """Return log-probabilities of the labels and of the likeliest tokens `[..., 2]`; both 0 where a label is -100.
+        """Return log-probabilities of the labels and of the likeliest tokens `[..., 2]`; both 0
+        where a label is -100.
 
         fp32 (fp64 for fp64), without gradients. The arguments are those of `CrossEntropy`.
         """
 
         def score(head: Head) -> Tensor:
             wide = widen_dtype(hidden.dtype)
-            scores = torch.empty((head.ranks, labels.numel() // head.ranks, 2), dtype=wide, device=hidden.device)
+            scores = torch.empty(
+                (head.ranks, labels.numel() // head.ranks, 2), dtype=wide, device=hidden.device
+            )
 
             def score_chunk(part: slice, targets: Tensor) -> None:
                 logits = finish_and_cap(head.logits(part).to(wide), softcap, finish)
@@ -199,16 +214,22 @@ def _checkpointed_log_probs(
     return torch.cat(parts).reshape(labels.shape).clone()  # a module of FSDP should return no view
 
 
-def _label_log_probs(adapter: OutputAdapter, rows: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
+def _label_log_probs(
+    adapter: OutputAdapter, rows: Tensor, labels: Tensor, softcap: float | None
+) -> Tensor:
     """Of one chunk: rows `[m, d]`, labels `[m]`, to `[m]`."""
-    logits = adapter.project(rows, *adapter.trained, frozen=adapter.frozen).to(widen_dtype(rows.dtype))
+    logits = adapter.project(rows, *adapter.trained, frozen=adapter.frozen).to(
+        widen_dtype(rows.dtype)
+    )
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps hidden states and the log of each row's sum of exponentials; makes the logits in both passes."""
+    """Keeps hidden states and the log of each row's sum of exponentials; makes the logits in both
+    passes.
+    """
 
     @staticmethod
     def forward(
@@ -254,9 +275,13 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = head.logits(part)
             of_rows = log_sums[:, part].flatten(), slopes[:, part].flatten()
             if ctx.finish is None and head.fuses_loss:
-                return label_log_prob_gradients(logits, targets, *of_rows, cap_of(logits, ctx.softcap))
+                return label_log_prob_gradients(
+                    logits, targets, *of_rows, cap_of(logits, ctx.softcap)
+                )
             logits = logits.to(log_sums.dtype)
-            return _gradients(logits, targets, *of_rows, softcap=ctx.softcap, group=ctx.group, finish=ctx.finish)
+            return _gradients(
+                logits, targets, *of_rows, softcap=ctx.softcap, group=ctx.group, finish=ctx.finish
+            )
 
         walk_chunks(head, labels, ctx.chunks, differentiate_chunk)
         hidden_grad, *others = head.gradients
@@ -264,20 +289,28 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None) -> Tensor:
-    """Return logits, which it overwrites, finished and capped, in storage that may be overwritten too."""
+    """Return logits, which it overwrites, finished and capped, in storage that may be overwritten
+    too.
+    """
     if finish is not None:
         logits = finish(logits).clone()  # it might be a view of something else
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def label_logits(logits: Tensor, labels: Tensor, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(the labels' logits, the largest ones, the logs of the sums of exponentials), each `[m]`; overwrites logits."""
+def label_logits(
+    logits: Tensor, labels: Tensor, group: Group | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the labels' logits, the largest ones, the logs of the sums of exponentials), each `[m]`;
+    overwrites logits.
+    """
     columns, elsewhere = own_columns(labels, labels == IGNORED, logits.shape[1], group)
     chosen = logits.gather(1, columns).squeeze(1)
     largest = largest_of(logits, group)
     sums = logits.sub_(largest).exp_().sum(dim=1)
     if elsewhere is not None and group is not None:
-        sums, chosen = all_reduce(torch.stack([sums, chosen.masked_fill_(elsewhere, 0)]), "sum", group)
+        sums, chosen = all_reduce(
+            torch.stack([sums, chosen.masked_fill_(elsewhere, 0)]), "sum", group
+        )
     largest = largest.squeeze(1)
     return chosen, largest, sums.log_().add_(largest)
 
@@ -302,7 +335,9 @@ def _gradients(
     grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
     columns, elsewhere = own_columns(labels, labels == IGNORED, grad.shape[1], group)
     one = grad.new_ones(()).expand_as(columns)
-    grad.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
+    grad.scatter_add_(
+        1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0)
+    )
     grad.mul_(slopes.unsqueeze(1))
     if squash is not None:
         grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2

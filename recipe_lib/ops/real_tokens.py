@@ -1,7 +1,9 @@
-"""Which tokens of a micro-batch are no padding, in numbers of the host: what is averaged over tokens leaves it out.
+"""Which tokens of a micro-batch are no padding, in numbers of the host: what is averaged over
+tokens leaves it out.
 
-Rows are padded on the right, so a number for each row says it all. A mask on the device would be one more tensor that
-lives from forward to backward; here it is made where it is read, and is gone behind that.
+Rows are padded on the right, so a number for each row says it all. A mask on the device would be
+one more tensor that lives from forward to backward; here it is made where it is read, and is gone
+behind that.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ class RealTokens:
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], count: int) -> None:
-        """spans: of each row the first real token and the one after the last, as numbers among all tokens."""
+        """spans: of each row the first real token and the one after the last, as numbers among all
+        tokens.
+        """
         self.spans, self.count = tuple(spans), count
 
     @classmethod

@@ -1,17 +1,20 @@
-"""AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or rounding by chance, a piece at a time.
+"""AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or rounding by chance, a
+piece at a time.
 
-A step computes in fp32 (fp64 for fp64 parameters) on runs of rows of a bounded number of elements, in place, so that
-its temporaries have a fixed size whatever that of the model; each element's numbers depend on nothing but its own
-block, so that they are the same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's
-time for them is has not been measured (docs/measurements/on_a_gpu.md).
+A step computes in fp32 (fp64 for fp64 parameters) on runs of rows of a bounded number of elements,
+in place, so that its temporaries have a fixed size whatever that of the model; each element's
+numbers depend on nothing but its own block, so that they are the same on any number of ranks. Made
+of torch's own operators, one kernel each; what a GPU's time for them is has not been measured
+(docs/measurements/on_a_gpu.md).
 
-Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit, but
-for second moments that its 8 bits round to zero: such a number would take steps of up to 1 / sqrt(1 - betas[1]). Its
-classes are not used, because they cut blocks out of the flattened part of a rank. So the states of Qwen2.5 0.5B take
-270 MiB on each of 5 ranks, where ours take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of
-ranks), and what 3 ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with block
-boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks, they load the same codes. Figures by
-docs/measurements/torchao.md, torchao 0.18. They also need torch.compile.
+Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
+them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
+steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of the
+flattened part of a rank. So the states of Qwen2.5 0.5B take 270 MiB on each of 5 ranks, where ours
+take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of ranks), and what 3
+ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with block
+boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks, they load the same
+codes. Figures by docs/measurements/torchao.md, torchao 0.18. They also need torch.compile.
 """
 
 import math
@@ -56,15 +59,19 @@ _WORD = 2**32
 
 @dataclass(frozen=True)
 class Code:
-    """How numbers become codes on one device. levels: `[2^bits]` fp32, rising; borders: `[2^bits - 1]` fp32."""
+    """How numbers become codes on one device. levels: `[2^bits]` fp32, rising; borders: `[2^bits -
+    1]` fp32.
+    """
 
     bits: int
     levels: Tensor
     borders: Tensor
 
     def encode(self, numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 `[.., n]` (4 bits: `[.., n / 2]`, the first of two in the upper half), and scales
-        `[.., n / block]` fp32, of numbers `[.., n]` fp32, of which each `block` share a scale."""
+        """Codes, uint8 `[.., n]` (4 bits: `[.., n / 2]`, the first of two in the upper half), and
+        scales `[.., n / block]` fp32, of numbers `[.., n]` fp32, of which each `block` share a
+        scale.
+        """
         blocks = numbers.unflatten(-1, (-1, block))
         scales = blocks.abs().amax(-1).clamp_(min=_SMALLEST_SCALE)
         scaled = (blocks / scales.unsqueeze(-1)).flatten(-2)
@@ -86,41 +93,60 @@ class Code:
 
 
 def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
-    """The code of 8 or 4 bits, for numbers of both signs or for those from 0 on; its tables take at most 2 KiB."""
+    """The code of 8 or 4 bits, for numbers of both signs or for those from 0 on; its tables take at
+    most 2 KiB.
+    """
     levels, borders = _tables(bits, signed)
-    return Code(bits, torch.tensor(levels).to(device, copy=True), torch.tensor(borders).to(device, copy=True))
+    return Code(
+        bits,
+        torch.tensor(levels).to(device, copy=True),
+        torch.tensor(borders).to(device, copy=True),
+    )
 
 
 @lru_cache
 def _tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Levels, and from which fp32 number on each next one is the nearer; numbers, which no simulation can take."""
+    """Levels, and from which fp32 number on each next one is the nearer; numbers, which no
+    simulation can take.
+    """
     if bits == 4 and not signed:
         levels = np.arange(1, 17, dtype=np.float32) / np.float32(16)
     else:
         levels = _dynamic_levels(bits, signed)
     borders = _borders(levels)
     if not signed and levels[0] == 0:
-        borders[0] = np.nextafter(np.float32(0), np.float32(1))  # whatever is more than zero has the next level
+        borders[0] = np.nextafter(
+            np.float32(0), np.float32(1)
+        )  # whatever is more than zero has the next level
     return tuple(levels.tolist()), tuple(borders.tolist())
 
 
 def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
-    """For each power of ten up to 1 the middles of equal parts of [0.1, 1], twice as many as for the power below it."""
+    """For each power of ten up to 1 the middles of equal parts of [0.1, 1], twice as many as for
+    the power below it.
+    """
     found: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
     exponents = _EXPONENTS[bits]
     for exponent in range(exponents):
         parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
         step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(parts))
-        at = np.arange(parts + 1)  # rounded once, from the nearer end: torch.linspace differs by CPU in the last bit
-        ends = np.where(at < (parts + 1) // 2, np.float64(np.float32(0.1)) + step * at, 1 - step * (parts - at))
+        at = np.arange(
+            parts + 1
+        )  # rounded once, from the nearer end: torch.linspace differs by CPU in the last bit
+        ends = np.where(
+            at < (parts + 1) // 2, np.float64(np.float32(0.1)) + step * at, 1 - step * (parts - at)
+        )
         ends = ends.astype(np.float32)
-        middles = np.float32(10.0 ** (exponent - exponents + 1)) * ((ends[1:] + ends[:-1]) / np.float32(2))
+        middles = np.float32(10.0 ** (exponent - exponents + 1)) * (
+            (ends[1:] + ends[:-1]) / np.float32(2)
+        )
         found += [middles, -middles] if signed else [middles]
     return np.sort(np.concatenate(found))
 
 
 def _borders(levels: np.ndarray) -> np.ndarray:
-    """The first fp32 number between each two levels whose distance to the lower one is half of theirs or more.
+    """The first fp32 number between each two levels whose distance to the lower one is half of
+    theirs or more.
 
     In fp32 arithmetic that is next to the middle, on one side or the other.
     """
@@ -135,10 +161,11 @@ def _borders(levels: np.ndarray) -> np.ndarray:
 
 
 def round_by_chance(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Tensor:
-    """bf16 of fp32 numbers: up or down, each with a probability by which the mean over keys is the number itself.
+    """bf16 of fp32 numbers: up or down, each with a probability by which the mean over keys is the
+    number itself.
 
-    places: int32 of the same shape, by which each draws its own, used up; key: two words for all of them
-    (`chance_key`). Numbers that are not finite stay what they are.
+    places: int32 of the same shape, by which each draws its own, used up; key: two words for all of
+    them (`chance_key`). Numbers that are not finite stay what they are.
     """
     drawn = _mix(places.bitwise_xor_(_signed(key[0]))).bitwise_xor_(_signed(key[1]))
     bits = (
@@ -159,14 +186,16 @@ def element_places(
 ) -> Tensor:
     """Row-major numbers, modulo 2^32 as int32, of a part's elements in the whole tensor.
 
-    shape: of the part; start: where it begins in the tensor of shape `whole`. So a number that is drawn for an element
-    does not depend on how many ranks the tensor is cut among.
+    shape: of the part; start: where it begins in the tensor of shape `whole`. So a number that is
+    drawn for an element does not depend on how many ranks the tensor is cut among.
     """
     places = torch.zeros((), dtype=torch.int32, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
-        words = (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2).to(torch.int32)
+        words = (
+            (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2).to(torch.int32)
+        )
         places = places + words.view(-1, *(1,) * (len(shape) - 1 - dim))
         stride = stride * whole[dim] % _WORD
     return places
@@ -177,7 +206,8 @@ def _signed(word: int) -> int:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Scrambles int32 words in place, each to another one: the last mixing of MurmurHash3 (Appleby, public domain).
+    """Scrambles int32 words in place, each to another one: the last mixing of MurmurHash3 (Appleby,
+    public domain).
 
     Shifts of int32 fill with the sign, which is masked away; products wrap.
     """
@@ -222,8 +252,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def bits_of(parameter: Tensor, bits: int | None) -> int | None:
     """The bits in which a parameter's states are kept; None: those of its own dtype.
 
-    8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements whose rows are
-    whole blocks of at least `MIN_BLOCK_SIZE`; all others, together a small part of a model, have 32.
+    8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements
+    whose rows are whole blocks of at least `MIN_BLOCK_SIZE`; all others, together a small part of a
+    model, have 32.
     """
     if bits not in BLOCKS:
         return bits
@@ -236,12 +267,18 @@ def bits_of(parameter: Tensor, bits: int | None) -> int | None:
 
 
 def block_of(parameter: Tensor, bits: int) -> int:
-    """Numbers that share a scale: the longest block that rows are made of, 256 (8 bits) or 128 and less by halves."""
+    """Numbers that share a scale: the longest block that rows are made of, 256 (8 bits) or 128 and
+    less by halves.
+    """
     return math.gcd(parameter.shape[-1], BLOCKS[bits])
 
 
-def layouts(parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool) -> dict[str, StateLayout]:
-    """The tensors that keep the states `names` of a parameter, and its master weights, by their keys."""
+def layouts(
+    parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
+) -> dict[str, StateLayout]:
+    """The tensors that keep the states `names` of a parameter, and its master weights, by their
+    keys.
+    """
     kept = bits_of(parameter, bits)
     found: dict[str, StateLayout] = {}
     for name in names:
@@ -263,7 +300,9 @@ def is_layer_matrix(parameter: Tensor, name: str) -> bool:
     return parameter.dim() == 2 and _IN_A_LAYER.search(f".{name}") is not None
 
 
-def stored_sizes(parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool) -> list[int]:
+def stored_sizes(
+    parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool
+) -> list[int]:
     """Bytes of each of a parameter's state tensors on this rank."""
     elements = local_of(parameter).numel()
     found = layouts(parameter, names, bits, master=master)
@@ -284,18 +323,24 @@ def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
 
 
 def _shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
-    return (*tensor.shape[:-1], tensor.shape[-1] // layout.per) if layout.per > 1 else tuple(tensor.shape)
+    return (
+        (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
+        if layout.per > 1
+        else tuple(tensor.shape)
+    )
 
 
 def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
-    """ConfigError where ranks share a matrix by its columns and a block would lie on two of them."""
+    """ConfigError where ranks share a matrix by its columns and a block would lie on two of
+    them.
+    """
     kept = bits_of(parameter, bits)
     if kept in BLOCKS and local_of(parameter).shape[-1] % block_of(parameter, kept):
         columns = parameter.shape[-1] // local_of(parameter).shape[-1]
         raise ConfigError(
-            f"optimizer.state_bits: found {kept} with {name or 'a matrix'} of {parameter.shape[-1]} columns cut in "
-            f"{columns}, expected blocks of {block_of(parameter, kept)} within each part; use a smaller "
-            "parallel.tensor, or state_bits=16"
+            f"optimizer.state_bits: found {kept} with {name or 'a matrix'} of {parameter.shape[-1]}"
+            f" columns cut in {columns}, expected blocks of {block_of(parameter, kept)} within each"
+            " part; use a smaller parallel.tensor, or state_bits=16"
         )
 
 
@@ -310,10 +355,11 @@ def pieces(local: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Rows of the weights or of a state, as numbers to compute with: `values` to be changed in place, then `keep()`.
+    """Rows of the weights or of a state, as numbers to compute with: `values` to be changed in
+    place, then `keep()`.
 
-    stored: where they are kept, which may be `values` itself; of codes with their scales. round_to: rounds numbers to
-    where they are kept.
+    stored: where they are kept, which may be `values` itself; of codes with their scales. round_to:
+    rounds numbers to where they are kept.
     """
 
     values: Tensor
@@ -330,7 +376,9 @@ class Numbers:
     def keep(self) -> None:
         """Writes the values back."""
         if self.code is not None and self.scales is not None:
-            codes, scales = self.code.encode(self.values, self.values.shape[-1] // self.scales.shape[-1])
+            codes, scales = self.code.encode(
+                self.values, self.values.shape[-1] // self.scales.shape[-1]
+            )
             self.stored.copy_(codes)
             self.scales.copy_(scales)
         elif self.is_copy:
@@ -343,20 +391,29 @@ ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 class Trained(list[nn.Parameter]):
     """The parameters that are trained, and what a builder may need to know besides.
 
-    names: a parameter's name, where it has one. device: the one that computes. seed: of what is drawn by chance.
+    names: a parameter's name, where it has one. device: the one that computes. seed: of what is
+    drawn by chance.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], names: dict[nn.Parameter, str], device: torch.device, seed: int):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        names: dict[nn.Parameter, str],
+        device: torch.device,
+        seed: int,
+    ):
         super().__init__(parameters)
         self.names, self.device, self.seed = names, device, seed
 
 
 @dataclass(frozen=True)
 class StateChunk:
-    """A parameter's own part on this rank, in a step: with its gradient and states, their parts too.
+    """A parameter's own part on this rank, in a step: with its gradient and states, their parts
+    too.
 
-    start, whole: where the part begins in the parameter, and that one's shape. chance: seed, step and parameter's name,
-    which tell apart what is drawn by chance; None: all is rounded to the nearest.
+    start, whole: where the part begins in the parameter, and that one's shape. chance: seed, step
+    and parameter's name, which tell apart what is drawn by chance; None: all is rounded to the
+    nearest.
     """
 
     weights: Tensor
@@ -368,7 +425,9 @@ class StateChunk:
     dtype: torch.dtype  # that is computed in
 
     def take(self, rows: slice, name: str = "", code: Code | None = None) -> Numbers:
-        """Return rows of a state, or without a name of the weights, in the type that is computed in."""
+        """Return rows of a state, or without a name of the weights, in the type that is computed
+        in.
+        """
         round_to = partial(self._round_to, rows, name)
         if code is not None:
             codes = self.state[f"{name}_codes"][rows]
@@ -395,8 +454,8 @@ class StateChunk:
 class ChunkedOptimizer(Optimizer):
     """An optimizer whose step goes through a rank's part of each parameter piece by piece.
 
-    `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
-    alone is as good as one for all.
+    `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for
+    any of the parameters alone is as good as one for all.
     """
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
@@ -406,33 +465,42 @@ class ChunkedOptimizer(Optimizer):
         self.state_bits = kept_bits(cfg)
         self._codes: dict[tuple[torch.device, bool], Code] = {}  # tables, where they are asked for
         super().__init__(
-            list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
+            list(params) or [{"params": []}],
+            {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of,
         )
         for parameter in params:
             check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
         chosen = params if cfg.stochastic_rounding else ()
-        self._starts = {parameter: local_part(parameter)[1] for parameter in chosen}  # torch takes long to find them
+        self._starts = {
+            parameter: local_part(parameter)[1] for parameter in chosen
+        }  # torch takes long to find them
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The names of the states that the rule keeps of a parameter."""
         return ADAMW_STATES
 
     def add_stand_in(self, parameter: nn.Parameter, owner: nn.Parameter) -> None:
-        """Let a parameter on the device be stepped for one of ours that is on the host, under its name."""
+        """Let a parameter on the device be stepped for one of ours that is on the host, under its
+        name.
+        """
         self.names[parameter] = self.names.get(owner, "")
         if owner in self._starts:
             self._starts[parameter] = self._starts[owner]
 
     def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros for every state tensor of a parameter, by their keys; sharded as it is."""
-        found = layouts(parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights)
+        found = layouts(
+            parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
+        )
         return {key: new_tensor(parameter, layout) for key, layout in found.items()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
         for group in self.param_groups:
-            self._step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+            self._step_group(
+                group, [parameter for parameter in group["params"] if parameter.grad is not None]
+            )
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -468,8 +536,12 @@ class ChunkedOptimizer(Optimizer):
             weights.keep()
             del weights
 
-    def find_code(self, parameter: nn.Parameter, device: torch.device, *, signed: bool) -> Code | None:
-        """The code of a parameter's states, for steps on a device; None: they are floating-point numbers."""
+    def find_code(
+        self, parameter: nn.Parameter, device: torch.device, *, signed: bool
+    ) -> Code | None:
+        """The code of a parameter's states, for steps on a device; None: they are floating-point
+        numbers.
+        """
         kept = bits_of(parameter, self.state_bits)
         if kept not in BLOCKS:
             return None
@@ -487,8 +559,14 @@ class ChunkedOptimizer(Optimizer):
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
-        chance = None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
-        tensors = {name: _rows(local_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
+        chance = (
+            None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
+        )
+        tensors = {
+            name: _rows(local_of(value))
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
         gradient = parameter.grad
         assert gradient is not None
         return StateChunk(

@@ -2,7 +2,13 @@
 
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.fsdp import Unit, materialize, resolve_wrapping, shard_model
-from recipe_lib.parallel.parallelize import Parallel, all_reduce_gradients, describe_units, parallelize, split_pipeline
+from recipe_lib.parallel.parallelize import (
+    Parallel,
+    all_reduce_gradients,
+    describe_units,
+    parallelize,
+    split_pipeline,
+)
 from recipe_lib.parallel.tensor import shard_tensors
 from recipe_lib.parallel.tensor_sizes import check_tensor
 from recipe_lib.parallel.world import World, make_world, meet_ranks, start_world

@@ -1,12 +1,14 @@
-"""Whole models on every data rank (`parallel.strategy: ddp`), whose gradients are summed once a step.
+"""Whole models on every data rank (`parallel.strategy: ddp`), whose gradients are summed once a
+step.
 
-A rank holds all parameters of its stage and of its part of a tensor-parallel group, their gradients and their states;
-nothing is gathered, in forward, backward or evaluation. What is sent is one all-reduce of the trained gradients a
-step, however many micro-batches it has: with adapters a few MiB, where sharding gathers the frozen weights twice a
-micro-batch.
+A rank holds all parameters of its stage and of its part of a tensor-parallel group, their gradients
+and their states; nothing is gathered, in forward, backward or evaluation. What is sent is one
+all-reduce of the trained gradients a step, however many micro-batches it has: with adapters a few
+MiB, where sharding gathers the frozen weights twice a micro-batch.
 
-The sum comes after the last backward, not during it: a rank waits for all of it. Gradients that are small are packed
-into buckets, so that the sum takes no memory but two of these; large ones are summed where they are.
+The sum comes after the last backward, not during it: a rank waits for all of it. Gradients that are
+small are packed into buckets, so that the sum takes no memory but two of these; large ones are
+summed where they are.
 """
 
 from collections import deque
@@ -38,8 +40,9 @@ class Replicas:
 
 
 def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """Return the replicas of a model that `shard_model` leaves whole; None for one that is sharded, as by `auto` that
-    nobody has decided, or the only one."""
+    """Return the replicas of a model that `shard_model` leaves whole; None for one that is sharded,
+    as by `auto` that nobody has decided, or the only one.
+    """
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return None
     return Replicas(world.copies, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
@@ -49,9 +52,10 @@ def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) ->
 def sum_gradients_of_replicas(model: nn.Module, replicas: Replicas, world: World) -> None:
     """Sums the trained gradients of a replicated model over the data ranks, in place.
 
-    Once a step, after its last backward. The same parameters have gradients on all ranks: those without one are left
-    out. Of a parameter that a tensor-parallel group shares, the rank's part is summed over the ranks with that part.
-    Next to the gradients there are at most two buckets of BUCKET_ELEMENTS. A collective.
+    Once a step, after its last backward. The same parameters have gradients on all ranks: those
+    without one are left out. Of a parameter that a tensor-parallel group shares, the rank's part is
+    summed over the ranks with that part. Next to the gradients there are at most two buckets of
+    BUCKET_ELEMENTS. A collective.
     """
     group = world.mesh.get_group("data_replicate")
     waiting: deque[Callable[[], None]] = deque()
@@ -63,9 +67,12 @@ def sum_gradients_of_replicas(model: nn.Module, replicas: Replicas, world: World
         waiting.popleft()()
 
 
-def _start_sum(pieces: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Begin to sum flat pieces of gradients; return what lets the device's stream wait for the sum, and brings it to
-    them. They are packed where they are several, or of another type."""
+def _start_sum(
+    pieces: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Begin to sum flat pieces of gradients; return what lets the device's stream wait for the sum,
+    and brings it to them. They are packed where they are several, or of another type.
+    """
     packed = None
     sizes = [piece.numel() for piece in pieces]
     if len(pieces) > 1 or pieces[0].dtype != dtype:
@@ -85,13 +92,16 @@ def _start_sum(pieces: list[Tensor], dtype: torch.dtype, group: dist.ProcessGrou
 def _fill_buckets(
     parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
 ) -> Iterator[tuple[list[Tensor], torch.dtype]]:
-    """Yield flat pieces of gradients of one type and device, at most BUCKET_ELEMENTS together, and the type to sum them
-    in; in the order of the parameters, a large one in several."""
+    """Yield flat pieces of gradients of one type and device, at most BUCKET_ELEMENTS together, and
+    the type to sum them in; in the order of the parameters, a large one in several.
+    """
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
             continue
-        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradient = (
+            parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
         kind = (gradient.dtype, gradient.device)
         wide = dtype or gradient.dtype
         for piece in gradient.view(-1).split(BUCKET_ELEMENTS):

@@ -52,31 +52,37 @@ POLICIES = ("auto", "layers", "memory_efficient")
 class Unit:
     """Modules that are gathered and freed as one.
 
-    names: dotted module names; several only when they share a parameter. bytes: of their whole parameters, without
-    those of units inside them; of what a tensor-parallel group shares, of one rank's part (see `parameter_bytes`).
+    names: dotted module names; several only when they share a parameter. bytes: of their whole
+    parameters, without those of units inside them; of what a tensor-parallel group shares, of one
+    rank's part (see `parameter_bytes`).
     """
 
     names: tuple[str, ...]
     bytes: int
 
 
-def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str], *, whole_layers: bool = False) -> list[Unit]:
+def resolve_wrapping(
+    model: nn.Module, wrapping: str | Iterable[str], *, whole_layers: bool = False
+) -> list[Unit]:
     """The FSDP units of a model, in module order; what they leave out is in the root.
 
-    wrapping: `layers`: each element of the model's module lists. `memory_efficient`: also each module outside them that
-    owns a matrix, in a decoder the embedding and the output projection (tied ones are one unit), and the experts of a
-    layer, within the layer's. `auto`: `memory_efficient` if one of those is larger than the largest layer, or experts
-    than the rest of theirs, else `layers`. whole_layers: experts are in their layer's unit. A list: patterns over
-    module names, matched part by part (`model.layers.*` is every layer, not what is inside); one unit may hold another.
+    wrapping: `layers`: each element of the model's module lists. `memory_efficient`: also each
+    module outside them that owns a matrix, in a decoder the embedding and the output projection
+    (tied ones are one unit), and the experts of a layer, within the layer's. `auto`:
+    `memory_efficient` if one of those is larger than the largest layer, or experts than the rest of
+    theirs, else `layers`. whole_layers: experts are in their layer's unit. A list: patterns over
+    module names, matched part by part (`model.layers.*` is every layer, not what is inside); one
+    unit may hold another.
 
-    Raises ConfigError for an unknown policy, a pattern that matches nothing, or nothing that can be a unit.
+    Raises ConfigError for an unknown policy, a pattern that matches nothing, or nothing that can be
+    a unit.
     """
     if isinstance(wrapping, str):
         if wrapping not in POLICIES:
             raise ConfigError(
-                f"parallel.fsdp_wrap_policy: found {quote(wrapping)}, expected {', '.join(POLICIES)} or a list of "
-                "module-name "
-                f"patterns such as [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
+                f"parallel.fsdp_wrap_policy: found {quote(wrapping)}, expected"
+                f" {', '.join(POLICIES)} or a list of module-name patterns such as"
+                f" [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
             )
         return _units_of_policy(model, wrapping, whole_layers)
     return _make_units(model, _match_all(model, list(wrapping)))
@@ -87,7 +93,9 @@ def parameter_bytes(module: nn.Module) -> int:
 
     Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers.
     """
-    return sum(whole_elements(parameter) * parameter.element_size() for parameter in module.parameters())
+    return sum(
+        whole_elements(parameter) * parameter.element_size() for parameter in module.parameters()
+    )
 
 
 def whole_elements(parameter: Tensor) -> int:
@@ -96,16 +104,18 @@ def whole_elements(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor) or "tensor" not in names:
         return parameter.numel()
     dim = names.index("tensor")
-    return -(-parameter.numel() // (parameter.device_mesh.size(dim) if parameter.placements[dim].is_shard() else 1))
+    return -(
+        -parameter.numel()
+        // (parameter.device_mesh.size(dim) if parameter.placements[dim].is_shard() else 1)
+    )
 
 
 def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
     layers = layer_names(model)
     if not layers:
         raise ConfigError(
-            f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name its units by "
-            "patterns, "
-            f"such as [{_templates(model)[0]}]"
+            f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name"
+            f" its units by patterns, such as [{_templates(model)[0]}]"
         )
     matrices = [] if policy == "layers" else _matrices_outside(model, layers)
     experts = [] if policy == "layers" or whole_layers else _experts(model, layers)
@@ -119,8 +129,9 @@ def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[
 
 
 def _experts(model: nn.Module, layers: list[str]) -> list[str]:
-    """The experts of layers that are most of their layer. As a unit they are gathered while attention runs, and only
-    what attention needs while they run: not two layers' experts at a time."""
+    """The experts of layers that are most of their layer. As a unit they are gathered while
+    attention runs, and only what attention needs while they run: not two layers' experts at a time.
+    """
     found = []
     for name, module in model.named_modules():
         layer = next((each for each in layers if name.startswith(f"{each}.")), None)
@@ -131,7 +142,8 @@ def _experts(model: nn.Module, layers: list[str]) -> list[str]:
 
 
 def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:
-    """Names of modules outside the layers that own a parameter of two dimensions or more: embedding, output.
+    """Names of modules outside the layers that own a parameter of two dimensions or more:
+    embedding, output.
 
     What is inside of one of them, such as an adapter's matrices, is gathered with it.
     """
@@ -148,8 +160,8 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
     """Names of the modules that the patterns match, in module order."""
     if not patterns:
         raise ConfigError(
-            "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as [model.layers.*], or one of "
-            + ", ".join(POLICIES)
+            "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as"
+            " [model.layers.*], or one of " + ", ".join(POLICIES)
         )
     modules = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
     elsewhere = modules_elsewhere(model)  # of other stages of a pipeline
@@ -168,7 +180,9 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _matches_nothing(pattern: str, model: nn.Module) -> str:
-    """The fault of a pattern without a match: the nearest names, then the largest modules there are."""
+    """The fault of a pattern without a match: the nearest names, then the largest modules there
+    are.
+    """
     templates = _templates(model)
     best = nearest(pattern, templates)
     existing = ([best] if best else []) + [name for name in templates if name != best]
@@ -179,7 +193,9 @@ def _matches_nothing(pattern: str, model: nn.Module) -> str:
 
 
 def _templates(model: nn.Module) -> list[str]:
-    """Patterns that would match: names of modules that can be units, a list's elements as `*`; larger ones first."""
+    """Patterns that would match: names of modules that can be units, a list's elements as `*`;
+    larger ones first.
+    """
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         if name and _can_be_unit(module):
@@ -189,12 +205,19 @@ def _templates(model: nn.Module) -> list[str]:
 
 
 def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
-    """Units in module order. Modules that share a parameter become one, since FSDP keeps a parameter in one place."""
+    """Units in module order. Modules that share a parameter become one, since FSDP keeps a
+    parameter in one place.
+    """
     modules = dict(model.named_modules())
-    owned = {name: _own_parameters(modules[name], name, names) for name in modules if name in set(names)}
+    owned = {
+        name: _own_parameters(modules[name], name, names) for name in modules if name in set(names)
+    }
     in_units = {id(parameter) for parameters in owned.values() for parameter in parameters}
     covered = tuple(f"{name}." for name in owned)
-    for name, module in modules.items():  # a module of the root that shares a unit's parameter joins the unit
+    for (
+        name,
+        module,
+    ) in modules.items():  # a module of the root that shares a unit's parameter joins the unit
         if name and name not in owned and not name.startswith(covered):
             parameters = list(module.parameters(recurse=False))
             if any(id(parameter) in in_units for parameter in parameters):
@@ -209,7 +232,10 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
         group[0].append(name)
         group[1].update(mine)
     return [
-        Unit(tuple(members), sum(whole_elements(tensor) * tensor.element_size() for tensor in held.values()))
+        Unit(
+            tuple(members),
+            sum(whole_elements(tensor) * tensor.element_size() for tensor in held.values()),
+        )
         for members, held in groups
     ]
 
@@ -225,54 +251,81 @@ def _own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    """Return True for a module with parameters; lists and dicts of modules have no forward to gather for."""
-    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    """Return True for a module with parameters; lists and dicts of modules have no forward to
+    gather for.
+    """
+    is_container = (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
+    )
     return not is_container and next(module.parameters(), None) is not None
 
 
 # Not classes derived from them, whose backward might read what was freed: a crash.
-_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # modules whose backward reads tokens, not the weight
+_EMBEDDINGS = (
+    nn.Embedding,
+    ScaledEmbedding,
+    AdaptedEmbedding,
+)  # modules whose backward reads tokens, not the weight
 _HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gradients in forward
 
 
 def shard_model(
-    model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World, *, whole_layers: bool = False
+    model: nn.Module,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    world: World,
+    *,
+    whole_layers: bool = False,
 ) -> list[Unit]:
-    """Shards parameters over `data_shard` x `context`, copies them over `data_replicate`; returns the units it made.
+    """Shards parameters over `data_shard` x `context`, copies them over `data_replicate`; returns
+    the units it made.
 
-    Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
-    over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch. With
-    one data rank and no `memory.cpu_offload`, and with `parallel.strategy: ddp`, the model is left as it is and has no
-    units. What lies on the host by `memory.stream_layers` stays whole on each rank.
-    whole_layers: no policy takes a layer's experts as a unit of their own, since the layer is compiled, or runs its MLP
-    in tiles. Raises ConfigError for a wrapping that does not
-    fit the model, and for a whole model on the ranks of a pipeline.
+    Parameters become DTensors under the same names; they keep their dtype, frozen ones too.
+    Gradients arrive as SUMS over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided
+    by the token count of the global batch. With one data rank and no `memory.cpu_offload`, and with
+    `parallel.strategy: ddp`, the model is left as it is and has no units. What lies on the host by
+    `memory.stream_layers` stays whole on each rank. whole_layers: no policy takes a layer's experts
+    as a unit of their own, since the layer is compiled, or runs its MLP in tiles. Raises
+    ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a
+    pipeline.
     """
     if world.pipeline is not None and not modules_elsewhere(model):
         raise ConfigError(
-            f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
-            "that divides it; call parallelize(model, cfg, world), or set parallel.pipeline=1"
+            f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model"
+            " whole, expected one that divides it; call parallelize(model, cfg, world), or set"
+            " parallel.pipeline=1"
         )
     kept = set(streamed_parameters(model))
-    units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
+    units = resolve_wrapping(
+        model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept)
+    )
     units = [_without(unit, model, kept) for unit in units]
     units = [unit for unit in units if unit.bytes] if kept else units
     if parallel.strategy == "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return []
-    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
+        if memory.cpu_offload
+        else OffloadPolicy()
+    )
     replicated = world.mesh["data_replicate"].size() > 1
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
     if parallel.accumulate_grad_in_fp32 and reduces_once(parallel):
         reduce_dtype = torch.float32  # what FSDP adds up in, too
     options: dict[str, Any] = {
-        "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],
+        "mesh": (
+            world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"]
+        ),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         "offload_policy": offload,
     } | ({"ignored_params": kept} if kept else {})
     modules = dict(model.named_modules())
     embeddings = [module for module in modules.values() if type(module) in _EMBEDDINGS]
     retie: list[Callable[[], None]] = []
-    for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):  # innermost first
+    for unit in sorted(
+        units, key=lambda unit: -max(name.count(".") for name in unit.names)
+    ):  # innermost first
         members = [modules[name] for name in unit.names]
         if _is_tied_pair(members):
             retie.append(_shard_tied_pair(members, parallel.reshard_after_forward, options))
@@ -281,17 +334,23 @@ def shard_model(
         else:
             _shard_module(members[0], parallel.reshard_after_forward, options)
     fully_shard(model, **options)
-    if isinstance(model, Decoder) and not any(parameter.requires_grad for parameter in model.parameters()):
+    if isinstance(model, Decoder) and not any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):
         register_fsdp_forward_method(model, "hidden_states")
     model.register_forward_hook(_free_after_evaluation)
-    if world.pipeline is not None or not any(parameter.requires_grad for parameter in model.parameters()):
+    if world.pipeline is not None or not any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):
         model.register_forward_hook(_forget_order)
     for tie in retie:
         tie()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum: what every backend has, and exact
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # a plain sum: what every backend has, and exact
     for module in embeddings:
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
@@ -300,27 +359,40 @@ def shard_model(
 
 def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
     """A unit whose bytes are without those of parameters that FSDP leaves alone."""
-    inside = {id(each) for name in unit.names for each in model.get_submodule(name).parameters()} if kept else set()
-    return replace(unit, bytes=unit.bytes - sum(local_part(each)[0].nbytes for each in kept if id(each) in inside))
+    inside = (
+        {id(each) for name in unit.names for each in model.get_submodule(name).parameters()}
+        if kept
+        else set()
+    )
+    return replace(
+        unit,
+        bytes=unit.bytes - sum(local_part(each)[0].nbytes for each in kept if id(each) in inside),
+    )
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters on the host.
+    """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters
+    on the host.
 
-    Tied parameters stay tied. Buffers of an external model get the values that its class gave them, those of modules
-    that a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values
-    would differ from rank to rank.
+    Tied parameters stay tied. Buffers of an external model get the values that its class gave them,
+    those of modules that a recipe made off the meta device keep theirs. Raises SetupError for such
+    a module's parameters, whose values would differ from rank to rank.
     """
     extras = extra_tensors(model)
     for name, parameter in model.named_parameters():
         if name in extras and parameter.device.type != "meta":
             raise SetupError(
-                f"{name}: found values on {parameter.device.type} before load_weights, expected none; make the module "
-                "on the meta device (with torch.device('meta')), and give it its values in reset_parameters"
+                f"{name}: found values on {parameter.device.type} before load_weights, expected"
+                " none; make the module on the meta device (with torch.device('meta')), and give"
+                " it its values in reset_parameters"
             )
     if isinstance(model, LanguageModel):
         own = {name: buffer for name, buffer in model.named_buffers() if name in extras}
-        computed = {name: buffer.detach().clone() for name, buffer in own.items() if buffer.device.type != "meta"}
+        computed = {
+            name: buffer.detach().clone()
+            for name, buffer in own.items()
+            if buffer.device.type != "meta"
+        }
         model.computed_buffers = {**model.computed_buffers, **computed}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
     hosted = {id(parameter) for parameter in streamed_parameters(model)}
@@ -335,7 +407,9 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
-    """Makes one module a unit; the embedding and the output projection get what their size deserves."""
+    """Makes one module a unit; the embedding and the output projection get what their size
+    deserves.
+    """
     is_head = type(module) in _HEADS
     is_embedding = type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
@@ -346,27 +420,33 @@ def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """For a sum of losses the head makes its gradients in its forward, and its weight is not gathered for backward.
+    """For a sum of losses the head makes its gradients in its forward, and its weight is not
+    gathered for backward.
 
-    It is for logits, for the log-probabilities of single tokens, and for a head_loss that is not ours.
+    It is for logits, for the log-probabilities of single tokens, and for a head_loss that is not
+    ours.
     """
     made = kwargs.get("labels") is not None and makes_gradients_in_forward(kwargs.get("head_loss"))
     unit.set_unshard_in_backward(not made)
 
 
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
-    """Gathers before FSDP would, on the stream that computes, where the gather's buffer is free when it returns.
+    """Gathers before FSDP would, on the stream that computes, where the gather's buffer is free
+    when it returns.
 
-    FSDP gathers on a separate stream and keeps the buffer until the next unit has gathered: for the output
-    projection that is a third tensor of the size of its weight next to the weight and its gradient.
+    FSDP gathers on a separate stream and keeps the buffer until the next unit has gathered: for the
+    output projection that is a third tensor of the size of its weight next to the weight and its
+    gradient.
     """
     module.unshard()
 
 
 def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Without gradients no backward comes that would free what is gathered still, the root's parameters at least.
+    """Without gradients no backward comes that would free what is gathered still, the root's
+    parameters at least.
 
-    Not within a step that keeps weights gathered, whose last backward frees them."""
+    Not within a step that keeps weights gathered, whose last backward frees them.
+    """
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule) and not is_kept(module):
@@ -375,9 +455,10 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 
 @contextmanager
 def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
-    """What a model's `hidden_states`, or its output head by itself, is called inside of, without gradients: all that
-    was gathered is freed at its end, as it is after a forward. head: where the head's weight is in the root's unit, it
-    is gathered first."""
+    """What a model's `hidden_states`, or its output head by itself, is called inside of, without
+    gradients: all that was gathered is freed at its end, as it is after a forward. head: where the
+    head's weight is in the root's unit, it is gathered first.
+    """
     root = model if isinstance(model, FSDPModule) else None
     if root is not None and head:
         output = model.lm_head
@@ -394,12 +475,13 @@ def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
 
 
 def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """FSDP notes every unit that runs, and in its backward gathers the one that ran before ahead of time.
+    """FSDP notes every unit that runs, and in its backward gathers the one that ran before ahead of
+    time.
 
-    In a frozen model, such as a reference that another one is compared with, no backward comes that takes the notes
-    off, and they would grow with every forward. In a pipeline the one that ran before may be another stage's, whose
-    backward is not next: it would be gathered for nothing, and its memory freed (FSDP's `finalize_backward`) while
-    the gather may still write it.
+    In a frozen model, such as a reference that another one is compared with, no backward comes that
+    takes the notes off, and they would grow with every forward. In a pipeline the one that ran
+    before may be another stage's, whose backward is not next: it would be gathered for nothing, and
+    its memory freed (FSDP's `finalize_backward`) while the gather may still write it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -414,22 +496,27 @@ def _is_tied_pair(members: list[nn.Module]) -> bool:
     if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
         return False
     named = [pair for member in members for pair in member.named_parameters()]
-    return {id(parameter) for name, parameter in named if not is_adapter(name)} == {id(members[0].weight)}
+    return {id(parameter) for name, parameter in named if not is_adapter(name)} == {
+        id(members[0].weight)
+    }
 
 
 def _shard_tied_pair(
     members: list[nn.Module], reshard_after_forward: bool, options: dict[str, Any]
 ) -> Callable[[], None]:
-    """Makes the shared matrix a unit that runs twice a forward: as the embedding, and as the output projection.
+    """Makes the shared matrix a unit that runs twice a forward: as the embedding, and as the output
+    projection.
 
-    FSDP's own way, one unit of both modules, keeps the matrix gathered from the embedding to the head, from the head
-    to the end of backward, and its gradient whole meanwhile: no better than the root. Gemma 3 27B in bf16: 2.6 GiB
-    each. Here the head's forward is a second forward method of the embedding's unit, so the matrix is gathered for
-    each use and freed in between; and the head's gradient is handed over when it is made, so that it is reduced at
-    once, where autograd would hold it until the embedding's gradient is there. It costs one gather and one reduction
-    of the matrix more. An adapter of the embedding is in its unit, one of the head in the root.
+    FSDP's own way, one unit of both modules, keeps the matrix gathered from the embedding to the
+    head, from the head to the end of backward, and its gradient whole meanwhile: no better than the
+    root. Gemma 3 27B in bf16: 2.6 GiB each. Here the head's forward is a second forward method of
+    the embedding's unit, so the matrix is gathered for each use and freed in between; and the
+    head's gradient is handed over when it is made, so that it is reduced at once, where autograd
+    would hold it until the embedding's gradient is there. It costs one gather and one reduction of
+    the matrix more. An adapter of the embedding is in its unit, one of the head in the root.
 
-    Returns what makes the head's parameter the embedding's sharded one again, to be called when the root is sharded.
+    Returns what makes the head's parameter the embedding's sharded one again, to be called when the
+    root is sharded.
     """
     embedding: Any = members[0]
     head: Any = members[1]
@@ -467,7 +554,9 @@ def _shard_tied_pair(
 
 
 def _hand_over(weight: Any, gathered: Any) -> None:
-    """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of the head."""
+    """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of
+    the head.
+    """
     if gathered.grad is not None:
         gathered.grad.add_(weight.grad)  # in place, as autograd adds: it is as large as the matrix
     else:

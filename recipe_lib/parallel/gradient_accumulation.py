@@ -1,11 +1,13 @@
-"""How the gradients of a step's micro-batches are added up: when FSDP reduces them, and in which precision.
+"""How the gradients of a step's micro-batches are added up: when FSDP reduces them, and in which
+precision.
 
-FSDP2 reduces a unit's gradients in each backward, so that a rank never has more than one unit's whole: the least
-memory, and one reduction and two gathers of every unit for each micro-batch. `parallel.reduce_gradients: step` keeps
-the sums of the micro-batches whole on a rank, and reduces them with the last one. With
-`parallel.reshard_after_forward: false` beside it weights stay gathered meanwhile too, from the first micro-batch's
-forward to the last one's backward: weights and gradients whole, states sharded, which is ZeRO-1 (arXiv 1910.02054) and
-Megatron's distributed optimizer.
+FSDP2 reduces a unit's gradients in each backward, so that a rank never has more than one unit's
+whole: the least memory, and one reduction and two gathers of every unit for each micro-batch.
+`parallel.reduce_gradients: step` keeps the sums of the micro-batches whole on a rank, and reduces
+them with the last one. With `parallel.reshard_after_forward: false` beside it weights stay gathered
+meanwhile too, from the first micro-batch's forward to the last one's backward: weights and
+gradients whole, states sharded, which is ZeRO-1 (arXiv 1910.02054) and Megatron's distributed
+optimizer.
 
 Gradients that are sent to the host are added up there (`offloaded_gradients`).
 """
@@ -37,37 +39,52 @@ def once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
     """The collectives among data ranks that a step has once, however many micro-batches it has."""
     if not reduces_once(parallel):
         return ()
-    return ("reduce_scatter", "all_reduce", *(() if parallel.reshard_after_forward else ("all_gather",)))
+    return (
+        "reduce_scatter",
+        "all_reduce",
+        *(() if parallel.reshard_after_forward else ("all_gather",)),
+    )
 
 
 class GradientAccumulation:
-    """What happens to a model's gradients before and after the backward of each micro-batch of a step.
+    """What happens to a model's gradients before and after the backward of each micro-batch of a
+    step.
 
-    Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A pipeline calls `begin`
-    once, `add` after each action that makes gradients, and reduces its stages itself. `finish` ends both.
+    Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A
+    pipeline calls `begin` once, `add` after each action that makes gradients, and reduces its
+    stages itself. `finish` ends both.
 
-    once: FSDP reduces gradients once a step. keeps_weights: they stay gathered as long. sums: so far, in fp32 or on
-    the host.
+    once: FSDP reduces gradients once a step. keeps_weights: they stay gathered as long. sums: so
+    far, in fp32 or on the host.
     """
 
-    def __init__(self, model: nn.Module, parallel: ParallelConfig, device: torch.device | None = None) -> None:
-        """model: sharded by FSDP, or whole on every rank that has it. device: that computes gradients which FSDP sends
-        to the host; None where they stay on it, and where each is stepped in backward."""
+    def __init__(
+        self, model: nn.Module, parallel: ParallelConfig, device: torch.device | None = None
+    ) -> None:
+        """model: sharded by FSDP, or whole on every rank that has it. device: that computes
+        gradients which FSDP sends to the host; None where they stay on it, and where each is
+        stepped in backward.
+        """
         sharded = isinstance(model, FSDPModule)
         self.once = sharded and reduces_once(parallel)
         self.keeps_weights = self.once and not parallel.reshard_after_forward
         self._model: Any = model
-        self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once  # else FSDP sums them, in reduce_dtype
+        self._in_fp32 = (
+            parallel.accumulate_grad_in_fp32 and not self.once
+        )  # else FSDP sums them, in reduce_dtype
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._done = False
         self._offloaded: OffloadedGradients | None = None
         if sharded and device is not None:
             waits_at_end = parallel.pipeline == 1
-            self._offloaded = OffloadedGradients(model, device, self.sums, self._move, waits_at_end=waits_at_end)
+            self._offloaded = OffloadedGradients(
+                model, device, self.sums, self._move, waits_at_end=waits_at_end
+            )
 
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins. Unless it is the last of the step, gradients stay whole from here on where they are
-        reduced once, and so do weights that are kept."""
+        """A micro-batch begins. Unless it is the last of the step, gradients stay whole from here
+        on where they are reduced once, and so do weights that are kept.
+        """
         if self.once:
             self._model.set_requires_gradient_sync(is_last)
         if self.keeps_weights:
@@ -77,15 +94,18 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Gradients that backward has made are moved to the sums, if there are sums in fp32 or on the host."""
+        """Gradients that backward has made are moved to the sums, if there are sums in fp32 or on
+        the host.
+        """
         if self._offloaded is not None:
             self._offloaded.wait()
         if not self.once and (self._in_fp32 or self._offloaded is not None):
             self._move(self._model.parameters())
 
     def send(self, numbers: Tensor) -> Tensor:
-        """Numbers of the device for the log, on their way to the host if gradients are: the next `add` waits for both.
-        As they are if not."""
+        """Numbers of the device for the log, on their way to the host if gradients are: the next
+        `add` waits for both. As they are if not.
+        """
         return numbers if self._offloaded is None else self._offloaded.send(numbers)
 
     @torch.no_grad()
@@ -93,7 +113,9 @@ class GradientAccumulation:
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradient = (
+                parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            )
             parameter.grad = None
             if parameter in self.sums:
                 self.sums[parameter].add_(gradient)
@@ -103,21 +125,25 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward: sums become the parameters' gradients, rounded once to their type."""
+        """After the last backward: sums become the parameters' gradients, rounded once to their
+        type.
+        """
         self._done = True
         while self.sums:
             parameter, total = self.sums.popitem()
             parameter.grad = with_local(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:
-        """ConfigError if a recipe has gone backward by itself, so that nothing of this was done; once a step."""
+        """ConfigError if a recipe has gone backward by itself, so that nothing of this was done;
+        once a step.
+        """
         if not self._done and (self.once or self._in_fp32):
             key = "reduce_gradients" if self.once else "accumulate_grad_in_fp32"
             found = "step" if self.once else "true"
             raise ConfigError(
-                f"parallel.{key}: found {found} for a recipe that calls backward itself, expected one that calls "
-                "training.sum_gradients or training.backward_each, which say which micro-batch is the last; call one "
-                f"of them, or remove parallel.{key}"
+                f"parallel.{key}: found {found} for a recipe that calls backward itself, expected"
+                " one that calls training.sum_gradients or training.backward_each, which say which"
+                f" micro-batch is the last; call one of them, or remove parallel.{key}"
             )
         self._done = False
 
@@ -154,8 +180,9 @@ class OffloadedGradients:
         *,
         waits_at_end: bool,
     ) -> None:
-        """device: that computes them. sums: so far. add: adds gradients of parameters to them. waits_at_end: not FSDP's
-        root but `wait` ends a backward, between `begin` and itself."""
+        """device: that computes them. sums: so far. add: adds gradients of parameters to them.
+        waits_at_end: not FSDP's root but `wait` ends a backward, between `begin` and itself.
+        """
         self._model: Any = model
         self._device, self._sums, self._add, self._waits_at_end = device, sums, add, waits_at_end
         self._previous: Any = None
@@ -188,7 +215,9 @@ class OffloadedGradients:
         self._previous = None
 
     def _following(self, group: Any) -> Callable[..., None]:
-        """A unit's reduction, after which the gradients of the unit before it are added up, if they have sums."""
+        """A unit's reduction, after which the gradients of the unit before it are added up, if they
+        have sums.
+        """
         reduce = group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -234,7 +263,8 @@ def entries_of(unit: FSDPModule) -> list[Any]:
 def reduce_kept_gradients(unit: FSDPModule) -> None:
     """Reduce the gradients that a unit has, or add them to its sums where it is to wait."""
     for entry in entries_of(unit):
-        # Newer torch has autograd add them up in the reduction's type, and reduces gradients of several types at once.
+        # Newer torch has autograd add them up in the reduction's type, and reduces gradients of
+        # several types at once.
         if hasattr(entry, "accumulate_unsharded_grad_if_needed"):
             entry.accumulate_unsharded_grad_if_needed()
             if hasattr(entry, "_unsharded_param"):
@@ -246,7 +276,8 @@ def end_backward(root: FSDPModule) -> None:
     """Do what FSDP's root does at the end of backward, after a backward that has ended before."""
     state = root._get_fsdp_state()
     context = state._state_ctx
-    # Newer torch notes when backward begins whether its caller ends it, and forgets that at the end.
+    # Newer torch notes when backward begins whether its caller ends it, and forgets that at the
+    # end.
     if getattr(context, "manual_backward_finalization_active", False) is None:
         context.manual_backward_finalization_active = context.manual_backward_finalization
     state._root_post_backward_final_callback()
@@ -260,28 +291,36 @@ def end_backward(root: FSDPModule) -> None:
 
 
 class DeferredReduction:
-    """The FSDP units of a rank's stages, and those of them whose weights' gradients are deferred; without FSDP none.
+    """The FSDP units of a rank's stages, and those of them whose weights' gradients are deferred;
+    without FSDP none.
 
     is_last: whether the action that runs is one of those that `begin` has returned.
 
-    Private parts of torch's FSDP2 are used here: a unit's reduction, and what its root does at the end of backward.
+    Private parts of torch's FSDP2 are used here: a unit's reduction, and what its root does at the
+    end of backward.
     """
 
     def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
-        """model: sharded, or not. accumulation: whether units reduce once a step; None: with each micro-batch."""
+        """model: sharded, or not. accumulation: whether units reduce once a step; None: with each
+        micro-batch.
+        """
         self._root: Any = model if isinstance(model, FSDPModule) else None
         self._once = accumulation if accumulation is not None and accumulation.once else None
         self.is_last = False
         units = _units_in([model])
         self._units = []
         for unit in units:
-            linears = [one for one in entries_of(unit) if isinstance(one._module_info.module, nn.Linear)]
+            linears = [
+                one for one in entries_of(unit) if isinstance(one._module_info.module, nn.Linear)
+            ]
             if any(one.sharded_param.requires_grad for one in linears):
                 self._units.append(unit)
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
-        """Inside, these units keep the gradients that backward makes whole, to be reduced with those to come."""
+        """Inside, these units keep the gradients that backward makes whole, to be reduced with
+        those to come.
+        """
         if self._once is not None:  # they do anyway
             yield
             return
@@ -294,7 +333,9 @@ class DeferredReduction:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def add(self, later: list[DeferredGradients]) -> None:
-        """Computes the gradients, last layer first, and reduces those of a unit before the next one's are made."""
+        """Computes the gradients, last layer first, and reduces those of a unit before the next
+        one's are made.
+        """
         units = self._places() if self._root is not None else {}
         current: FSDPModule | None = None
         later.reverse()
@@ -311,18 +352,24 @@ class DeferredReduction:
             end_backward(self._root)
 
     def begin(self, actions: Sequence[Action]) -> set[int]:
-        """Before a step's actions. Where gradients are reduced once a step none is from here on, and the places of the
-        actions that do are returned: of each stage the last one."""
+        """Before a step's actions. Where gradients are reduced once a step none is from here on,
+        and the places of the actions that do are returned: of each stage the last one.
+        """
         if self._once is None:
             return set()
         self._once.begin(is_last=False)
-        return set({one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS}.values())
+        return set(
+            {
+                one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS
+            }.values()
+        )
 
     def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
-        """In an action that is the last of its stage: what follows is the last backward of these modules, whose units
-        reduce their sums in it, and free their weights.
+        """In an action that is the last of its stage: what follows is the last backward of these
+        modules, whose units reduce their sums in it, and free their weights.
 
-        Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any unit has.
+        Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any
+        unit has.
         """
         if self.is_last:
             for unit in _units_in(modules):
@@ -330,7 +377,9 @@ class DeferredReduction:
                 unit.set_reshard_after_backward(True, recurse=False)
 
     def end(self) -> None:
-        """After a step's actions: reduces what no stage has, what is in the root and what several stages share."""
+        """After a step's actions: reduces what no stage has, what is in the root and what several
+        stages share.
+        """
         if self._once is not None:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
@@ -339,7 +388,11 @@ class DeferredReduction:
     def _places(self) -> dict[int, FSDPModule]:
         """The unit of each whole parameter, by its id."""
         entries = [(unit, entry) for unit in self._units for entry in entries_of(unit)]
-        return {id(entry._unsharded_param): unit for unit, entry in entries if hasattr(entry, "_unsharded_param")}
+        return {
+            id(entry._unsharded_param): unit
+            for unit, entry in entries
+            if hasattr(entry, "_unsharded_param")
+        }
 
 
 def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:

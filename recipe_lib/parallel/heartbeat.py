@@ -1,15 +1,18 @@
-"""Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or hangs.
+"""Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or
+hangs.
 
-A rank spends much of its time waiting for others, where nothing of Python's runs. So each has two threads. One talks
-with the store by which the ranks have met, over a separate connection: it says twice a second that this rank lives
-and what its main thread is at, and sees whether another rank has failed. The other one looks where the main thread is,
-without a call to the device. If that has not moved for `parallel.heartbeat_timeout_seconds`, it looks for the rank that
-is waited for, and ends the run. A rank that moves itself never ends a run. A process ends by os._exit: a kernel or a
+A rank spends much of its time waiting for others, where nothing of Python's runs. So each has two
+threads. One talks with the store by which the ranks have met, over a separate connection: it says
+twice a second that this rank lives and what its main thread is at, and sees whether another rank
+has failed. The other one looks where the main thread is, without a call to the device. If that has
+not moved for `parallel.heartbeat_timeout_seconds`, it looks for the rank that is waited for, and
+ends the run. A rank that moves itself never ends a run. A process ends by os._exit: a kernel or a
 collective that is stuck cannot hold it up.
 
-A rank that waits in a collective has entered more collectives of some group than the rank it waits for, and one that
-waits for an exchange with a neighbor of its pipeline has entered more of these. So the rank that holds up the others is
-behind in one and ahead in none, whatever it is doing itself: sleeping, an endless loop, a call that does not return.
+A rank that waits in a collective has entered more collectives of some group than the rank it waits
+for, and one that waits for an exchange with a neighbor of its pipeline has entered more of these.
+So the rank that holds up the others is behind in one and ahead in none, whatever it is doing
+itself: sleeping, an endless loop, a call that does not return.
 """
 
 import json
@@ -32,38 +35,60 @@ import torch.distributed as dist
 
 from recipe_lib import errors
 from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserError
-from recipe_lib.parallel.thread_stacks import StackLine, describe_place, is_compiling, stack_of, this_thread
+from recipe_lib.parallel.thread_stacks import (
+    StackLine,
+    describe_place,
+    is_compiling,
+    stack_of,
+    this_thread,
+)
 from recipe_lib.redaction import redact
 from recipe_lib.report.phases import Phase
 from recipe_lib.report.phases import phase as show_phase
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
 STEP_SECONDS = 1.0  # a training step
-# Most, of any phase, for a rank without a beat that is not known to be stopped: a library that holds the interpreter's
-# lock, as while it opens a large file or the first use of a GPU, lets no thread beat. And of a step for all ranks.
+# Most, of any phase, for a rank without a beat that is not known to be stopped: a library that
+# holds the interpreter's lock, as while it opens a large file or the first use of a GPU, lets no
+# thread beat. And of a step for all ranks.
 SILENT_TIMEOUTS = 5.0
 FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
-# Loading, quantizing, compiling, validation, saving, export: for ever while it moves, this long where it does not.
+# Loading, quantizing, compiling, validation, saving, export: for ever while it moves, this long
+# where it does not.
 LONG_SECONDS = 30.0
 
 BEAT_SECONDS = 0.5  # seconds between two beats
 OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have been stopped itself
-FAILURE_GRACE_SECONDS = 2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
-REPORT_SECONDS = 2.0  # seconds that the others wait while it writes that: a launcher ends all when the first one ends
+FAILURE_GRACE_SECONDS = (
+    2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
+)
+# Seconds that the others wait while it writes that: a launcher ends all when the first one ends
+REPORT_SECONDS = 2.0
 SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
-PRINTING_SECONDS = 0.5  # seconds that a rank which says nothing waits for the one that does, on its machine
+PRINTING_SECONDS = (
+    0.5  # seconds that a rank which says nothing waits for the one that does, on its machine
+)
 LINE_SECONDS = 2.0  # seconds that the last line may take to be written
-PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
+PEER_LOST_SECONDS = (
+    3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
+)
 
 _heartbeat_numbers = count(1)  # of this process; all ranks make them alike
-_RUN = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # variables that the ranks of a run on one machine share
+_RUN = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)  # variables that the ranks of a run on one machine share
 _GONE = re.compile(
-    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out waiting"
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out"
+    r" waiting"
 )
 
 
 class PeerFailedError(RuntimeError):
-    """Raised by a rank that is well because another one has failed by a defect, which tells it itself."""
+    """Raised by a rank that is well because another one has failed by a defect, which tells it
+    itself.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,8 +98,12 @@ class Beat:
     at: str = "starting"  # `step 12, at recipe.py:120 (train_step)`
     patience: float = LONG_SECONDS  # how many timeouts that may take
     still: float = 0.0  # seconds for which its main thread has been at one and the same place
-    quiet: float = 0.0  # seconds for which it has entered no collective, no exchange and no new phase
-    entered: dict[str, int] = field(default_factory=dict)  # collectives by group, exchanges by pair of ranks
+    quiet: float = (
+        0.0  # seconds for which it has entered no collective, no exchange and no new phase
+    )
+    entered: dict[str, int] = field(
+        default_factory=dict
+    )  # collectives by group, exchanges by pair of ranks
     node: str = ""  # its machine; "": it has not met the others
     left: bool = False  # it has ended in order, or knows why the run ends
     unheard: float = 0.0  # seconds since it was last heard of
@@ -86,15 +115,20 @@ class Failure:
 
     rank: int  # that tells it
     lines: list[str]
-    nodes: list[str] = field(default_factory=list)  # machines on which it is reported without these lines
+    nodes: list[str] = field(
+        default_factory=list
+    )  # machines on which it is reported without these lines
     code: int = PEER_FAILED  # of all processes
 
 
-def find_silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()) -> list[int]:
+def find_silent(
+    beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()
+) -> list[int]:
     """Return the ranks that have not been heard of for too long.
 
-    stopped: those known to be, which have one timeout whatever they are at. Others may be on a machine that cannot be
-    reached, or busy in a call that lets no thread beat; one that has not met the others may still import.
+    stopped: those known to be, which have one timeout whatever they are at. Others may be on a
+    machine that cannot be reached, or busy in a call that lets no thread beat; one that has not met
+    the others may still import.
     """
     silent = []
     for rank, beat in beats.items():
@@ -105,7 +139,8 @@ def find_silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[i
 
 
 def find_behind(beats: Mapping[int, Beat]) -> list[int]:
-    """Return those that have entered fewer collectives or exchanges of some group than another rank, and of none more.
+    """Return those that have entered fewer collectives or exchanges of some group than another
+    rank, and of none more.
 
     Behind even those that are behind in another group only because they wait for one of these.
     """
@@ -119,20 +154,26 @@ def find_behind(beats: Mapping[int, Beat]) -> list[int]:
 
 
 def is_overdue(beat: Beat, timeout: float) -> bool:
-    """Return True for a rank that others wait for and that has had its time: of a step by what it has entered, of what
-    may take long by whether it moves at all."""
+    """Return True for a rank that others wait for and that has had its time: of a step by what it
+    has entered, of what may take long by whether it moves at all.
+    """
     seconds = beat.quiet if beat.patience <= FIRST_STEP_SECONDS else beat.still
     return seconds >= timeout * beat.patience
 
 
 def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
-    """Return True if no rank has moved for so long that none will. The work that ranks have queued on GPUs has
-    longer."""
-    return all(beat.still >= timeout * max(beat.patience, SILENT_TIMEOUTS) for beat in beats.values())
+    """Return True if no rank has moved for so long that none will. The work that ranks have queued
+    on GPUs has longer.
+    """
+    return all(
+        beat.still >= timeout * max(beat.patience, SILENT_TIMEOUTS) for beat in beats.values()
+    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3 is`, `ranks 0, 2 are`, of more than eight `ranks 0, 1, 2, 3, 4, 5, 6, 7, ... are`."""
+    """Return `rank 3 is`, `ranks 0, 2 are`, of more than eight `ranks 0, 1, 2, 3, 4, 5, 6, 7, ...
+    are`.
+    """
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
     return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} are"
@@ -144,12 +185,16 @@ class Heartbeat:
     with Heartbeat(store, rank, size, 60.0) as heartbeat:
         heartbeat.enter("step 1", STEP_SECONDS)
 
-    What is raised inside the block ends the other ranks too. Of one rank, or without a store, nothing runs, and nothing
-    is watched.
+    What is raised inside the block ends the other ranks too. Of one rank, or without a store,
+    nothing runs, and nothing is watched.
     """
 
-    def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0) -> None:
-        """store: where the ranks have met. timeout: seconds, see `parallel.heartbeat_timeout_seconds`."""
+    def __init__(
+        self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0
+    ) -> None:
+        """store: where the ranks have met. timeout: seconds, see
+        `parallel.heartbeat_timeout_seconds`.
+        """
         self.is_ending = False  # an exception is on its way out
         self.action = ""  # of a pipeline's schedule, that this rank is at
         self._store: dist.Store | None = None  # a separate connection
@@ -184,7 +229,9 @@ class Heartbeat:
                 self._threads[-1].start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if self._store is None:
             return
         self._left = error is None or isinstance(error, StoppedAndSaved)
@@ -209,14 +256,18 @@ class Heartbeat:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Note what the main thread comes to, and show it on the terminal, see `report.phases.phase`."""
+        """Note what the main thread comes to, and show it on the terminal, see
+        `report.phases.phase`.
+        """
         self.enter(name)
         with show_phase(name) as going:
             yield going
 
     @contextmanager
     def exchange(self, other: int) -> Iterator[None]:
-        """Count what begins inside as one exchange with another rank, and as no collective of a group."""
+        """Count what begins inside as one exchange with another rank, and as no collective of a
+        group.
+        """
         before = Counter(count_collectives())
         yield
         self._not_collective.update(Counter(count_collectives()) - before)
@@ -224,11 +275,12 @@ class Heartbeat:
 
     @contextmanager
     def limit_connecting(self, *, is_made: bool) -> Iterator[None]:
-        """End this process with a line where the block, which connects to the store, takes too long.
+        """End this process with a line where the block, which connects to the store, takes too
+        long.
 
-        torch waits half an hour for a store that is not there, and for ever for one that takes a connection and is
-        silent. is_made: it is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still
-        import.
+        torch waits half an hour for a store that is not there, and for ever for one that takes a
+        connection and is silent. is_made: it is older than this rank, and has one timeout.
+        Otherwise rank 0 makes it, and may still import.
         """
         seconds = self._timeout * (STEP_SECONDS if is_made else LONG_SECONDS)
         self.enter("connecting to the store")
@@ -240,13 +292,16 @@ class Heartbeat:
         finally:
             timer.cancel()
 
-    # What the main thread is at, seen from a thread that judges and makes no call that may not return.
+    # What the main thread is at, seen from a thread that judges and makes no call that may not
+    # return.
 
     def _look(self) -> None:
         looked = time.monotonic()
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if now - looked > BEAT_SECONDS + OWN_STALL_SECONDS:  # stopped itself: what it knows of the others is old
+            if (
+                now - looked > BEAT_SECONDS + OWN_STALL_SECONDS
+            ):  # stopped itself: what it knows of the others is old
                 self._moved = self._advanced = self._answered = now
                 self._seen.clear()
             looked = now
@@ -288,26 +343,47 @@ class Heartbeat:
     def _find_verdict(self, now: float) -> Failure | None:
         """Return whom this rank waits for in vain, if there is one: of itself others tell."""
         known, timeout = self._read_others(now), self._timeout
-        if now - self._answered >= timeout:  # in whatever phase: no thread of Python has to run for it to answer
+        if (
+            now - self._answered >= timeout
+        ):  # in whatever phase: no thread of Python has to run for it to answer
             return self._blame_store(now - self._answered)
-        stopped = find_stopped_ranks() if any(beat.unheard >= timeout for beat in known.values()) else set()
+        stopped = (
+            find_stopped_ranks()
+            if any(beat.unheard >= timeout for beat in known.values())
+            else set()
+        )
         silent = find_silent(known, timeout, stopped)
         if silent:
             how = "stopped" if stopped.issuperset(silent) else "stopped or unreachable"
-            return self._blame(f"{name_ranks(silent)} {how} for {max(known[rank].unheard for rank in silent):.0f} s")
+            return self._blame(
+                f"{name_ranks(silent)} {how} for"
+                f" {max(known[rank].unheard for rank in silent):.0f} s"
+            )
         behind = find_behind(known)
-        if behind and self._rank not in behind and all(is_overdue(known[rank], timeout) for rank in behind):
+        if (
+            behind
+            and self._rank not in behind
+            and all(is_overdue(known[rank], timeout) for rank in behind)
+        ):
             first = {rank: known[rank] for rank in behind[:4]}
-            lines = [f"rank {rank} has made no progress for {it.quiet:.0f} s in {it.at}" for rank, it in first.items()]
+            lines = [
+                f"rank {rank} has made no progress for {it.quiet:.0f} s in {it.at}"
+                for rank, it in first.items()
+            ]
             return self._blame("; ".join(lines))
         if known and all_stand(known, timeout):
-            return self._blame(f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s")
+            return self._blame(
+                f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s"
+            )
         return None
 
     def _blame(self, text: str) -> Failure:
         """Return a failure of this line, with what this rank is at, and what to do."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
-        return Failure(self._rank, [f"{text}; {self._describe_own_wait()}; set {key} higher if the run is only slow"])
+        return Failure(
+            self._rank,
+            [f"{text}; {self._describe_own_wait()}; set {key} higher if the run is only slow"],
+        )
 
     def _blame_store(self, seconds: float) -> Failure:
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -340,7 +416,9 @@ class Heartbeat:
         assert store is not None
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._make_beat())))
         if self._own_failure is not None:
-            store.compare_set("failed", "", json.dumps(asdict(self._own_failure)))  # unless another one was first
+            store.compare_set(
+                "failed", "", json.dumps(asdict(self._own_failure))
+            )  # unless another one was first
         resting = time.monotonic() - self._moved
         is_ending = self.is_ending or self._left or self._own_failure is not None
         if is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4):
@@ -351,15 +429,21 @@ class Heartbeat:
                     self._seen[rank] = beat, time.monotonic()
         else:
             self._seen.clear()  # it would be old when it is wanted again
-        # After the beats: a rank whose beat says that it has left because of a failure has told this before.
+        # After the beats: a rank whose beat says that it has left because of a failure has told
+        # this before.
         if self._failure is None and store.check(["failed"]):
             self._failure = Failure(**json.loads(store.get("failed")))
         beats = [beat for beat, _ in list(self._seen.values())]
         self._has_parted = len(beats) == self._size and all(beat.left for beat in beats)
 
     def _read_others(self, now: float) -> dict[int, Beat]:
-        """Return what is known of the ranks, this one too, without those that have left in order."""
-        seen = {rank: replace(beat, unheard=now - since) for rank, (beat, since) in list(self._seen.items())}
+        """Return what is known of the ranks, this one too, without those that have left in
+        order.
+        """
+        seen = {
+            rank: replace(beat, unheard=now - since)
+            for rank, (beat, since) in list(self._seen.items())
+        }
         if seen:
             seen[self._rank] = self._make_beat()
         return {rank: beat for rank, beat in seen.items() if not beat.left}
@@ -367,7 +451,9 @@ class Heartbeat:
     # How it ends.
 
     def _fail(self, error: Exception) -> None:
-        """In the main thread: this rank has failed. If another one is the cause the process ends here, quietly."""
+        """In the main thread: this rank has failed. If another one is the cause the process ends
+        here, quietly.
+        """
         self.is_ending = True
         self._wake.set()
         is_lost = isinstance(error, PeerFailedError) or says_gone(error)
@@ -395,12 +481,17 @@ class Heartbeat:
         """Return this rank's own failure."""
         if isinstance(error, UserError):
             return Failure(self._rank, list(error.faults), nodes=[self._node], code=error.exit_code)
-        line = f"rank {self._rank} failed in {self._phase}: {type(error).__name__}: {errors.first_line(error)}"
+        line = (
+            f"rank {self._rank} failed in {self._phase}: {type(error).__name__}:"
+            f" {errors.first_line(error)}"
+        )
         code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
         return Failure(self._rank, [line], nodes=[self._node] if self._folder else [], code=code)
 
     def _describe_lost(self, error: Exception) -> Failure:
-        """Return that another rank is gone without a word. A launcher tells of those on its own machine."""
+        """Return that another rank is gone without a word. A launcher tells of those on its own
+        machine.
+        """
         gone = self._find_gone()
         text = f"rank {self._rank} has lost a connection"
         if gone:
@@ -426,11 +517,14 @@ class Heartbeat:
     def _leave(self, failure: Failure) -> None:
         """End this process because of a failure, when the rank that tells it has had the time to.
 
-        Not while the main thread is on its way out by itself, which writes what the run leaves, or its own traceback.
+        Not while the main thread is on its way out by itself, which writes what the run leaves, or
+        its own traceback.
         """
         if self._own_failure is None:
             time.sleep(REPORT_SECONDS)
-            self._wait(lambda: not self.is_ending or self._own_failure is not None, SHUTDOWN_SECONDS)
+            self._wait(
+                lambda: not self.is_ending or self._own_failure is not None, SHUTDOWN_SECONDS
+            )
         if self._own_failure is None:
             self._end(failure)
 
@@ -441,7 +535,9 @@ class Heartbeat:
         timer.daemon = True
         timer.start()
         if self._node not in failure.nodes and self._is_first_to_say():
-            sys.stderr.write("".join(f"error: {redact(errors.visible(line))}\n" for line in failure.lines))
+            sys.stderr.write(
+                "".join(f"error: {redact(errors.visible(line))}\n" for line in failure.lines)
+            )
             sys.stderr.flush()
         errors.end_process(failure.code)
 
@@ -451,8 +547,14 @@ class Heartbeat:
             try:
                 open(Path(self._folder, errors.SAID_FILE), "x").close()
             except OSError as error:
-                return not isinstance(error, FileExistsError)  # a full disk must not swallow the lines
-        elif self._store is not None and not self._lost and time.monotonic() - self._answered < 4 * BEAT_SECONDS:
+                return not isinstance(
+                    error, FileExistsError
+                )  # a full disk must not swallow the lines
+        elif (
+            self._store is not None
+            and not self._lost
+            and time.monotonic() - self._answered < 4 * BEAT_SECONDS
+        ):
             return self._store.add(f"said/{self._node}", 1) == 1
         return True
 
@@ -468,10 +570,11 @@ def name_node() -> str:
 
 
 def find_stopped_ranks() -> set[int]:
-    """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP, from before they import.
+    """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP, from
+    before they import.
 
-    Only Linux shows it. A process that is busy in a call which lets no thread of Python run is not among them, nor one
-    that a debugger holds.
+    Only Linux shows it. A process that is busy in a call which lets no thread of Python run is not
+    among them, nor one that a debugger holds.
     """
     stopped = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -485,7 +588,9 @@ def find_stopped_ranks() -> set[int]:
 
 
 def says_gone(error: BaseException) -> bool:
-    """Return True if an error is that another process is not there any more: gloo's are known by their text."""
+    """Return True if an error is that another process is not there any more: gloo's are known by
+    their text.
+    """
     return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
 
 

@@ -1,4 +1,6 @@
-"""How a model is divided among the ranks, and what its layers keep: all of it in one list of calls, and one result."""
+"""How a model is divided among the ranks, and what its layers keep: all of it in one list of calls,
+and one result.
+"""
 
 from dataclasses import dataclass, field
 from types import MethodType
@@ -31,14 +33,16 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was decided for one model on this rank; what runs or saves the model takes it as an argument.
+    """What was decided for one model on this rank; what runs or saves the model takes it as an
+    argument.
 
-    pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name, what its gradient
-    is on a rank of a tensor-parallel group, `sharded` (that of its part) or `partial` (a part of the sum); empty
-    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. levers: of the section
-    `memory`. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does it.
-    balance: the auxiliary loss of a mixture's routers. data_ranks: that have batches of their own. token_ranks: that
-    share the tokens of a sequence, whose number they divide.
+    pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name,
+    what its gradient is on a rank of a tensor-parallel group, `sharded` (that of its part) or
+    `partial` (a part of the sum); empty without one. units: that FSDP gathers. replicas: of a model
+    that every data rank has whole. levers: of the section `memory`. accumulation: how the gradients
+    of a step's micro-batches are added up; None: as backward does it. balance: the auxiliary loss
+    of a mixture's routers. data_ranks: that have batches of their own. token_ranks: that share the
+    tokens of a sequence, whose number they divide.
     """
 
     pipeline: Pipeline | None = None
@@ -53,30 +57,46 @@ class Parallel:
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """A parameter of this rank that another rank of the pipeline has too, and counts in norms."""
+        """A parameter of this rank that another rank of the pipeline has too, and counts in
+        norms.
+        """
         return None if self.pipeline is None else self.pipeline.tied_copy
 
 
-def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_training: bool = True) -> Parallel:
-    """Divides a meta model among the ranks and applies the levers of the section `memory`, in place, in this order.
+def parallelize(
+    model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_training: bool = True
+) -> Parallel:
+    """Divides a meta model among the ranks and applies the levers of the section `memory`, in
+    place, in this order.
 
-    Adapters and what a recipe adds are there already, and what is frozen is so; `materialize` gives memory afterwards.
-    Parameters keep their names. for_training: False for a model that has no backward, such as a frozen reference.
+    Adapters and what a recipe adds are there already, and what is frozen is so; `materialize` gives
+    memory afterwards. Parameters keep their names. for_training: False for a model that has no
+    backward, such as a frozen reference.
 
-    Raises ConfigError for what model and config cannot have together: `split_pipeline`, `shard_tensors`,
-    `shard_sequences`, `apply_memory_levers` and `shard_model` say what.
+    Raises ConfigError for what model and config cannot have together: `split_pipeline`,
+    `shard_tensors`, `shard_sequences`, `apply_memory_levers` and `shard_model` say what.
     """
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
     shard_sequences(model, cfg.parallel, world)
-    levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies)
-    units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
-    for module in model.modules() if for_training and not cfg.compile else ():  # compiled layers count nothing
+    levers = apply_memory_levers(
+        model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies
+    )
+    units = shard_model(
+        model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1
+    )
+    for module in (
+        model.modules() if for_training and not cfg.compile else ()
+    ):  # compiled layers count nothing
         if isinstance(module, Mixture):
             module.load = Load(module.router.out_features, world.device)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
     sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
-    accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None) if for_training else None
+    accumulation = (
+        GradientAccumulation(model, cfg.parallel, world.device if sends else None)
+        if for_training
+        else None
+    )
     return Parallel(
         pipeline=pipeline,
         tensor_gradients=tensor_gradients,
@@ -91,14 +111,16 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
 
 
 def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> BalanceLoss | None:
-    """Gives each layer's router the auxiliary loss that the config asks for. ConfigError for a model without any."""
+    """Gives each layer's router the auxiliary loss that the config asks for. ConfigError for a
+    model without any.
+    """
     if not cfg.router_aux_loss_coef:
         return None
     spec = getattr(model, "spec", None)
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         raise ConfigError(
-            f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts of ours, expected "
-            "0; remove router_aux_loss_coef"
+            f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts"
+            " of ours, expected 0; remove router_aux_loss_coef"
         )
     balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers), world.context)
     for module in model.modules():
@@ -108,8 +130,9 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> Balance
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
-    """One line for the log: the units by size, what stays gathered in the root, and what lies on the host; the model
-    may be sharded."""
+    """One line for the log: the units by size, what stays gathered in the root, and what lies on
+    the host; the model may be sharded.
+    """
     hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     return _describe_sharding(model, parallel) + hosted
 
@@ -120,8 +143,8 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         count = sum(whole_elements(parameter) for parameter in trained)
         return (
-            f"FSDP: off (ddp): {replicas.ranks} ranks have the same parameters, and sum the gradients of "
-            f"{format_count(count)} of them once a step"
+            f"FSDP: off (ddp): {replicas.ranks} ranks have the same parameters, and sum the"
+            f" gradients of {format_count(count)} of them once a step"
         )
     if not units:
         return "FSDP: off, each rank holds its parameters at all times"
@@ -135,17 +158,24 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     hosted = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
     root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
-    once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""
-    once += ", weights gathered once a step" if accumulation is not None and accumulation.keeps_weights else ""
+    once = (
+        "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""
+    )
+    once += (
+        ", weights gathered once a step"
+        if accumulation is not None and accumulation.keeps_weights
+        else ""
+    )
     return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}{once}"
 
 
 def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
     """Sums the gradients of parameters that several ranks have over these, in place. A collective.
 
-    Once a step, after the last backward and before clipping. Those are an embedding that is the output head of another
-    stage of a pipeline; all of them where every data rank has the whole model; and what every rank of a tensor-parallel
-    group has, such as norms. FSDP has summed the others in backward.
+    Once a step, after the last backward and before clipping. Those are an embedding that is the
+    output head of another stage of a pipeline; all of them where every data rank has the whole
+    model; and what every rank of a tensor-parallel group has, such as norms. FSDP has summed the
+    others in backward.
     """
     if parallel.accumulation is not None:
         parallel.accumulation.check()
@@ -159,8 +189,10 @@ def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> 
 
 @torch.no_grad()
 def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
-    """Each rank of a tensor-parallel group has the gradient of its own tokens, or heads: summed in fp32 (fp64), all of
-    one type and device at once. ValueError for a trained parameter that was added after `parallelize`."""
+    """Each rank of a tensor-parallel group has the gradient of its own tokens, or heads: summed in
+    fp32 (fp64), all of one type and device at once. ValueError for a trained parameter that was
+    added after `parallelize`.
+    """
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -171,9 +203,16 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
             local = cast(DTensor, parameter.grad).to_local()
             buckets.setdefault((local.dtype, local.device), []).append(local)
     for (dtype, _), gradients in buckets.items():
-        wide = torch.cat([gradient.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for gradient in gradients])
+        wide = torch.cat(
+            [
+                gradient.reshape(-1).to(torch.promote_types(dtype, torch.float32))
+                for gradient in gradients
+            ]
+        )
         torch.distributed.all_reduce(wide, group=world.mesh.get_group("tensor"))
-        for gradient, total in zip(gradients, wide.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, total in zip(
+            gradients, wide.split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(total.view_as(gradient))
 
 
@@ -187,7 +226,8 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
 
 
 def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
-    """Leaves a meta model with this rank's stages alone, in place; returns what runs them, None without a pipeline.
+    """Leaves a meta model with this rank's stages alone, in place; returns what runs them, None
+    without a pipeline.
 
     A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises
     ConfigError: see `split_layers`, `refuse_for_pipeline`, `LanguageModel.stage_parts`.
@@ -212,30 +252,37 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
 
 
 def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
-    """ConfigError for extra parameters that no stage, or more than one, would have. The model is still whole."""
+    """ConfigError for extra parameters that no stage, or more than one, would have. The model is
+    still whole.
+    """
     extras = extra_tensors(model)
     if not extras:
         return
     last, parts = len(stages) - 1, model.stage_parts()
-    stage_of = {f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers}
+    stage_of = {
+        f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers
+    }
     stage_of |= {f"{name}.": last for name in parts.last}
-    stage_of |= {f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied}
+    stage_of |= {
+        f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied
+    }
     places: dict[int, set[int]] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
         prefix = next((start for start in stage_of if name.startswith(start)), None)
         if name in extras and prefix is None:
             raise ConfigError(
-                f"parallel.pipeline: found {name}, which the recipe added outside of the layers, expected it on one "
-                "stage; put it into a layer, the last norm or the head, or set parallel.pipeline=1"
+                f"parallel.pipeline: found {name}, which the recipe added outside of the layers,"
+                " expected it on one stage; put it into a layer, the last norm or the head, or set"
+                " parallel.pipeline=1"
             )
         if prefix is not None:
             places.setdefault(id(tensor), set()).add(stage_of[prefix])
     shared = [name for name, tensor in extras.items() if len(places[id(tensor)]) > 1]
     if shared:
         raise ConfigError(
-            f"parallel.pipeline: found {shared[0]}, which the recipe added to layers of several stages, expected it on "
-            "one; give each layer its own, or set parallel.pipeline=1"
+            f"parallel.pipeline: found {shared[0]}, which the recipe added to layers of several"
+            " stages, expected it on one; give each layer its own, or set parallel.pipeline=1"
         )
 
 

@@ -1,12 +1,15 @@
-"""Tensor and sequence parallel for the decoder: each rank of a group holds a part of every matrix and of the tokens.
+"""Tensor and sequence parallel for the decoder: each rank of a group holds a part of every matrix
+and of the tokens.
 
-Between layers a rank has n of the N = n t tokens of a micro-batch, `[n, d]`, in the order of the flattened batch. Norms
-and residual sums work on these. Attention and MLP gather the tokens, work with h / t heads and f / t channels, and
-sum what comes out of them back to the n tokens of each rank (`recipe_lib.ops.gathered`).
+Between layers a rank has n of the N = n t tokens of a micro-batch, `[n, d]`, in the order of the
+flattened batch. Norms and residual sums work on these. Attention and MLP gather the tokens, work
+with h / t heads and f / t channels, and sum what comes out of them back to the n tokens of each
+rank (`recipe_lib.ops.gathered`).
 
-Parameters become DTensors under their own names: q, k, v, gate, up, embedding and output are cut by rows, o and down by
-columns; norms, the biases of o and down, and the halves of adapters that work on the n tokens are on every rank, whose
-gradients are each a part of the sum: see `all_reduce_gradients`.
+Parameters become DTensors under their own names: q, k, v, gate, up, embedding and output are cut by
+rows, o and down by columns; norms, the biases of o and down, and the halves of adapters that work
+on the n tokens are on every rank, whose gradients are each a part of the sum: see
+`all_reduce_gradients`.
 """
 
 from collections.abc import Callable
@@ -20,7 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from recipe_lib.adapters.layers import AdaptedExpertModule, AdaptedMatrix, AdaptedRouter, QuantizedExperts, cast_linear
+from recipe_lib.adapters.layers import (
+    AdaptedExpertModule,
+    AdaptedMatrix,
+    AdaptedRouter,
+    QuantizedExperts,
+    cast_linear,
+)
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
@@ -36,7 +45,14 @@ from recipe_lib.models.decoder import (
     WidthNorm,
 )
 from recipe_lib.models.meta_init import extra_tensors
-from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
+from recipe_lib.models.mixture import (
+    ExpertLinear,
+    Experts,
+    Mixture,
+    bias_of_rows,
+    scored_bias,
+    wide_linear,
+)
 from recipe_lib.models.spec import ExternalSpec, MixtureSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
@@ -53,7 +69,13 @@ from recipe_lib.ops.gathered import (
     start_gather,
     wait,
 )
-from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
+from recipe_lib.ops.grouped import (
+    Groups,
+    group_tokens,
+    grouped_linear,
+    rows_of_choices,
+    sum_choices,
+)
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.real_tokens import RealTokens
@@ -63,25 +85,32 @@ from recipe_lib.parallel.world import World
 
 Rotation = tuple[Tensor, Tensor]
 _MATRICES = (*COLUMN, *ROW, "gate_up_proj", "embed_tokens", "lm_head")
-_KNOWN = tuple(kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm))
+_KNOWN = tuple(
+    kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm)
+)
 
 
 @dataclass(frozen=True)
 class _Sharing:
-    """keep_gathered: gathered tokens stay for backward. kv_head: the only one this rank computes; None: its share."""
+    """keep_gathered: gathered tokens stay for backward. kv_head: the only one this rank computes;
+    None: its share.
+    """
 
     group: Group
     keep_gathered: bool
     kv_head: int | None
 
 
-def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> dict[str, str]:
-    """Shards a meta model's matrices and tokens over the ranks of each tensor-parallel group, in place.
+def shard_tensors(
+    model: Decoder, parallel: ParallelConfig, memory: MemoryConfig, world: World
+) -> dict[str, str]:
+    """Shards a meta model's matrices and tokens over the ranks of each tensor-parallel group, in
+    place.
 
-    Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes micro-batches whose tokens
-    the group's size divides. A world without such groups leaves the model as it is. Returns what each parameter's
-    gradient is on a rank: `sharded`, that of its part; `partial`, a part of the sum. Raises ConfigError: see
-    `check_tensor`, `refuse_for_tensor`.
+    Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes
+    micro-batches whose tokens the group's size divides. A world without such groups leaves the
+    model as it is. Returns what each parameter's gradient is on a rank: `sharded`, that of its
+    part; `partial`, a part of the sum. Raises ConfigError: see `check_tensor`, `refuse_for_tensor`.
     """
     if world.tensor is None:
         return {}
@@ -93,18 +122,26 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     check_tensor(spec, parallel, min(quantized, default="none"))
     copied = spec.num_kv_heads % group.size != 0
     recompute = parallel.tensor_regather_in_backward
-    keep = memory.activation_checkpointing != "none" if recompute == "auto" else recompute == "false"
-    sharing = _Sharing(group, keep, group.rank * spec.num_kv_heads // group.size if copied else None)
+    keep = (
+        memory.activation_checkpointing != "none" if recompute == "auto" else recompute == "false"
+    )
+    sharing = _Sharing(
+        group, keep, group.rank * spec.num_kv_heads // group.size if copied else None
+    )
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts) and spec.mixture is not None:
             share_quantized(module, name, group, spec.mixture)
         elif isinstance(module, QuantizedLinear):
             head = sharing.kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
-    gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
+    gradients = _place_parameters(
+        model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ()
+    )
     if spec.mixture is not None:
         model.runs = expert_runs(model, spec.mixture, group.size)
-    forwards: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (  # the more special class first
+    forwards: tuple[
+        tuple[type[nn.Module], Callable[..., Any]], ...
+    ] = (  # the more special class first
         (WidthNorm, _given(shared_width_norm, group)),
         (Norm, _norm),
         (Mixture, _given(shared_mixture, group)),
@@ -129,15 +166,17 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
 
 
 def refuse_for_tensor(model: Decoder) -> None:
-    """ConfigError for extra parameters, and for forwards and hooks that tensor parallel would not call, or otherwise.
+    """ConfigError for extra parameters, and for forwards and hooks that tensor parallel would not
+    call, or otherwise.
 
     A rank has a part of the tokens, heads and channels there, and inputs of other shapes.
     """
     found = next(iter(extra_tensors(model)), None) or next(iter(_changed(model)), None)
     if found is not None:
         raise ConfigError(
-            f"parallel.tensor: found {found}, which the recipe added, expected a model as it is built: ranks that "
-            "share matrices have a part of the tokens each, and run forwards of their own; set parallel.tensor=1"
+            f"parallel.tensor: found {found}, which the recipe added, expected a model as it is"
+            " built: ranks that share matrices have a part of the tokens each, and run forwards of"
+            " their own; set parallel.tensor=1"
         )
 
 
@@ -158,13 +197,16 @@ def _changed(model: Decoder) -> list[str]:
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """The module, its parameters and its hooks stay what they are.
 
-    A method of one function for all alike: of an object for each, torch.compile would compile each layer anew.
+    A method of one function for all alike: of an object for each, torch.compile would compile each
+    layer anew.
     """
     module.forward = MethodType(forward, module)
 
 
 def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
-    """The function, which takes a module and settings first, as one of the module and what a forward takes."""
+    """The function, which takes a module and settings first, as one of the module and what a
+    forward takes.
+    """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(module, *settings, *args, **kwargs)
@@ -172,7 +214,9 @@ def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     return forward
 
 
-def _take_part(linear: QuantizedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int) -> None:
+def _take_part(
+    linear: QuantizedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int
+) -> None:
     """Tells a quantized linear which part of its weight this rank computes with."""
     whole_rows, whole_columns = (0, linear.out_features), (0, linear.in_features)
     if kv_head is not None:
@@ -183,10 +227,13 @@ def _take_part(linear: QuantizedLinear, group: Group, by_columns: bool, kv_head:
     linear.take_part(*(whole_rows, part) if by_columns else (part, whole_columns))
 
 
-def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...]) -> dict[str, str]:
+def _place_parameters(
+    model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...]
+) -> dict[str, str]:
     """Makes each parameter a DTensor over the group; one that several modules own stays one.
 
-    Returns what each one's gradient is on a rank: `sharded`, that of its part; `partial`, a part of the sum.
+    Returns what each one's gradient is on a rank: `sharded`, that of its part; `partial`, a part of
+    the sum.
     """
     placed: dict[int, nn.Parameter] = {}
     gradients = {}
@@ -201,9 +248,11 @@ def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...
 
 
 def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
-    """Return how a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear.
+    """Return how a parameter lies on the group, by the matrix that it belongs to. kind: of a
+    quantized linear.
 
-    Matrices are `[o, i]`, those of experts `[E, o, i]`: cut by their outputs o, or in ROW by their inputs i.
+    Matrices are `[o, i]`, those of experts `[E, o, i]`: cut by their outputs o, or in ROW by their
+    inputs i.
     """
     pieces = name.split(".")
     leaf = pieces[-1]
@@ -215,7 +264,9 @@ def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placemen
     of_experts = "experts" in pieces
     outputs = 1 if of_experts else 0
     if matrix not in ROW:
-        is_whole = "lora_A" in pieces or (leaf == "weight_factors" and (of_experts or kind == "nf4"))
+        is_whole = "lora_A" in pieces or (
+            leaf == "weight_factors" and (of_experts or kind == "nf4")
+        )
         return Replicate() if is_whole else Shard(outputs)
     is_own = pieces[-2] == matrix
     if "lora_A" in pieces or (is_own and leaf == "weight"):
@@ -229,7 +280,9 @@ def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -
     if isinstance(placement, Shard):
         shape[placement.dim] //= mesh.size()
     local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False), parameter.requires_grad)
+    return nn.Parameter(
+        DTensor.from_local(local, mesh, [placement], run_check=False), parameter.requires_grad
+    )
 
 
 # The forwards, on this rank's tokens `[n, d]`.
@@ -239,7 +292,9 @@ def _norm(module: Norm, hidden: Tensor) -> Tensor:
     return module.norm(hidden, local(module.weight), module.eps)
 
 
-def _layer(layer: DecoderLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None) -> Tensor:
+def _layer(
+    layer: DecoderLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None
+) -> Tensor:
     hidden = hidden + layer.self_attn(hidden, turn, info, layer.input_layernorm)
     return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
 
@@ -249,15 +304,26 @@ def _sandwich_layer(
 ) -> Tensor:
     attended = layer.self_attn(hidden, turn, info, layer.input_layernorm)
     hidden = hidden + layer.post_attention_layernorm(attended)
-    return hidden + layer.post_feedforward_layernorm(layer.mlp(hidden, layer.pre_feedforward_layernorm, info.real))
+    return hidden + layer.post_feedforward_layernorm(
+        layer.mlp(hidden, layer.pre_feedforward_layernorm, info.real)
+    )
 
 
 def _attention(
-    module: Attention, sharing: _Sharing, hidden: Tensor, turn: Rotation, info: AttentionInfo, norm: Norm
+    module: Attention,
+    sharing: _Sharing,
+    hidden: Tensor,
+    turn: Rotation,
+    info: AttentionInfo,
+    norm: Norm,
 ) -> Tensor:
     rows, length = turn[0].shape[:2]
-    projected = _columns([module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width)
-    width = module.head_width  # the heads from it, since for -1 a compiled layer of dynamic lengths has no number
+    projected = _columns(
+        [module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width
+    )
+    width = (
+        module.head_width
+    )  # the heads from it, since for -1 a compiled layer of dynamic lengths has no number
     q, k, v = (part.view(rows, length, part.shape[1] // width, width) for part in projected)
     q = apply_rotation(module.clamp(module.q_norm(q)), *turn).transpose(1, 2)
     k = apply_rotation(module.clamp(module.k_norm(k)), *turn).transpose(1, 2)
@@ -268,7 +334,12 @@ def _attention(
 
 
 def _mlp(
-    module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: Norm, real: RealTokens | None = None
+    module: MLP,
+    sharing: _Sharing,
+    activation: str,
+    hidden: Tensor,
+    norm: Norm,
+    real: RealTokens | None = None,
 ) -> Tensor:
     gate, up = _columns([module.gate_proj, module.up_proj], hidden, norm, sharing)
     down, group = module.down_proj, sharing.group
@@ -281,14 +352,20 @@ def _mlp(
         return plain
     rate = down.settings.dropout if down.training else 0.0
     if rate or down.settings.dtype != gate.dtype:
-        narrow = cast_linear(F.dropout(gated(gate, up, activation), rate), local(down.lora_A.weight))
+        narrow = cast_linear(
+            F.dropout(gated(gate, up, activation), rate), local(down.lora_A.weight)
+        )
     else:
         narrow = gated_linear(gate, up, local(down.lora_A.weight), activation)
     return _widened(down, plain, scatter(narrow, group))
 
 
-def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, head_width: int = 0) -> list[Tensor]:
-    """Normed tokens through linears that are cut by rows: `[N, o / t]` each. head_width: of copied kv heads."""
+def _columns(
+    linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, head_width: int = 0
+) -> list[Tensor]:
+    """Normed tokens through linears that are cut by rows: `[N, o / t]` each. head_width: of copied
+    kv heads.
+    """
     group, shard = sharing.group, norm(hidden)
     cut = [_own_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
@@ -296,7 +373,9 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
         normed = NormedFrom(hidden.detach(), local(norm.weight).detach(), norm.eps, kind)
         weights = [rows(linear.weight) for linear, rows in zip(linears, cut, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, cut, strict=True)]
-        return gather_linears(shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed)
+        return gather_linears(
+            shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed
+        )
     gathered = gather(shard, group)
     plain = [_frozen(linear, gathered, rows) for linear, rows in zip(linears, cut, strict=True)]
     adapted = [linear for linear in linears if _is_adapted(linear)]
@@ -311,15 +390,25 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
 
 
 def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
-    """Inputs `[N, i / t]` through a linear that is cut by columns, summed over the group: `[n, d]`."""
+    """Inputs `[N, i / t]` through a linear that is cut by columns, summed over the group: `[n,
+    d]`.
+    """
     quantized = isinstance(linear, QuantizedLinear)
-    plain = scatter(linear.product(inputs) if quantized else linear_of(inputs, local(linear.weight)), group)
+    plain = scatter(
+        linear.product(inputs) if quantized else linear_of(inputs, local(linear.weight)), group
+    )
     plain = plain if linear.bias is None else plain + local(linear.bias)
-    return _widened(linear, plain, scatter(_narrowed(linear, inputs), group)) if _is_adapted(linear) else plain
+    return (
+        _widened(linear, plain, scatter(_narrowed(linear, inputs), group))
+        if _is_adapted(linear)
+        else plain
+    )
 
 
 def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
-    """What takes a rank's rows of a parameter: its part, or, of kv heads that all ranks have, the one it computes."""
+    """What takes a rank's rows of a parameter: its part, or, of kv heads that all ranks have, the
+    one it computes.
+    """
     head = sharing.kv_head
     quantized = isinstance(linear, QuantizedLinear)
     held = linear.rows_held() if quantized else local(linear.weight).shape[0]
@@ -348,7 +437,10 @@ def _narrowed(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
 
 
 def _widened(
-    linear: AdaptedMatrix, plain: Tensor, narrow: Tensor, rows: Callable[[Tensor | None], Any] = local
+    linear: AdaptedMatrix,
+    plain: Tensor,
+    narrow: Tensor,
+    rows: Callable[[Tensor | None], Any] = local,
 ) -> Tensor:
     """What the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
     update = F.linear(narrow * linear.settings.scaling, rows(linear.lora_B.weight))
@@ -356,10 +448,14 @@ def _widened(
 
 
 def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
-    """Tokens `[b, s]` to this rank's part of their embeddings `[n, d]`: each rank looks up what it has."""
+    """Tokens `[b, s]` to this rank's part of their embeddings `[n, d]`: each rank looks up what it
+    has.
+    """
     weight = local(module.weight)
     if tokens.numel() % group.size:
-        raise ValueError(f"{tokens.numel()} tokens cannot be shared evenly among {group.size} ranks")
+        raise ValueError(
+            f"{tokens.numel()} tokens cannot be shared evenly among {group.size} ranks"
+        )
     rows = tokens.flatten() - group.rank * weight.shape[0]
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     found = F.embedding(rows.masked_fill_(elsewhere, 0), weight)
@@ -376,7 +472,9 @@ def _head(
     labels: Tensor | None = None,
     head_loss: HeadLoss | None = None,
 ) -> Tensor:
-    """As `OutputHead.forward`, of `[n, d]`. Without labels all ranks get all logits `[N, v]`: for short texts."""
+    """As `OutputHead.forward`, of `[n, d]`. Without labels all ranks get all logits `[N, v]`: for
+    short texts.
+    """
     weight = local(head.weight)
     if labels is None:
         logits = F.linear(gather(hidden, group), weight)
@@ -385,9 +483,16 @@ def _head(
 
 
 def _score_head(
-    head: ScoreHead, group: Group, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None
+    head: ScoreHead,
+    group: Group,
+    hidden: Tensor,
+    *,
+    labels: Tensor | None = None,
+    head_loss: object = None,
 ) -> Tensor:
-    """As `ScoreHead.forward`, of `[n, d]`: scores of all N tokens, of which each rank made its own, in labels' rows."""
+    """As `ScoreHead.forward`, of `[n, d]`: scores of all N tokens, of which each rank made its own,
+    in labels' rows.
+    """
     weight = local(head.weight)
     found = gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
     return found if labels is None else found.view(*labels.shape, -1)
@@ -398,7 +503,11 @@ def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = forward(tokens, *args, **kwargs)
-        return found.view(*tokens.shape, -1) if found.dim() == 2 and found.shape[0] == tokens.numel() else found
+        return (
+            found.view(*tokens.shape, -1)
+            if found.dim() == 2 and found.shape[0] == tokens.numel()
+            else found
+        )
 
     return run
 
@@ -416,13 +525,17 @@ GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
-    """The parameters that hold gate above up, of which each rank has a part of either: dimension and runs."""
+    """The parameters that hold gate above up, of which each rank has a part of either: dimension
+    and runs.
+    """
     if mixture.interleaved:
         return {}
     width = mixture.mlp_width
     part = width // size
     runs = tuple(
-        (half * width + rank * part, half * width + (rank + 1) * part) for rank in range(size) for half in range(2)
+        (half * width + rank * part, half * width + (rank + 1) * part)
+        for rank in range(size)
+        for half in range(2)
     )
     cut = ("weight", "bias", "lora_B.weight")
     return {
@@ -432,20 +545,25 @@ def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, 
     }
 
 
-def share_quantized(module: QuantizedExperts, name: str, group: Group, mixture: MixtureSpec) -> None:
+def share_quantized(
+    module: QuantizedExperts, name: str, group: Group, mixture: MixtureSpec
+) -> None:
     """Tells quantized experts which part of their weights this rank computes with."""
     if name.endswith(DOWN):
         count = module.in_features // group.size
         module.take_part((0, module.out_features), (group.rank * count, (group.rank + 1) * count))
     else:
-        module.take_rows_of_runs(module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size)
+        module.take_rows_of_runs(
+            module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size
+        )
 
 
 def shared_mixture(
     module: Mixture, group: Group, hidden: Tensor, norm: nn.Module, real: RealTokens | None = None
 ) -> Tensor:
-    """Turn the stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`. real: of all N
-    tokens."""
+    """Turn the stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`.
+    real: of all N tokens.
+    """
     shard = norm(hidden)
     logits = _logits(module.router, shard)
     scores, chosen = module.choose(logits)
@@ -469,10 +587,17 @@ def _logits(router: Any, tokens: Tensor) -> Tensor:
 
 
 def part_of_experts(
-    experts: Experts, tokens: Tensor, scores: Tensor, groups: Groups, own_scores: Tensor, own_chosen: Tensor
+    experts: Experts,
+    tokens: Tensor,
+    scores: Tensor,
+    groups: Groups,
+    own_scores: Tensor,
+    own_chosen: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """What this rank's channels of the experts make of all tokens `[N, d]`, and what the biases of down add to its own
-    tokens `[n, d]`. scores: of all tokens, and of its own. A call of the module, which FSDP gathers for it."""
+    """What this rank's channels of the experts make of all tokens `[N, d]`, and what the biases of
+    down add to its own tokens `[n, d]`. scores: of all tokens, and of its own. A call of the
+    module, which FSDP gathers for it.
+    """
     inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
         inner = inner + bias_of_rows(local(experts.gate_up_proj.bias), groups)
@@ -488,7 +613,9 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
     if isinstance(module, QuantizedExperts):
         plain = module.grouped_product(rows, groups, of_tokens)
     else:
-        plain = grouped_linear(rows, local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens)
+        plain = grouped_linear(
+            rows, local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens
+        )
     if not isinstance(module, AdaptedExpertModule):
         return plain
     factors = local(module.lora_A.weight), local(module.lora_B.weight)
@@ -496,11 +623,15 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
 
 
 def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
-    """A norm over the channels of all heads `[..., h / t, e]`, of which each rank has some; the mean is over all."""
+    """A norm over the channels of all heads `[..., h / t, e]`, of which each rank has some; the
+    mean is over all.
+    """
     flat, weight = heads.flatten(-2), local(norm.weight)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
     rows = wide.square().sum(dim=-1, keepdim=True).flatten(0, -2)
-    total = gather(scatter(rows, group), group).view(*flat.shape[:-1], 1)  # an all-reduce, in backward too
+    total = gather(scatter(rows, group), group).view(
+        *flat.shape[:-1], 1
+    )  # an all-reduce, in backward too
     width = flat.shape[-1]
     part = weight[group.rank * width : (group.rank + 1) * width]
     normed = (wide * torch.rsqrt(total / weight.shape[0] + norm.eps)).to(flat.dtype)

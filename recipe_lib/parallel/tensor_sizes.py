@@ -5,32 +5,41 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec
 
-# A layer's linears that are cut by rows, so that each rank has some of their outputs; and by columns.
+# A layer's linears that are cut by rows, so that each rank has some of their outputs; and by
+# columns.
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
-    """Refuses a model that `parallel.tensor` ranks cannot share: ConfigError, a line a number, with legal sizes.
+    """Refuses a model that `parallel.tensor` ranks cannot share: ConfigError, a line a number, with
+    legal sizes.
 
     quantize: `lora.quantize_base`, whose blocks are not cut.
     """
     size = parallel.tensor
-    counts = {"attention heads": spec.num_heads, "tokens of the vocabulary": spec.vocab_size} | _widths(spec)
+    counts = {
+        "attention heads": spec.num_heads,
+        "tokens of the vocabulary": spec.vocab_size,
+    } | _widths(spec)
     copies = parallel.tensor_replicate_kv_heads and not spec.width_norms
     if not _copied(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
     legal = [
         other
         for other in range(1, spec.num_heads + 1)
-        if all(count % other == 0 for count in (spec.num_heads, spec.vocab_size, *_widths(spec).values()))
+        if all(
+            count % other == 0
+            for count in (spec.num_heads, spec.vocab_size, *_widths(spec).values())
+        )
         and (spec.num_kv_heads % other == 0 or _copied(spec, copies, other))
         and not _uncuttable(spec, quantize, other, copies)
     ]
     sizes = f"sizes that fit: {', '.join(map(str, legal))}"
     faults = [
-        f"parallel.tensor={size}: the model has {count} {what}, which {size} ranks cannot share evenly; {sizes}"
+        f"parallel.tensor={size}: the model has {count} {what}, which {size} ranks cannot share"
+        f" evenly; {sizes}"
         for what, count in counts.items()
         if count % size
     ]
@@ -40,8 +49,9 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
-            f"parallel.tensor={size}: lora.quantize_base={quantize} does not cut {' and '.join(uncuttable)}, "
-            f"whose blocks of numbers stay whole; {sizes}; or set another lora.quantize_base"
+            f"parallel.tensor={size}: lora.quantize_base={quantize} does not cut"
+            f" {' and '.join(uncuttable)}, whose blocks of numbers stay whole; {sizes}; or set"
+            " another lora.quantize_base"
         )
     if faults:
         raise ConfigError(*faults)
@@ -55,7 +65,9 @@ def _widths(spec: DecoderSpec) -> dict[str, int]:
 
 
 def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
-    """Whether all `size` ranks have all kv heads, of which each needs one (`parallel.tensor_replicate_kv_heads`)."""
+    """Whether all `size` ranks have all kv heads, of which each needs one
+    (`parallel.tensor_replicate_kv_heads`).
+    """
     return copies and size % spec.num_kv_heads == 0
 
 
@@ -74,7 +86,11 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
             continue
         out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)
-        parts = spec.num_kv_heads if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj") else size
+        parts = (
+            spec.num_kv_heads
+            if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj")
+            else size
+        )
         if can_quantize(in_features, out_features, quantize) and not can_cut(
             in_features, out_features, quantize, parts, by_columns=matrix in ROW
         ):
@@ -83,11 +99,17 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
 
 
 def _uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
-    """The matrices of experts, gate and up being one, that `size` ranks cannot cut. In int8 gate and up are not."""
+    """The matrices of experts, gate and up being one, that `size` ranks cannot cut. In int8 gate
+    and up are not.
+    """
     mixture = spec.mixture
     if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):
         return []
     down = can_cut(mixture.mlp_width, spec.width, quantize, size, by_columns=True)
     height = mixture.mlp_width * (2 if mixture.interleaved else 1)
     gate_up = quantize == "nf4" and can_cut(spec.width, height, quantize, size, by_columns=False)
-    return [name for name, cut in (("experts.gate_up_proj", gate_up), ("experts.down_proj", down)) if not cut]
+    return [
+        name
+        for name, cut in (("experts.gate_up_proj", gate_up), ("experts.down_proj", down))
+        if not cut
+    ]

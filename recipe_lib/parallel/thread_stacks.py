@@ -30,7 +30,8 @@ class StackLine(NamedTuple):
 class WatchedThread(NamedTuple):
     """A thread that lives as long as somebody asks for its stack; made in it, by `this_thread`.
 
-    ident: its `threading.get_ident()`. state: the address of its PyThreadState, where one thread's stack can be had.
+    ident: its `threading.get_ident()`. state: the address of its PyThreadState, where one thread's
+    stack can be had.
     """
 
     ident: int
@@ -40,9 +41,10 @@ class WatchedThread(NamedTuple):
 def this_thread() -> WatchedThread:
     """Return the calling thread, for `stack_of` in another one.
 
-    Python 3.11 adds a thread's state to its list before it has filled it: who goes through the list while a thread of
-    C++ first calls Python, as those of autograd do in each backward, ends the process with a segmentation fault now and
-    then. There the interpreter's own function is asked for the one thread's stack; later versions do not have the race.
+    Python 3.11 adds a thread's state to its list before it has filled it: who goes through the list
+    while a thread of C++ first calls Python, as those of autograd do in each backward, ends the
+    process with a segmentation fault now and then. There the interpreter's own function is asked
+    for the one thread's stack; later versions do not have the race.
     """
     if sys.version_info >= (3, 12) or not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
         return WatchedThread(threading.get_ident(), None)
@@ -53,16 +55,21 @@ def this_thread() -> WatchedThread:
 def stack_of(thread: WatchedThread) -> list[StackLine]:
     """Return the innermost 100 calls of a thread, innermost first; [] if it is not found.
 
-    As faulthandler writes them, which reads the interpreter's frames and makes no objects of them. Where the thread is
-    within torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes end the process
-    with a segmentation fault now and then.
+    As faulthandler writes them, which reads the interpreter's frames and makes no objects of them.
+    Where the thread is within torch.compile, which runs frames of its own, the objects that
+    `sys._current_frames` makes end the process with a segmentation fault now and then.
     """
-    with suppress(OSError), open(os.memfd_create("stacks"), "w+b", buffering=0) as file:  # disks fill up
+    with (
+        suppress(OSError),
+        open(os.memfd_create("stacks"), "w+b", buffering=0) as file,
+    ):  # disks fill up
         if thread.state is None:
             faulthandler.dump_traceback(file, all_threads=True)
             heading = f"Thread 0x{thread.ident:016x} (most recent call first):\n"
         else:  # called with the interpreter's lock, so that the thread's frames stay as they are
-            dump = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(("_Py_DumpTraceback", ctypes.pythonapi))
+            dump = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(
+                ("_Py_DumpTraceback", ctypes.pythonapi)
+            )
             dump(file.fileno(), thread.state)
             heading = "Stack (most recent call first):\n"
         file.seek(0)

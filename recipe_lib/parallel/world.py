@@ -38,9 +38,11 @@ class WorldConfig(Protocol):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes of a run before they are a group: each says that it lives, and none waits for another.
+    """The processes of a run before they are a group: each says that it lives, and none waits for
+    another.
 
-    rank, size, local_rank, heartbeat: see `World`. store: where they meet; None: the group is there already.
+    rank, size, local_rank, heartbeat: see `World`. store: where they meet; None: the group is there
+    already.
     """
 
     rank: int
@@ -54,14 +56,14 @@ class Meeting:
 def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     """Yield the processes that torchrun's environment describes, or one alone that opens no port.
 
-    A process group that is there already is taken over and left as it is (tests and simulations make their own).
-    Otherwise `join_group` makes it, of gloo on the host, plus NCCL on GPUs, and it ends with the block. After an error
-    it is left to the end of the process when there are other ranks: taking it down would wait for ranks that may never
-    come.
+    A process group that is there already is taken over and left as it is (tests and simulations
+    make their own). Otherwise `join_group` makes it, of gloo on the host, plus NCCL on GPUs, and it
+    ends with the block. After an error it is left to the end of the process when there are other
+    ranks: taking it down would wait for ranks that may never come.
 
-    Raises SetupError: incomplete environment, no such device, fewer GPUs than processes. A UserError that several ranks
-    raise on their own is reported by the first of them only. What one rank raises alone ends the others too, which do
-    not return from here: see `heartbeat`.
+    Raises SetupError: incomplete environment, no such device, fewer GPUs than processes. A
+    UserError that several ranks raise on their own is reported by the first of them only. What one
+    rank raises alone ends the others too, which do not return from here: see `heartbeat`.
     """
     timeout = cfg.parallel.heartbeat_timeout_seconds
     if dist.is_initialized():
@@ -98,19 +100,24 @@ def _read_environment() -> tuple[int, int, int]:
     if len(present) < len(names):
         missing = ", ".join(name for name in names if name not in present)
         raise SetupError(
-            f"environment: found {', '.join(present)} but not {missing}; start with `tune run --nproc_per_node N` or "
-            f"torchrun, or unset RANK and WORLD_SIZE to run one process"
+            f"environment: found {', '.join(present)} but not {missing}; start with `tune run"
+            " --nproc_per_node N` or torchrun, or unset RANK and WORLD_SIZE to run one process"
         )
     rank, size, local_rank = (_read_integer(name) for name in names[:3])
     if not 0 <= rank < size:
-        raise SetupError(f"environment: found RANK={rank} with WORLD_SIZE={size}, expected a rank from 0 to {size - 1}")
+        raise SetupError(
+            f"environment: found RANK={rank} with WORLD_SIZE={size}, expected a rank from 0 to"
+            f" {size - 1}"
+        )
     return rank, size, local_rank
 
 
 def _read_integer(name: str, default: int | None = None) -> int:
     text = os.environ.get(name) or (None if default is None else str(default))
     if text is None or not text.isdecimal():
-        raise SetupError(f"environment: found {name}={text}, expected an integer >= 0; torchrun sets it")
+        raise SetupError(
+            f"environment: found {name}={text}, expected an integer >= 0; torchrun sets it"
+        )
     return int(text)
 
 
@@ -119,8 +126,8 @@ def _device_type(device: str) -> str:
     available = torch.get_device_module("cuda").is_available()
     if device == "cuda" and not available:
         raise SetupError(
-            "device: found cuda, but torch sees no GPU here; check the driver and that torch is a CUDA build, "
-            "or use device=cpu"
+            "device: found cuda, but torch sees no GPU here; check the driver and that torch is a"
+            " CUDA build, or use device=cpu"
         )
     if device == "auto":
         return "cuda" if available else "cpu"
@@ -135,25 +142,35 @@ def _check_device_count(device_type: str, local_rank: int) -> None:
     processes = max(_read_integer("LOCAL_WORLD_SIZE", default=local_rank + 1), local_rank + 1)
     if processes > devices:
         raise SetupError(
-            f"device: found {processes} processes and {devices} GPUs on this machine, expected a GPU for each process; "
-            f"start with --nproc_per_node {devices}, or use device=cpu"
+            f"device: found {processes} processes and {devices} GPUs on this machine, expected a"
+            f" GPU for each process; start with --nproc_per_node {devices}, or use device=cpu"
         )
 
 
 def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
-    """Join the default process group, unless it is there already; return this rank's device. Waits for all ranks."""
+    """Join the default process group, unless it is there already; return this rank's device. Waits
+    for all ranks.
+    """
     device_type = _device_type(cfg.device)
     if ranks.store is not None:
         if device_type == "cuda":
             torch.get_device_module(device_type).set_device(ranks.local_rank)
-            torch.get_device_module(device_type).init()  # else the mesh picks the device once more, and warns
+            torch.get_device_module(
+                device_type
+            ).init()  # else the mesh picks the device once more, and warns
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
         ranks.heartbeat.enter("meeting the other ranks")
         ranks.store.set_timeout(_group_limit(cfg))  # for those that still read their data
         dist.init_process_group(
-            backend, store=ranks.store, rank=ranks.rank, world_size=ranks.size, timeout=_group_limit(cfg)
+            backend,
+            store=ranks.store,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=_group_limit(cfg),
         )
-    return torch.device(device_type, ranks.local_rank) if device_type != "cpu" else torch.device("cpu")
+    return (
+        torch.device(device_type, ranks.local_rank) if device_type != "cpu" else torch.device("cpu")
+    )
 
 
 def _group_limit(cfg: WorldConfig) -> timedelta:
@@ -162,7 +179,9 @@ def _group_limit(cfg: WorldConfig) -> timedelta:
 
 
 def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
-    """Return the store that the ranks meet at: torchrun's, or rank 0's. `dist.rendezvous` would wait in rank 0."""
+    """Return the store that the ranks meet at: torchrun's, or rank 0's. `dist.rendezvous` would
+    wait in rank 0.
+    """
     if size == 1:
         return dist.HashStore()
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -180,7 +199,9 @@ def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all processes."""
+    """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all
+    processes.
+    """
 
     rank: int
     size: int
@@ -192,12 +213,13 @@ class World:
     """This process among all the processes of a run.
 
     rank, size: among all processes; local_rank: on this machine. device: where this rank computes.
-    mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the
-    different batches is ours: the ranks of a pipeline, of a tensor-parallel group and those that share sequences have
-    the same. tensor: the group that shares matrices; None: each rank has whole ones. context: the group that shares
-    sequences, neighbors in the data dimensions; None: each rank has whole ones. pipeline: this rank's place among those
-    that the layers are divided among.
-    heartbeat: knows what this rank is doing, and ends all ranks if one of them fails or hangs.
+    mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks:
+    which of the different batches is ours: the ranks of a pipeline, of a tensor-parallel group and
+    those that share sequences have the same. tensor: the group that shares matrices; None: each
+    rank has whole ones. context: the group that shares sequences, neighbors in the data dimensions;
+    None: each rank has whole ones. pipeline: this rank's place among those that the layers are
+    divided among. heartbeat: knows what this rank is doing, and ends all ranks if one of them fails
+    or hangs.
     """
 
     rank: int
@@ -219,24 +241,31 @@ class World:
 
     @property
     def copies(self) -> int:
-        """Ranks of this one's stage that have a gradient of their own for each parameter: those of all batches, and of
-        these each that has a part of their sequences."""
+        """Ranks of this one's stage that have a gradient of their own for each parameter: those of
+        all batches, and of these each that has a part of their sequences.
+        """
         return self.data_ranks * (self.context.size if self.context else 1)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over the different batches, in place, on host or device. A collective.
+        """The sum of `tensor` over the different batches, in place, on host or device. A
+        collective.
 
-        Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on the others. Those that
-        share matrices or sequences have the same, which counts once.
+        Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on
+        the others. Those that share matrices or sequences have the same, which counts once.
         """
         if self.context is not None and self.context.rank:
             tensor.zero_()
         if self.copies > 1 or self.pipeline is not None:
-            dist.all_reduce(tensor, group=None if self.tensor is None else _flat_without_tensor(self.mesh).get_group())
+            dist.all_reduce(
+                tensor,
+                group=None if self.tensor is None else _flat_without_tensor(self.mesh).get_group(),
+            )
         return tensor
 
     def sum_over_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over the ranks that share this one's sequences, in place. A collective of theirs."""
+        """The sum of `tensor` over the ranks that share this one's sequences, in place. A
+        collective of theirs.
+        """
         if self.context is not None:
             dist.all_reduce(tensor, group=_resolve_process_group(self.context.name))
         return tensor
@@ -258,7 +287,9 @@ class World:
         return json.loads(texts[0])
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything JSON holds), in rank order, on every rank. A collective."""
+        """Every rank's `value` (anything JSON holds), in rank order, on every rank. A
+        collective.
+        """
         if self.size == 1:
             return [value]
         texts = [""] * self.size
@@ -267,21 +298,27 @@ class World:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """A UserError inside the block on any rank is raised on all of them, with the lowest failing rank's faults.
+        """A UserError inside the block on any rank is raised on all of them, with the lowest
+        failing rank's faults.
 
-        Faults are reported once a machine: on every other rank the error carries no lines. Another exception keeps its
-        traceback on the rank where it happened; the others end with a PeerFailedError that names that rank. The block
-        itself should hold no collective: a rank that failed is missing in it, and the others end by the heartbeat.
+        Faults are reported once a machine: on every other rank the error carries no lines. Another
+        exception keeps its traceback on the rank where it happened; the others end with a
+        PeerFailedError that names that rank. The block itself should hold no collective: a rank
+        that failed is missing in it, and the others end by the heartbeat.
         """
         try:
             yield
-        except Exception as error:  # whatever it is, the other ranks must hear of it before they wait for this one
+        except (
+            Exception
+        ) as error:  # whatever it is, the other ranks must hear of it before they wait for this one
             self._raise_agreed(error)
             raise
         self._raise_agreed(None)
 
     def _raise_agreed(self, mine: Exception | None) -> None:
-        """Raises what the ranks agree on; returns if none has failed, or if `mine` is a bug, to be raised as it is."""
+        """Raises what the ranks agree on; returns if none has failed, or if `mine` is a bug, to be
+        raised as it is.
+        """
         if not self.any(mine is not None):
             return
         gathered = self.gather_json(_describe(mine))
@@ -300,7 +337,9 @@ class World:
 
 @contextmanager
 def start_world(cfg: WorldConfig) -> Iterator[World]:
-    """Yield the world of a run that has nothing to do before its ranks are a group. See `meet_ranks`, `make_world`."""
+    """Yield the world of a run that has nothing to do before its ranks are a group. See
+    `meet_ranks`, `make_world`.
+    """
     with meet_ranks(cfg) as ranks:
         yield make_world(cfg, ranks)
 
@@ -314,7 +353,9 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     shape = tuple(mesh_shape(cfg.parallel, ranks.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if ranks.store is not None:
-        for group in list(dist.distributed_c10d._world.pg_names):  # their limits are ten minutes by default
+        for group in list(
+            dist.distributed_c10d._world.pg_names
+        ):  # their limits are ten minutes by default
             dist.distributed_c10d._set_pg_timeout(_group_limit(cfg), group)
     world = world_of(
         mesh,
@@ -327,9 +368,12 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     return replace(world, heartbeat=ranks.heartbeat)
 
 
-def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1) -> World:
-    """The world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each `context` neighbors share
-    sequences."""
+def world_of(
+    mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1
+) -> World:
+    """The world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each `context`
+    neighbors share sequences.
+    """
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
     mine = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
     group, sequence, place = None, None, None
@@ -337,13 +381,21 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
         group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
         _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
     if sizes["pipeline"] > 1:
-        place = PipelineRank(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
+        place = PipelineRank(
+            mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist())
+        )
     data_rank, data_ranks = 0, 1
     for name in DATA_DIMS:
         data_rank, data_ranks = data_rank * sizes[name] + mine[name], data_ranks * sizes[name]
     if context > 1:
-        ranks = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"]).movedim(2, -1).reshape(-1, context)
-        own_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # every rank makes all of them
+        ranks = (
+            mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"])
+            .movedim(2, -1)
+            .reshape(-1, context)
+        )
+        own_group, _ = dist.new_subgroups_by_enumeration(
+            ranks.tolist()
+        )  # every rank makes all of them
         sequence = Group(own_group.group_name, context, data_rank % context)
     others = data_rank // context, data_ranks // context
     return World(rank, size, local_rank, device, mesh, *others, group, sequence, place)
@@ -355,11 +407,12 @@ def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
-    """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh, those that share
-    its sequences, and all ranks.
+    """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh,
+    those that share its sequences, and all ranks.
 
-    With tensor parallel the ranks of its other dimensions together, if these are several, have one too. The ranks of a
-    pipeline have none of their own: they exchange by twos, and sum over all ranks.
+    With tensor parallel the ranks of its other dimensions together, if these are several, have one
+    too. The ranks of a pipeline have none of their own: they exchange by twos, and sum over all
+    ranks.
     """
     shape = mesh_shape(parallel, size)
     groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
@@ -372,12 +425,16 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
 
 
 def _describe(error: Exception | None) -> list[Any] | None:
-    """[name of its class in recipe_lib.errors, or of the nearest one it derives from; its faults]; name "": a bug."""
+    """[name of its class in recipe_lib.errors, or of the nearest one it derives from; its faults];
+    name "": a bug.
+    """
     if error is None:
         return None
     if not isinstance(error, UserError):
         return ["", [f"{type(error).__name__}: {error}"]]
-    known = (cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
+    known = (
+        cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls
+    )
     return [next(known), error.faults]
 
 
@@ -385,21 +442,25 @@ def _describe(error: Exception | None) -> list[Any] | None:
 
 
 def derive_seed(root: int, *names: str | int) -> int:
-    """A seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout", rank)`.
+    """A seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout",
+    rank)`.
 
-    Streams of different names are unrelated, and none changes when another is added: SHA-256 of root and names.
+    Streams of different names are unrelated, and none changes when another is added: SHA-256 of
+    root and names.
     """
     text = "\0".join(str(part) for part in (root, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def set_seeds(seed: int, world: World, *, alike: bool = False) -> None:
-    """Seeds the default generators of Python and torch (host and device) with this rank's dropout stream.
+    """Seeds the default generators of Python and torch (host and device) with this rank's dropout
+    stream.
 
-    No two ranks have the same, those that share matrices neither: each drops of what it alone has, its part of the
-    tokens before a matrix that is cut by rows, its part of the channels before one that is cut by columns. alike: the
-    ranks that share matrices have the same stream, because all of them have all tokens (external models).
-    Weights and data order draw from streams of their own, derived by name; they do not touch these generators.
+    No two ranks have the same, those that share matrices neither: each drops of what it alone has,
+    its part of the tokens before a matrix that is cut by rows, its part of the channels before one
+    that is cut by columns. alike: the ranks that share matrices have the same stream, because all
+    of them have all tokens (external models). Weights and data order draw from streams of their
+    own, derived by name; they do not touch these generators.
     """
     stream = derive_seed(seed, "dropout", world.data_rank if alike else world.rank)
     random.seed(stream)

@@ -1,1 +1,3 @@
-"""Memory, communication and time of a run before it runs: the recipe itself, where tensors have sizes but no bytes."""
+"""Memory, communication and time of a run before it runs: the recipe itself, where tensors have
+sizes but no bytes.
+"""

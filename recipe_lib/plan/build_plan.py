@@ -1,4 +1,6 @@
-"""A plan from a recipe and its config: simulated, replayed through the allocator, put on a time line, summed up."""
+"""A plan from a recipe and its config: simulated, replayed through the allocator, put on a time
+line, summed up.
+"""
 
 import math
 import re
@@ -79,12 +81,12 @@ _SEQUENCE_FACTS = ("tokens", "source", "histogram", "documents", "group")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
-    place in a pipeline, or rank 0. steps: of the whole run.
+    """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none:
+    the first of each place in a pipeline, or rank 0. steps: of the whole run.
 
-    recipe, config, overrides: as typed, for the report. outside: in place of what `outside_torch` says. phases: traced
-    besides set-up and steps. assumptions: what was assumed on the way here. timed: whether operators are put on a time
-    line.
+    recipe, config, overrides: as typed, for the report. outside: in place of what `outside_torch`
+    says. phases: traced besides set-up and steps. assumptions: what was assumed on the way here.
+    timed: whether operators are put on a time line.
     """
 
     hardware: Hardware
@@ -126,8 +128,9 @@ def plan_ranks(
     steps: tuple[str, ...] = (FIRST, STEADY),
     limit: int | None = None,
 ) -> PlannedRanks:
-    """Simulate the ranks of a plan. steps: as `simulate` takes them. limit: after the first rank with more active
-    bytes no other is simulated. Raises UserErrors of recipe and config."""
+    """Simulate the ranks of a plan. steps: as `simulate` takes them. limit: after the first rank
+    with more active bytes no other is simulated. Raises UserErrors of recipe and config.
+    """
     simulated = {}
     plans: list[RankPlan] = []
     for rank in settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks):
@@ -151,7 +154,9 @@ def plan_ranks(
 def make_plan(
     recipe_class: type, cfg: Any, settings: PlanSettings, steps: tuple[str, ...] = (FIRST, STEADY)
 ) -> tuple[Plan, Trace]:
-    """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
+    """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and
+    config.
+    """
     hardware = settings.hardware
     planned = plan_ranks(recipe_class, cfg, settings, steps)
     simulated = planned.simulated
@@ -163,7 +168,9 @@ def make_plan(
     )
     usable = hardware.memory - outside.total
     found = simulated[heaviest.rank]
-    more, estimate = max(not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values())
+    more, estimate = max(
+        not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values()
+    )
     verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
     if not _judge_host(cfg, settings, found.trace)[0]:
         verdict = DOES_NOT_FIT
@@ -190,7 +197,11 @@ def make_plan(
         margin=usable - heaviest.reserved - more,
         rank_plans=planned.plans,
         outside=outside,
-        layers=layers_of_all([layer_rows(one) for one in simulated.values()]) if pipeline else layer_rows(found),
+        layers=(
+            layers_of_all([layer_rows(one) for one in simulated.values()])
+            if pipeline
+            else layer_rows(found)
+        ),
         communication=_communication(found.trace, settings),
         time=_time(planned, settings, cfg.dtype),
         pipeline=pipeline,
@@ -199,10 +210,18 @@ def make_plan(
         estimate=estimate,
         ranks_per_node=hardware.ranks_per_node,
         dimensions=dimension_plans(
-            found.mesh, dict(sorted(places.items())), STEADY, micro_batches(cfg)[1], once_a_step(cfg.parallel)
+            found.mesh,
+            dict(sorted(places.items())),
+            STEADY,
+            micro_batches(cfg)[1],
+            once_a_step(cfg.parallel),
         ),
         notes=large_tensor_notes(found.trace, DTYPES[cfg.dtype].itemsize),
-        versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        versions={
+            "tune-recipes": recipe_lib.__version__,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        },
     )
     say_router_choices(plan, cfg, simulated, hardware, settings.calibration)
     stalled_means = describe_stalled_means(cfg)
@@ -220,12 +239,17 @@ def simulate_rank(
     traced: int | None = None,
     checker: StreamChecker | None = None,
 ) -> Simulated:
-    """One rank's trace, with the kernels and the scratch of the planned device. steps, traced, checker: as
-    `simulate` takes them. ConfigError for what the device cannot compute."""
+    """One rank's trace, with the kernels and the scratch of the planned device. steps, traced,
+    checker: as `simulate` takes them. ConfigError for what the device cannot compute.
+    """
     hardware = settings.hardware
     if hardware.capability is None and getattr(cfg, "matmul_dtype", None) == "fp8":
-        raise ConfigError("matmul_dtype: found fp8 for cpu, expected a GPU; choose int8, or remove matmul_dtype")
-    if hardware.capability is not None and (faults := card_faults(cfg, hardware.name, hardware.capability)):
+        raise ConfigError(
+            "matmul_dtype: found fp8 for cpu, expected a GPU; choose int8, or remove matmul_dtype"
+        )
+    if hardware.capability is not None and (
+        faults := card_faults(cfg, hardware.name, hardware.capability)
+    ):
         raise ConfigError(*faults)
 
     def run(model: Any) -> Simulated:
@@ -239,7 +263,9 @@ def simulate_rank(
             steps=steps,
             like_cpu=hardware.architecture == "cpu",
             capability=hardware.capability or (8, 0),
-            kernel_memory=kernel_memory(hardware.architecture),  # each run's own: it knows what is there already
+            kernel_memory=kernel_memory(
+                hardware.architecture
+            ),  # each run's own: it knows what is there already
             traced=traced,
             checker=checker,
         )
@@ -250,7 +276,9 @@ def simulate_rank(
         return simulate_deep(recipe_class, cfg, run)
     except NotCompiled as fault:
         found = simulate_deep(recipe_class, replace(cfg, compile=False), run)
-        why = f"compile=true is planned without compiling, which takes more memory and time: {fault}"
+        why = (
+            f"compile=true is planned without compiling, which takes more memory and time: {fault}"
+        )
         return replace(found, notes=[*found.notes, why])
 
 
@@ -264,7 +292,15 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
         if op.collective is None:
             continue
         collective, module = op.collective, _NUMBER.sub("*", op.module)
-        key = (collective.operation, collective.dim, collective.ranks, op.part, module, collective.shapes, op.dtype)
+        key = (
+            collective.operation,
+            collective.dim,
+            collective.ranks,
+            op.part,
+            module,
+            collective.shapes,
+            op.dtype,
+        )
         if key in rows:
             rows[key].count += op.repeats
             continue
@@ -279,14 +315,19 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
             bytes=collective.bytes,
             wire_bytes=wire_bytes(collective.operation, collective.bytes, len(collective.ranks)),
             count=op.repeats,
-            seconds=collective_seconds(collective, settings.hardware, settings.calibration) if settings.timed else 0.0,
+            seconds=(
+                collective_seconds(collective, settings.hardware, settings.calibration)
+                if settings.timed
+                else 0.0
+            ),
         )
     return [row for row in rows.values() if len(row.ranks) > 1]
 
 
 def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan | None:
-    """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where no time is wanted, or the
-    places of a pipeline are not all known."""
+    """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where no
+    time is wanted, or the places of a pipeline are not all known.
+    """
     sums = planned.step.sums
     trace = planned.step.trace
     seconds = planned.step.seconds
@@ -294,7 +335,9 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
         return None
     steps = settings.steps or settings.sequence.steps
     simulated = planned.simulated
-    flops = [model_flops(found.trace, STEADY) for found in simulated.values()]  # each place has as many ranks
+    flops = [
+        model_flops(found.trace, STEADY) for found in simulated.values()
+    ]  # each place has as many ranks
     mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
     tokens = next(iter(simulated.values())).tokens
     kinds = time_by_kind(trace, STEADY, settings.hardware, settings.calibration)
@@ -325,38 +368,61 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
 def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
-    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
+    kernels = (
+        "a CPU's"
+        if like_cpu
+        else "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
+    )
     if not like_cpu and cfg.fused_kernels:
-        kernels += ", fused rotary embedding, gated activation, soft-capped scores, loss and dequantizing (by Triton)"
+        kernels += (
+            ", fused rotary embedding, gated activation, soft-capped scores, loss and dequantizing"
+            " (by Triton)"
+        )
     if attention_backend(settings.hardware.architecture) == "cudnn":
         kernels += (
-            "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash attention's workspace"
+            "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash"
+            " attention's workspace"
         )
     multiple = cfg.data.pad_to_multiple_of
-    padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
-    source = settings.sequence.source.partition(":")[0]  # why it is that one, the run's own lines say
+    padded = (
+        f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
+    )
+    source = settings.sequence.source.partition(":")[
+        0
+    ]  # why it is that one, the run's own lines say
     lines = [
-        f"sequences of {settings.sequence.tokens} tokens{padded} ({source}), "
-        f"batch_size {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
+        (
+            f"sequences of {settings.sequence.tokens} tokens{padded} ({source}), batch_size"
+            f" {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}"
+        ),
         f"kernels: {kernels}; torch {torch.__version__}",
-        "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",
+        (
+            "allocator: torch's default settings; `expandable` with"
+            " PYTORCH_ALLOC_CONF=expandable_segments:True"
+        ),
     ]
     if settings.ranks > 1:
         traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
-        found_ranks = f"rank {traced[0]}" if len(traced) == 1 else f"ranks {', '.join(map(str, traced))}"
+        found_ranks = (
+            f"rank {traced[0]}" if len(traced) == 1 else f"ranks {', '.join(map(str, traced))}"
+        )
         lines.append(
-            f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
+            f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part"
+            " of uneven shards"
         )
     lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
     lines += _judge_host(cfg, settings, found.trace)[1]
     if not found.repeats and not found.grows:
-        lines.append("the second step left less memory than the first: later steps may differ from it")
+        lines.append(
+            "the second step left less memory than the first: later steps may differ from it"
+        )
     return lines + found.notes
 
 
 def _judge_host(cfg: Any, settings: PlanSettings, trace: Trace) -> tuple[bool, list[str]]:
-    """Return whether what the ranks of a machine keep on the host is what the config allows them, and that in words;
-    nothing is said where it allows everything."""
+    """Return whether what the ranks of a machine keep on the host is what the config allows them,
+    and that in words; nothing is said where it allows everything.
+    """
     allowed = cfg.memory.host_memory_limit_gib
     if allowed is None:
         return True, []
@@ -365,8 +431,8 @@ def _judge_host(cfg: Any, settings: PlanSettings, trace: Trace) -> tuple[bool, l
     is_enough = most <= allowed * GIB
     verdict = "enough" if is_enough else "too little, a run is refused"
     return is_enough, [
-        f"{HOST_ALLOWS} {allowed:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which take "
-        f"{format_bytes(most)}: {verdict}"
+        f"{HOST_ALLOWS} {allowed:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine,"
+        f" which take {format_bytes(most)}: {verdict}"
     ]
 
 
@@ -376,11 +442,13 @@ def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
     if trace.uses:
         lines.append(
-            "record_stream: how soon another stream is done with memory that is freed; planned is the longest that a "
-            f"host can be ahead of it, {LAUNCH_QUEUE:,} kernels"
+            "record_stream: how soon another stream is done with memory that is freed; planned is"
+            f" the longest that a host can be ahead of it, {LAUNCH_QUEUE:,} kernels"
         )
     if cfg.trained_adapters is not None and cfg.trained_adapters.merge_on_save:
-        lines.append("lora.merge_on_save: the merged model is written layer by layer after training")
+        lines.append(
+            "lora.merge_on_save: the merged model is written layer by layer after training"
+        )
     return lines
 
 
@@ -390,7 +458,11 @@ def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list
 # are padded to equal sizes), so that sums over all ranks are those of the places times their ranks.
 
 
-_OF_MICRO_BATCHES = ("forward", "backward", "recompute")  # parts of a step; the others are once a step
+_OF_MICRO_BATCHES = (
+    "forward",
+    "backward",
+    "recompute",
+)  # parts of a step; the others are once a step
 
 
 def dimension_plans(
@@ -400,12 +472,17 @@ def dimension_plans(
     micro_batches: int,
     once: Collection[str] = (),
 ) -> list[DimensionPlan]:
-    """Of every dimension with more than one rank. traces: by place in the pipeline, of one rank each; phase: the step
-    that is counted. micro_batches: of it. once: operations among data ranks that are once a step, not in each of
-    them."""
+    """Of every dimension with more than one rank. traces: by place in the pipeline, of one rank
+    each; phase: the step that is counted. micro_batches: of it. once: operations among data ranks
+    that are once a step, not in each of them.
+    """
     counted = {place: _Counted(trace, phase, mesh, once) for place, trace in traces.items()}
     found_keys = dict.fromkeys(key for one in counted.values() for key in one.step)
-    silent = [name for name, size in mesh.items() if size > 1 and not any(name in along for _, along in found_keys)]
+    silent = [
+        name
+        for name, size in mesh.items()
+        if size > 1 and not any(name in along for _, along in found_keys)
+    ]
     places = {name: place for place, name in enumerate(mesh)}
     keys = [*found_keys, *((name, (name,)) for name in silent)]
     keys.sort(key=lambda key: places.get(key[0], len(mesh)))
@@ -420,7 +497,9 @@ def dimension_plans(
             of_place = math.prod(mesh.values()) // len(traces)
             plan.cluster_step = sum(step, Volume()).times(of_place)
             plan.cluster_micro_batch = sum(each, Volume()).times(of_place)
-        plan.layer = _usual_layer([one.in_layers[key] for one in counted.values()], layers * micro_batches)
+        plan.layer = _usual_layer(
+            [one.in_layers[key] for one in counted.values()], layers * micro_batches
+        )
         found.append(plan)
     return found
 
@@ -430,18 +509,25 @@ def group_sizes(trace: Trace) -> list[int]:
 
     Ranks that share sequences have a group of their own also where they are all.
     """
-    groups = {(op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective}
+    groups = {
+        (op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective
+    }
     return [len(ranks) for _, ranks in sorted(groups)]
 
 
-_Key = tuple[str, tuple[str, ...]]  # a dimension's name, and the dimensions along which its groups lie
+_Key = tuple[
+    str, tuple[str, ...]
+]  # a dimension's name, and the dimensions along which its groups lie
 
 
 class _Counted:
-    """What one rank communicates in a step, by dimension: in all, in micro-batches, in layers for them. layers: their
-    paths."""
+    """What one rank communicates in a step, by dimension: in all, in micro-batches, in layers for
+    them. layers: their paths.
+    """
 
-    def __init__(self, trace: Trace, phase: str, mesh: Mapping[str, int], once: Collection[str]) -> None:
+    def __init__(
+        self, trace: Trace, phase: str, mesh: Mapping[str, int], once: Collection[str]
+    ) -> None:
         self.step: dict[_Key, Volume] = defaultdict(Volume)
         self.inside: dict[_Key, Volume] = defaultdict(Volume)
         self.in_layers: dict[_Key, Counter[tuple[str, int, int]]] = defaultdict(
@@ -455,8 +541,12 @@ class _Counted:
             if op.collective is None or len(op.collective.ranks) < 2:
                 continue
             key = _key(op.collective, mesh)
-            sent = wire_bytes(op.collective.operation, op.collective.bytes, len(op.collective.ranks))
-            volume = Volume(1, op.collective.bytes, 0 if op.collective.operation == "recv" else sent)
+            sent = wire_bytes(
+                op.collective.operation, op.collective.bytes, len(op.collective.ranks)
+            )
+            volume = Volume(
+                1, op.collective.bytes, 0 if op.collective.operation == "recv" else sent
+            )
             self.step[key] += volume.times(op.repeats)
             is_once = op.collective.operation in once and op.collective.dim in DATA_DIMS
             if op.part in _OF_MICRO_BATCHES and not is_once:
@@ -476,10 +566,14 @@ def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
 
 
 def _usual_layer(places: Iterable[Counter[tuple[str, int, int]]], passes: int) -> Volume | None:
-    """What most layers have in one pass of `passes`: of a neighbor's gather, which a layer may issue, there are few."""
+    """What most layers have in one pass of `passes`: of a neighbor's gather, which a layer may
+    issue, there are few.
+    """
     counts = sum(places, Counter())
     each = {alike: round(count / passes) for alike, count in counts.items()} if passes else {}
-    found = sum((Volume(1, size, sent).times(times) for (_, size, sent), times in each.items()), Volume())
+    found = sum(
+        (Volume(1, size, sent).times(times) for (_, size, sent), times in each.items()), Volume()
+    )
     return found if found.operations else None
 
 
@@ -494,15 +588,17 @@ _KINDS = ("activations", "temporary", "logits", "communication", "gradients")
 
 
 def large_tensor_notes(trace: Trace, itemsize: int) -> list[str]:
-    """What to know of a plan whose largest tensor that is computed from tokens may have LIMIT elements. itemsize: bytes
-    of one."""
+    """What to know of a plan whose largest tensor that is computed from tokens may have LIMIT
+    elements. itemsize: bytes of one.
+    """
     made = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
     of_tokens = (one for one in made if one.device and one.kind in _KINDS and not one.label)
     largest = max(of_tokens, key=lambda one: one.bytes, default=None)
     if largest is None or largest.bytes < LIMIT * itemsize:
         return []
     return [
-        f"{largest.module or 'the step'} makes a tensor of {largest.bytes // itemsize:,} elements "
-        f"({format_bytes(largest.bytes)}): kernels that count in 32 bits, such as FlashAttention 2, fail from "
-        f"{LIMIT:,} on; share sequences among more ranks (parallel.context), or set max_seq_len lower"
+        f"{largest.module or 'the step'} makes a tensor of {largest.bytes // itemsize:,} elements"
+        f" ({format_bytes(largest.bytes)}): kernels that count in 32 bits, such as FlashAttention"
+        f" 2, fail from {LIMIT:,} on; share sequences among more ranks (parallel.context), or set"
+        " max_seq_len lower"
     ]

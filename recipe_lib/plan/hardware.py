@@ -1,11 +1,13 @@
-"""Devices that a run can be planned for: memory, rates and links, each figure with its source. No torch in here.
+"""Devices that a run can be planned for: memory, rates and links, each figure with its source. No
+torch in here.
 
-Memory is what CUDA reports as the total (`torch.cuda.mem_get_info()[1]`, the "total capacity" of torch's out-of-memory
-message), which is less than what nvidia-smi shows, because the driver keeps some, and 1/16 goes to error correction on
-cards that have it switched on. It differs by driver version: the table holds the smallest that we have seen reported.
+Memory is what CUDA reports as the total (`torch.cuda.mem_get_info()[1]`, the "total capacity" of
+torch's out-of-memory message), which is less than what nvidia-smi shows, because the driver keeps
+some, and 1/16 goes to error correction on cards that have it switched on. It differs by driver
+version: the table holds the smallest that we have seen reported.
 
-Rates are dense ones, without structured sparsity, with sums in fp32 as torch computes: GeForce cards do that at half
-the rate that their specification gives for sums in fp16.
+Rates are dense ones, without structured sparsity, with sums in fp32 as torch computes: GeForce
+cards do that at half the rate that their specification gives for sums in fp16.
 """
 
 import os
@@ -25,8 +27,9 @@ EIGHT_BITS = ("int8", "fp8")  # dtypes of matmuls whose operands have 8 bits
 class Link:
     """How the ranks of a machine reach each other.
 
-    kind: `nvlink`, `pcie_p2p`, `pcie_no_p2p` (through host memory) or `host`. bandwidth: bus bandwidth of a large
-    collective as nccl-tests counts it, bytes/second. latency: seconds for each step of a ring.
+    kind: `nvlink`, `pcie_p2p`, `pcie_no_p2p` (through host memory) or `host`. bandwidth: bus
+    bandwidth of a large collective as nccl-tests counts it, bytes/second. latency: seconds for each
+    step of a ring.
     """
 
     kind: str
@@ -34,9 +37,9 @@ class Link:
     latency: float
 
 
-# Latencies: the ring with the Simple protocol in NCCL's src/graph/tuning.cc, 3.4 us over NVLink and 5.7 us over PCIe.
-# Bandwidths but the first are figures in common use, not measured here. NVLink 4: 350 GB/s, NCCL's author in
-# github.com/NVIDIA/nccl/issues/986.
+# Latencies: the ring with the Simple protocol in NCCL's src/graph/tuning.cc, 3.4 us over NVLink and
+# 5.7 us over PCIe. Bandwidths but the first are figures in common use, not measured here. NVLink 4:
+# 350 GB/s, NCCL's author in github.com/NVIDIA/nccl/issues/986.
 NVLINK4 = Link("nvlink", 350e9, 3.4e-6)
 NVLINK3 = Link("nvlink", 230e9, 3.4e-6)
 NVLINK5 = Link("nvlink", 700e9, 3.4e-6)  # twice NVLink 4, as its specification says
@@ -45,13 +48,15 @@ PCIE5 = Link("pcie_p2p", 40e9, 5.7e-6)  # twice PCIe 4, as its specification say
 NO_P2P = Link("pcie_no_p2p", 10e9, 5.7e-6)  # torch/_inductor/comm_analysis.py has the same for PCIe
 HOST = Link("host", 2e9, 20e-6)  # gloo over loopback; a guess
 
-# Network, bytes/second for one rank of a machine: InfiniBand NDR 400 Gb/s and HDR 200 Gb/s, one card for each GPU, at
-# the bus bandwidth commonly seen; 100 Gb/s and 10 Gb/s Ethernet shared by eight GPUs.
+# Network, bytes/second for one rank of a machine: InfiniBand NDR 400 Gb/s and HDR 200 Gb/s, one
+# card for each GPU, at the bus bandwidth commonly seen; 100 Gb/s and 10 Gb/s Ethernet shared by
+# eight GPUs.
 NDR, HDR, ETHERNET_100, ETHERNET_10 = 45e9, 22e9, 1.5e9, 0.15e9
 
-# The host's memory, bytes/second. Of one rank's optimizer: DeepSpeed's CPU Adam takes 8.2 s for 11.6e9 parameters at 28
-# bytes each (microsoft/DeepSpeed pull request 735). Of the machine: eight channels of DDR4-3200, of whose 205 GB/s four
-# fifths are taken to come through; a desktop's two channels give a quarter of that.
+# The host's memory, bytes/second. Of one rank's optimizer: DeepSpeed's CPU Adam takes 8.2 s for
+# 11.6e9 parameters at 28 bytes each (microsoft/DeepSpeed pull request 735). Of the machine: eight
+# channels of DDR4-3200, of whose 205 GB/s four fifths are taken to come through; a desktop's two
+# channels give a quarter of that.
 HOST_MEMORY_OF_ONE, HOST_MEMORY = 40e9, 160e9
 
 
@@ -59,11 +64,12 @@ HOST_MEMORY_OF_ONE, HOST_MEMORY = 40e9, 160e9
 class Hardware:
     """A device and what it is linked with.
 
-    name: as typed. aliases: other spellings, the one that CUDA reports among them. architecture: `sm80` ... `sm120`,
-    or `cpu`. memory: total bytes. flops: dense rate by dtype, per second. bandwidth: of its memory, bytes/second.
-    ranks_per_node: ranks that share `link`; inter_node_bandwidth: bytes/second that the network has for each of them.
-    ranks_here: ranks of the run on one machine. rates_of: the device that the rates are taken from, where only a size
-    of memory was given.
+    name: as typed. aliases: other spellings, the one that CUDA reports among them. architecture:
+    `sm80` ... `sm120`, or `cpu`. memory: total bytes. flops: dense rate by dtype, per second.
+    bandwidth: of its memory, bytes/second. ranks_per_node: ranks that share `link`;
+    inter_node_bandwidth: bytes/second that the network has for each of them. ranks_here: ranks of
+    the run on one machine. rates_of: the device that the rates are taken from, where only a size of
+    memory was given.
     """
 
     name: str
@@ -81,10 +87,12 @@ class Hardware:
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second of a large copy between the device and pinned host memory, one way, while all ranks of the
-        machine copy: what 16 lanes of PCIe 4 commonly give (24.8 GB/s by nvbandwidth on an A100,
-        forums.developer.nvidia.com 352186), twice that from Hopper and Blackwell on, which have PCIe 5; shared by the
-        ranks of a switch, and together no more than the host's memory."""
+        """Bytes a second of a large copy between the device and pinned host memory, one way, while
+        all ranks of the machine copy: what 16 lanes of PCIe 4 commonly give (24.8 GB/s by
+        nvbandwidth on an A100, forums.developer.nvidia.com 352186), twice that from Hopper and
+        Blackwell on, which have PCIe 5; shared by the ranks of a switch, and together no more than
+        the host's memory.
+        """
         newer = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
         lanes = 50e9 if newer else 25e9
         on_switch = min(self.ranks_here, 2) if self.link == NVLINK3 else 1
@@ -92,7 +100,9 @@ class Hardware:
 
     @property
     def host_memory_bandwidth(self) -> float:
-        """Bytes a second that one rank's optimizer on the CPU moves while those of all ranks of the machine do."""
+        """Bytes a second that one rank's optimizer on the CPU moves while those of all ranks of the
+        machine do.
+        """
         return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
 
     @property
@@ -103,8 +113,8 @@ class Hardware:
     def rate(self, dtype: str) -> float:
         """Dense operations a second in `dtype`; of fp32 for a dtype that is not listed.
 
-        `int8` and `fp8` are twice bf16 where they are not listed, as specifications from Ampere (Ada) on have it; int8
-        of GeForce cards is faster still by theirs.
+        `int8` and `fp8` are twice bf16 where they are not listed, as specifications from Ampere
+        (Ada) on have it; int8 of GeForce cards is faster still by theirs.
         """
         if dtype in EIGHT_BITS and self.architecture != "cpu":
             return self.flops.get(dtype, 2 * self.flops["bf16"])
@@ -129,33 +139,64 @@ def _card(
     network: float,
     *aliases: str,
 ) -> Hardware:
-    """A row of the table. rates: TFLOP/s in bf16 (fp16 is the same), tf32 and fp32. bandwidth: GB/s."""
+    """A row of the table. rates: TFLOP/s in bf16 (fp16 is the same), tf32 and fp32. bandwidth:
+    GB/s.
+    """
     bf16, tf32, fp32 = (rate * TERA for rate in rates)
     flops = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
-    return Hardware(name, architecture, int(gibibytes * GIB), flops, bandwidth * GIGA, link, network, aliases)
+    return Hardware(
+        name, architecture, int(gibibytes * GIB), flops, bandwidth * GIGA, link, network, aliases
+    )
 
 
-# "OOM" names the total in out-of-memory messages of torch found in public issues and logs, the smallest of them.
+# "OOM" names the total in out-of-memory messages of torch found in public issues and logs, the
+# smallest of them.
 _CARDS = (
-    # NVIDIA Turing whitepaper (T4: 65 in fp16, no bf16 or tf32 / 8.1, 320 GB/s). With error correction: OOM 14.56.
+    # NVIDIA Turing whitepaper (T4: 65 in fp16, no bf16 or tf32 / 8.1, 320 GB/s). With error
+    # correction: OOM 14.56.
     _card("t4", "sm75", 14.56, (65, 8.1, 8.1), 320, NO_P2P, ETHERNET_100, "teslat4"),
-    # NVIDIA Ampere GA102 whitepaper 2.0 (3090: 71 / 35.6 / 35.6, 936 GB/s). OOM 23.56. nvidia-smi 24576 MiB.
+    # NVIDIA Ampere GA102 whitepaper 2.0 (3090: 71 / 35.6 / 35.6, 936 GB/s). OOM 23.56. nvidia-smi
+    # 24576 MiB.
     _card("rtx3090", "sm86", 23.56, (71, 35.6, 35.6), 936, NO_P2P, ETHERNET_10, "3090"),
-    # Rates of the 3090 by cores and boost clock (10752 x 1.86 GHz); NVIDIA's page: 1008 GB/s. Memory as the 3090.
+    # Rates of the 3090 by cores and boost clock (10752 x 1.86 GHz); NVIDIA's page: 1008 GB/s.
+    # Memory as the 3090.
     _card("rtx3090ti", "sm86", 23.56, (80, 40, 40), 1008, NO_P2P, ETHERNET_10, "3090ti"),
-    # NVIDIA Ada whitepaper 2.0 (165.2 / 82.6 / 82.6, 1008 GB/s). OOM 23.52 (23.64 by older drivers); nvidia-smi 24564.
+    # NVIDIA Ada whitepaper 2.0 (165.2 / 82.6 / 82.6, 1008 GB/s). OOM 23.52 (23.64 by older
+    # drivers); nvidia-smi 24564.
     _card("rtx4090", "sm89", 23.52, (165.2, 82.6, 82.6), 1008, NO_P2P, ETHERNET_10, "4090"),
-    # NVIDIA RTX Blackwell whitepaper (209.5 / 104.8 / 104.8, 1792 GB/s). OOM 31.36. nvidia-smi 32607 MiB.
+    # NVIDIA RTX Blackwell whitepaper (209.5 / 104.8 / 104.8, 1792 GB/s). OOM 31.36. nvidia-smi
+    # 32607 MiB.
     _card("rtx5090", "sm120", 31.36, (209.5, 104.8, 104.8), 1792, NO_P2P, ETHERNET_10, "5090"),
-    # Datasheets of the RTX A5000 (222.2 with sparsity, 27.8, 768 GB/s) and A6000 (309.7, 38.7, 768 GB/s); their error
-    # correction is off as delivered. OOM 47.40; the A5000 as the 3090, with the same chips.
+    # Datasheets of the RTX A5000 (222.2 with sparsity, 27.8, 768 GB/s) and A6000 (309.7, 38.7, 768
+    # GB/s); their error correction is off as delivered. OOM 47.40; the A5000 as the 3090, with the
+    # same chips.
     _card("a5000", "sm86", 23.56, (111.1, 55.6, 27.8), 768, PCIE4, ETHERNET_10, "rtxa5000"),
     _card("a6000", "sm86", 47.40, (154.8, 77.4, 38.7), 768, PCIE4, ETHERNET_10, "rtxa6000"),
-    # Datasheets of the RTX 5000 Ada (1044.4 in fp8 with sparsity, 65.3, 576 GB/s) and 6000 Ada (1457, 91.1, 960 GB/s).
-    # With error correction: OOM 44.39 (46068 MiB); the 5000 Ada by the same share of 32760 MiB. Without: 6 % more.
-    _card("rtx5000ada", "sm89", 29.50, (261.1, 130.6, 65.3), 576, PCIE4, ETHERNET_10, "rtx5000adageneration"),
-    _card("rtx6000ada", "sm89", 44.39, (364.2, 182.1, 91.1), 960, PCIE4, ETHERNET_10, "rtx6000adageneration"),
-    # NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition (503.8 / 251.9 / 126, 1792 GB/s). OOM 94.96.
+    # Datasheets of the RTX 5000 Ada (1044.4 in fp8 with sparsity, 65.3, 576 GB/s) and 6000 Ada
+    # (1457, 91.1, 960 GB/s). With error correction: OOM 44.39 (46068 MiB); the 5000 Ada by the same
+    # share of 32760 MiB. Without: 6 % more.
+    _card(
+        "rtx5000ada",
+        "sm89",
+        29.50,
+        (261.1, 130.6, 65.3),
+        576,
+        PCIE4,
+        ETHERNET_10,
+        "rtx5000adageneration",
+    ),
+    _card(
+        "rtx6000ada",
+        "sm89",
+        44.39,
+        (364.2, 182.1, 91.1),
+        960,
+        PCIE4,
+        ETHERNET_10,
+        "rtx6000adageneration",
+    ),
+    # NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition (503.8 / 251.9 / 126, 1792 GB/s). OOM
+    # 94.96.
     _card(
         "rtxpro6000",
         "sm120",
@@ -168,30 +209,57 @@ _CARDS = (
         "rtxpro6000blackwell",
         "rtxpro6000blackwellworkstationedition",
     ),
-    # Datasheet of the A10 (125 / 62.5 / 31.2, 600 GB/s); the A10G is its variant for AWS g5 (70 / 35 / 35, as AWS and
-    # Baseten say). With error correction: OOM 21.95. nvidia-smi 23028 MiB.
+    # Datasheet of the A10 (125 / 62.5 / 31.2, 600 GB/s); the A10G is its variant for AWS g5 (70 /
+    # 35 / 35, as AWS and Baseten say). With error correction: OOM 21.95. nvidia-smi 23028 MiB.
     _card("a10", "sm86", 21.95, (125, 62.5, 31.2), 600, NO_P2P, ETHERNET_100),
     _card("a10g", "sm86", 21.95, (70, 35, 35), 600, NO_P2P, ETHERNET_100),
-    # Datasheets with sparsity halved: L4 (242 / 120 / 30.3, 300 GB/s; OOM 21.95), A40 (149.7 dense / 74.8 / 37.4, 696
-    # GB/s), L40 (362 / 181 / 90.5, 864 GB/s), L40S (733 / 366 / 91.6, 864 GB/s). The last three: OOM 44.34.
+    # Datasheets with sparsity halved: L4 (242 / 120 / 30.3, 300 GB/s; OOM 21.95), A40 (149.7 dense
+    # / 74.8 / 37.4, 696 GB/s), L40 (362 / 181 / 90.5, 864 GB/s), L40S (733 / 366 / 91.6, 864 GB/s).
+    # The last three: OOM 44.34.
     _card("l4", "sm89", 21.95, (121, 60, 30.3), 300, NO_P2P, ETHERNET_100),
     _card("a40", "sm86", 44.34, (149.7, 74.8, 37.4), 696, PCIE4, ETHERNET_100),
     _card("l40", "sm89", 44.34, (181, 90.5, 90.5), 864, PCIE4, ETHERNET_100),
     _card("l40s", "sm89", 44.34, (362, 183, 91.6), 864, PCIE4, ETHERNET_100),
-    # Datasheet of the A100 (312 / 156 / 19.5; 1555, 2039 and, PCIe with 80 GB, 1935 GB/s). OOM 39.38 and 79.14.
+    # Datasheet of the A100 (312 / 156 / 19.5; 1555, 2039 and, PCIe with 80 GB, 1935 GB/s). OOM
+    # 39.38 and 79.14.
     _card("a100-40gb", "sm80", 39.38, (312, 156, 19.5), 1555, NVLINK3, HDR, "a100sxm440gb"),
-    _card("a100-80gb", "sm80", 79.14, (312, 156, 19.5), 2039, NVLINK3, HDR, "a100sxm480gb", "a100sxm80gb"),
-    _card("a100-40gb-pcie", "sm80", 39.38, (312, 156, 19.5), 1555, PCIE4, ETHERNET_100, "a100pcie40gb"),
-    _card("a100-80gb-pcie", "sm80", 79.14, (312, 156, 19.5), 1935, PCIE4, ETHERNET_100, "a100pcie80gb"),
-    # Datasheet of the H100 with sparsity halved: SXM (1979 / 989 / 67, 3.35 TB/s), PCIe (1513 / 756 / 51, 2 TB/s), NVL
-    # (1671 / 835 / 60, 3.9 TB/s). OOM 79.14 and 93.00.
-    _card("h100", "sm90", 79.14, (989.4, 494.7, 66.9), 3350, NVLINK4, NDR, "h100sxm", "h100-80gb", "h10080gbhbm3"),
+    _card(
+        "a100-80gb",
+        "sm80",
+        79.14,
+        (312, 156, 19.5),
+        2039,
+        NVLINK3,
+        HDR,
+        "a100sxm480gb",
+        "a100sxm80gb",
+    ),
+    _card(
+        "a100-40gb-pcie", "sm80", 39.38, (312, 156, 19.5), 1555, PCIE4, ETHERNET_100, "a100pcie40gb"
+    ),
+    _card(
+        "a100-80gb-pcie", "sm80", 79.14, (312, 156, 19.5), 1935, PCIE4, ETHERNET_100, "a100pcie80gb"
+    ),
+    # Datasheet of the H100 with sparsity halved: SXM (1979 / 989 / 67, 3.35 TB/s), PCIe (1513 / 756
+    # / 51, 2 TB/s), NVL (1671 / 835 / 60, 3.9 TB/s). OOM 79.14 and 93.00.
+    _card(
+        "h100",
+        "sm90",
+        79.14,
+        (989.4, 494.7, 66.9),
+        3350,
+        NVLINK4,
+        NDR,
+        "h100sxm",
+        "h100-80gb",
+        "h10080gbhbm3",
+    ),
     _card("h100-pcie", "sm90", 79.14, (756, 378, 51), 2000, PCIE5, ETHERNET_100),
     _card("h100-nvl", "sm90", 93.00, (835, 417.5, 60), 3900, PCIE5, ETHERNET_100),
     # Datasheet of the H200 SXM: rates of the H100, 4.8 TB/s, sold as 141 GB. OOM 139.80.
     _card("h200", "sm90", 139.80, (989.4, 494.7, 66.9), 4800, NVLINK4, NDR, "h200sxm"),
-    # Datasheet of the HGX B200, an eighth of eight GPUs: 36 PFLOP/s in bf16 with sparsity (2250 dense), 18 in tf32, 600
-    # TFLOP/s in fp32, 62 TB/s. OOM 178.35.
+    # Datasheet of the HGX B200, an eighth of eight GPUs: 36 PFLOP/s in bf16 with sparsity (2250
+    # dense), 18 in tf32, 600 TFLOP/s in fp32, 62 TB/s. OOM 178.35.
     _card("b200", "sm100", 178.35, (2250, 1125, 75), 7750, NVLINK5, NDR),
 )
 
@@ -206,12 +274,19 @@ _OTHER_MAKERS = {
     "Huawei": r"huawei|ascend",
 }
 
-# A card sold as so many GB holds so many GiB, of which CUDA reports this share or more where no error correction is on
-# (RTX 4090 23.52 of 24, RTX 5090 31.36 of 32).
+# A card sold as so many GB holds so many GiB, of which CUDA reports this share or more where no
+# error correction is on (RTX 4090 23.52 of 24, RTX 5090 31.36 of 32).
 SHARE_REPORTED = 0.98
 
 # Whose rates a size of memory gets: the slowest card of that size that people train on.
-_TYPICAL = ((24, "rtx3090"), (32, "rtx5090"), (48, "a6000"), (80, "a100-80gb"), (141, "h200"), (float("inf"), "b200"))
+_TYPICAL = (
+    (24, "rtx3090"),
+    (32, "rtx5090"),
+    (48, "a6000"),
+    (80, "a100-80gb"),
+    (141, "h200"),
+    (float("inf"), "b200"),
+)
 
 _SIZE = re.compile(r"(\d{1,5}(?:\.\d+)?) ?(gb|gib|g)", re.IGNORECASE)
 _FIT = re.compile(r"(\d{1,6}) ?[x*] ?(.+)", re.IGNORECASE)
@@ -220,9 +295,10 @@ _FIT = re.compile(r"(\d{1,6}) ?[x*] ?(.+)", re.IGNORECASE)
 def find_hardware(name: str) -> Hardware:
     """The device of that name, in any spelling: `rtx4090`, `RTX 4090`, `NVIDIA GeForce RTX 4090`.
 
-    Also sizes: `24GB` is a card sold as one of 24 GB, whose CUDA total is 98 % of 24 GiB (cards with error correction
-    have 6 % less: name them); `24GiB` is a CUDA total of exactly 24 GiB; their rates are those of a common card.
-    `cpu` is this machine's memory. ConfigError for anything else.
+    Also sizes: `24GB` is a card sold as one of 24 GB, whose CUDA total is 98 % of 24 GiB (cards
+    with error correction have 6 % less: name them); `24GiB` is a CUDA total of exactly 24 GiB;
+    their rates are those of a common card. `cpu` is this machine's memory. ConfigError for anything
+    else.
     """
     found = _find(name)
     if found:
@@ -235,11 +311,13 @@ def find_hardware(name: str) -> Hardware:
     maker = next((maker for maker, names in _OTHER_MAKERS.items() if re.match(names, plain)), None)
     if maker and not likely:
         raise ConfigError(
-            f"device: {quote(name)} is {maker}'s, whose kernels and rates are not known here: runs and plans are for "
-            "NVIDIA's GPUs and for CPUs; give a size as 24GB for a plan as if NVIDIA had made it"
+            f"device: {quote(name)} is {maker}'s, whose kernels and rates are not known here: runs"
+            " and plans are for NVIDIA's GPUs and for CPUs; give a size as 24GB for a plan as if"
+            " NVIDIA had made it"
         )
     raise ConfigError(
-        f"device: {quote(name)} is not known; expected one of {', '.join(HARDWARE)}, cpu, or a size as 24GB{meant}"
+        f"device: {quote(name)} is not known; expected one of {', '.join(HARDWARE)}, cpu, or a size"
+        f" as 24GB{meant}"
     )
 
 
@@ -257,32 +335,43 @@ def _find(name: str) -> Hardware | None:
 
 
 def reported_hardware(name: str, memory: int) -> Hardware:
-    """Return the device that CUDA calls `name`, with `memory` bytes; rates of one that is not in the table are those
-    of a common card of that size."""
+    """Return the device that CUDA calls `name`, with `memory` bytes; rates of one that is not in
+    the table are those of a common card of that size.
+    """
     hardware = _find(name) or _of_size(name, memory / GIB, exact=True)
     return replace(hardware, memory=memory)
 
 
 def parse_fit(text: str) -> tuple[int, Hardware]:
-    """`4x24GB` or `4xrtx4090` as ranks and device; one rank where no number is given. ConfigError for nonsense."""
+    """`4x24GB` or `4xrtx4090` as ranks and device; one rank where no number is given. ConfigError
+    for nonsense.
+    """
     found = _FIT.fullmatch(text.strip())
     if not found or _find(text):
         return 1, find_hardware(text)
     ranks = int(found[1])
     if ranks < 1:
-        raise ConfigError(f"fit: {quote(text)} names {ranks} devices; expected at least one, such as 4x24GB")
+        raise ConfigError(
+            f"fit: {quote(text)} names {ranks} devices; expected at least one, such as 4x24GB"
+        )
     return ranks, find_hardware(found[2])
 
 
 def _plain(name: str) -> str:
-    """Letters and digits in lower case, without the maker and its brands: what spellings of a card share."""
+    """Letters and digits in lower case, without the maker and its brands: what spellings of a card
+    share.
+    """
     return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
 
 
 def _of_size(name: str, size: float, exact: bool) -> Hardware:
-    """A device of which only the memory is known. size: GiB; exact: as CUDA reports it, else as it is sold."""
+    """A device of which only the memory is known. size: GiB; exact: as CUDA reports it, else as it
+    is sold.
+    """
     if not 1 <= size <= 4096:
-        raise ConfigError(f"device: {quote(name)} is no size of a device's memory; expected 1GB to 4096GB")
+        raise ConfigError(
+            f"device: {quote(name)} is no size of a device's memory; expected 1GB to 4096GB"
+        )
     typical = HARDWARE[next(card for limit, card in _TYPICAL if size <= limit)]
     return Hardware(
         name=name,

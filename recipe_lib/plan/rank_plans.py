@@ -1,4 +1,6 @@
-"""One rank of a plan: its peaks by phase, what is live at the largest of them, and whether it all fits."""
+"""One rank of a plan: its peaks by phase, what is live at the largest of them, and whether it all
+fits.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,8 @@ from recipe_lib.plan.tracing.simulate import MAKING_STATES, STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import spec_of
 from recipe_lib.units import format_bytes, format_duration
 
-# A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
+# A plan that leaves less than this share of the device's memory is called risky: its own error is
+# as large.
 RISKY_SHARE = 0.03
 
 
@@ -46,19 +49,24 @@ def has_room(reserved: int, usable: int, hardware: Hardware) -> bool:
 
 
 def verdict_of(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
-    """Fits with room to spare; risky: it needs expandable segments, retries, or the last few percent of the device."""
+    """Fits with room to spare; risky: it needs expandable segments, retries, or the last few
+    percent of the device.
+    """
     if has_room(heaviest.reserved, usable, hardware):
         return FITS
     if heaviest.reserved <= usable or heaviest.reserved_expandable <= usable:
         return RISKY
     if max(peak.requested for peak in heaviest.peaks) > usable:
         return DOES_NOT_FIT
-    settings = (AllocatorSettings(expandable=expandable, cap=usable) for expandable in (True, False))
+    settings = (
+        AllocatorSettings(expandable=expandable, cap=usable) for expandable in (True, False)
+    )
     return RISKY if any(replay(trace, held).survived for held in settings) else DOES_NOT_FIT
 
 
 def not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
-    """(bytes that may come to those that were simulated, why they may); (0, "") where nothing is left out.
+    """(bytes that may come to those that were simulated, why they may); (0, "") where nothing is
+    left out.
 
     steps: of the run, if known.
     """
@@ -71,7 +79,9 @@ def not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
 
 
 def lowered(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
-    """The verdict with `more` bytes that were not simulated; it never says that an estimate of growth fits."""
+    """The verdict with `more` bytes that were not simulated; it never says that an estimate of
+    growth fits.
+    """
     if more > usable - max(peak.requested for peak in heaviest.peaks):
         return DOES_NOT_FIT
     return RISKY if more and verdict == FITS else verdict
@@ -103,12 +113,15 @@ def rank_plan(rank: int, found: Simulated) -> RankPlan:
         )
     highest = max(peaks, key=lambda peak: peak.active).phase
     most = most_of_each_kind(trace, STEADY)
-    return RankPlan(rank, found.coordinates, peaks, _alive(trace, highest), events=default.events, most=most)
+    return RankPlan(
+        rank, found.coordinates, peaks, _alive(trace, highest), events=default.events, most=most
+    )
 
 
 def most_of_each_kind(trace: Trace, phase: str) -> dict[str, int]:
-    """Kind of memory to the most bytes on the device that it takes at a time in a phase; none for a phase that was not
-    traced."""
+    """Kind of memory to the most bytes on the device that it takes at a time in a phase; none for a
+    phase that was not traced.
+    """
     held: dict[str, int] = defaultdict(int)
     most: dict[str, int] = {}
     for _, kind, number, current, *_ in trace.walk():
@@ -135,7 +148,9 @@ def _alive(trace: Trace, phase: str) -> list[Alive]:
 
 
 def layer_rows(found: Simulated) -> list[LayerRow]:
-    """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
+    """The table of modules; what they keep is what is there when the last backward of the steady
+    step begins.
+    """
     kept: dict[str, int] = defaultdict(int)
     for module, size in _kept_for_backward(found.trace).items():
         pieces = module.split(".")
@@ -145,8 +160,9 @@ def layer_rows(found: Simulated) -> list[LayerRow]:
 
 
 def _kept_for_backward(trace: Trace) -> dict[str, int]:
-    """By module the bytes of activations that are live when a backward of the steady step begins, where the most are;
-    of equal ones the last."""
+    """By module the bytes of activations that are live when a backward of the steady step begins,
+    where the most are; of equal ones the last.
+    """
     before = ""
     most: dict[str, int] = {}
     for _, kind, number, phase, _, alive in trace.walk():
@@ -169,8 +185,9 @@ def _kept_for_backward(trace: Trace) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A steady step: of the one rank whose time is wanted, or of a pipeline. None: no time is wanted, or not every
-    place of the pipeline was simulated."""
+    """A steady step: of the one rank whose time is wanted, or of a pipeline. None: no time is
+    wanted, or not every place of the pipeline was simulated.
+    """
 
     # None without one.
     pipeline: PipelinePlan | None
@@ -182,7 +199,9 @@ class SimulatedStep:
 
 
 def first_of_each_place(parallel: Any, ranks: int) -> tuple[int, ...]:
-    """The first rank of each place in the pipeline; without one rank 0. The shards of the first are the largest."""
+    """The first rank of each place in the pipeline; without one rank 0. The shards of the first are
+    the largest.
+    """
     return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
 
 
@@ -193,8 +212,9 @@ def simulated_step(
     hardware: Hardware,
     calibration: Calibration | None,
 ) -> SimulatedStep:
-    """Return the step of a plan. simulated, timings: by rank; timings: without a pipeline of one rank alone, None where
-    none are wanted."""
+    """Return the step of a plan. simulated, timings: by rank; timings: without a pipeline of one
+    rank alone, None where none are wanted.
+    """
     if cfg.parallel.pipeline == 1:
         if timings is None:
             return SimulatedStep(None)
@@ -205,14 +225,20 @@ def simulated_step(
     for rank, found in simulated.items():
         firsts.setdefault(found.coordinates["pipeline"], rank)
     firsts = dict(sorted(firsts.items()))
-    places = [_stage_plan(cfg, place, rank, simulated[rank], count) for place, rank in firsts.items()]
+    places = [
+        _stage_plan(cfg, place, rank, simulated[rank], count) for place, rank in firsts.items()
+    ]
     plan = PipelinePlan(
         schedule=cfg.parallel.pipeline_schedule,
         stages_per_rank=stages_per_rank(cfg.parallel),
         micro_batches=count,
         micro_batch_size=size,
         places=places,
-        ideal=float(simulate(orders_of(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]).bubble),
+        ideal=float(
+            simulate(
+                orders_of(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]
+            ).bubble
+        ),
     )
     if timings is None or len(firsts) < cfg.parallel.pipeline:
         return SimulatedStep(plan)
@@ -270,19 +296,28 @@ def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     """What the figures of a pipeline rest on. ranks: simulated."""
     count = micro_batches(cfg)[1]
     traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
-    lines = ["pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks are ready"]
+    lines = [
+        "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"
+        " are ready"
+    ]
     if traced < count:
         lines.append(
-            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a rank, which "
-            "is enough to hold all that it holds with all of them; the others take as long as those like them"
+            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a"
+            " rank, which is enough to hold all that it holds with all of them; the others take as"
+            " long as those like them"
         )
     if len(ranks) < cfg.parallel.pipeline:
-        lines.append("pipeline: --rank leaves pipeline ranks out, so neither the heaviest rank nor the time is certain")
+        lines.append(
+            "pipeline: --rank leaves pipeline ranks out, so neither the heaviest rank nor the time"
+            " is certain"
+        )
     return lines
 
 
 def layers_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
-    """The table of modules of a whole model from those of its places, each module once, in the model's order."""
+    """The table of modules of a whole model from those of its places, each module once, in the
+    model's order.
+    """
     found: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
     for rows in places:
         after = False
@@ -299,30 +334,42 @@ def layers_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
 
 
 def mixture_of(cfg: Any) -> MixtureSpec | None:
-    """The mixture of a plannable config's model; None without one, and of a model that is not native."""
+    """The mixture of a plannable config's model; None without one, and of a model that is not
+    native.
+    """
     return getattr(spec_of(cfg), "mixture", None)
 
 
 def say_router_choices(
-    plan: Plan, cfg: Any, simulated: Mapping[int, Simulated], hardware: Hardware, calibration: Calibration | None
+    plan: Plan,
+    cfg: Any,
+    simulated: Mapping[int, Simulated],
+    hardware: Hardware,
+    calibration: Calibration | None,
 ) -> None:
-    """Adds to the plan of a mixture how long a step takes if the router's choice is as uneven as it can be, and what
-    that means for its figures. simulated: by rank."""
+    """Adds to the plan of a mixture how long a step takes if the router's choice is as uneven as it
+    can be, and what that means for its figures. simulated: by rank.
+    """
     mixture = mixture_of(cfg)
     if mixture is None:
         return
     line = (
-        f"each token is computed by {mixture.top_k} of {mixture.num_experts} experts and none is dropped: all bytes, "
-        "and the verdict, which is of bytes, are the same whatever the router chooses"
+        f"each token is computed by {mixture.top_k} of {mixture.num_experts} experts and none is"
+        " dropped: all bytes, and the verdict, which is of bytes, are the same whatever the router"
+        " chooses"
     )
     if plan.time is not None:
         wanted = simulated if plan.pipeline else {plan.heaviest.rank: simulated[plan.heaviest.rank]}
         timings = {
-            rank: schedule(one.trace, STEADY, hardware, calibration, mixture.top_k) for rank, one in wanted.items()
+            rank: schedule(one.trace, STEADY, hardware, calibration, mixture.top_k)
+            for rank, one in wanted.items()
         }
         seconds = simulated_step(cfg, simulated, timings, hardware, calibration).seconds
         plan.time.same_experts = seconds
         line += f"; times are those of even loads, {format_duration(plan.time.step)} a step"
         if seconds is not None:
-            line += f", and {format_duration(seconds)} if all tokens of a micro-batch go to the same {mixture.top_k}"
+            line += (
+                f", and {format_duration(seconds)} if all tokens of a micro-batch go to the same"
+                f" {mixture.top_k}"
+            )
     plan.assumptions.append(line)

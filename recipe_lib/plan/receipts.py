@@ -1,7 +1,9 @@
-"""Receipts: what a run was planned to take and what it took, a line of JSON a run, in one file of this machine.
+"""Receipts: what a run was planned to take and what it took, a line of JSON a run, in one file of
+this machine.
 
-The file is `$XDG_STATE_HOME/tune-recipes/receipts.jsonl` (https://specifications.freedesktop.org/basedir-spec/); only
-`tune plan` reads it, and nothing sends it anywhere. No torch in here.
+The file is `$XDG_STATE_HOME/tune-recipes/receipts.jsonl`
+(https://specifications.freedesktop.org/basedir-spec/); only `tune plan` reads it, and nothing sends
+it anywhere. No torch in here.
 """
 
 import errno
@@ -45,13 +47,16 @@ class ReceiptRun:
     card: str
     card_memory: int
     ranks: int
-    # Name to value of the model, the mesh, the batch and whatever else changes memory, defaults left out.
+    # Name to value of the model, the mesh, the batch and whatever else changes memory, defaults
+    # left out.
     settings: dict[str, str]
 
 
 @dataclass
 class Receipt:
-    """A run that was planned and measured: peaks of its first rank, bytes, and the time of a step."""
+    """A run that was planned and measured: peaks of its first rank, bytes, and the time of a
+    step.
+    """
 
     format: int
     # Of its end, ISO 8601.
@@ -67,7 +72,11 @@ class Receipt:
     def __post_init__(self) -> None:
         """Compute the errors, which are always those of the figures."""
         measured = {name: value for name, value in self.measured.items() if value > 0}
-        self.errors = {name: self.planned[name] / measured[name] - 1 for name in self.planned if name in measured}
+        self.errors = {
+            name: self.planned[name] / measured[name] - 1
+            for name in self.planned
+            if name in measured
+        }
 
 
 def is_off() -> bool:
@@ -76,16 +85,23 @@ def is_off() -> bool:
 
 
 def receipts_file() -> Path:
-    """Return the path of the file; by the specification a relative XDG_STATE_HOME counts for none."""
+    """Return the path of the file; by the specification a relative XDG_STATE_HOME counts for
+    none.
+    """
     state = os.environ.get("XDG_STATE_HOME", "")
-    folder = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
+    folder = (
+        Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
+    )
     return folder / "tune-recipes" / "receipts.jsonl"
 
 
-def make_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> Receipt:
+def make_receipt(
+    figures: Mapping[str, Any], summary: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]
+) -> Receipt:
     """Return the receipt of a run on the GPU that its plan was for.
 
-    figures: of the plan, as `tune run` has them written. summary: of summary.json. steps: of metrics.jsonl.
+    figures: of the plan, as `tune run` has them written. summary: of summary.json. steps: of
+    metrics.jsonl.
     """
     figures = {**figures, **(figures.get("first") or {})}
     peaks = {kind: summary.get(f"peak_memory_{kind}_gib") for kind in KINDS}
@@ -99,7 +115,9 @@ def make_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any], steps: 
     return Receipt(
         format=FORMAT,
         time=datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions={name: summary["versions"][name] for name in _SOFTWARE if name in summary["versions"]},
+        versions={
+            name: summary["versions"][name] for name in _SOFTWARE if name in summary["versions"]
+        },
         run=read_typed(ReceiptRun, figures["run"], "run"),
         planned={name: figures[name] for name in (*KINDS, *_TIMES) if figures.get(name)},
         measured=measured,
@@ -107,15 +125,17 @@ def make_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any], steps: 
 
 
 def append_receipt(path: Path, receipt: Receipt) -> bool:
-    """Add a line, readable by this user alone; return whether the file is new. OSError where it cannot be written."""
+    """Add a line, readable by this user alone; return whether the file is new. OSError where it
+    cannot be written.
+    """
     if not path.is_absolute():
         raise OSError(errno.ENOENT, "no home folder", str(path))
     line = json.dumps(redact_values(asdict(receipt)), allow_nan=False)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open_to_append(path, 0o600) as file:
         is_new = os.fstat(file.fileno()).st_size == 0
-        # One write, so that runs which end at the same time do not mix their lines. The empty line before it ends one
-        # that a full disk has cut off.
+        # One write, so that runs which end at the same time do not mix their lines. The empty line
+        # before it ends one that a full disk has cut off.
         data = f"\n{line}\n".encode()
         if os.write(file.fileno(), data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -125,8 +145,8 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
 def read_receipts(path: Path) -> tuple[list[Receipt], int]:
     """Return the newest receipts of a file, oldest first, and how many lines of it cannot be read.
 
-    Those are the lines that were cut off, and those of another version. No file: none. OSError for one that cannot be
-    read.
+    Those are the lines that were cut off, and those of another version. No file: none. OSError for
+    one that cannot be read.
     """
     try:
         content = read_end(path, _NEWEST_BYTES)
@@ -173,7 +193,8 @@ def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
 
 
 def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None:
-    """Return the receipt of the planned card and recipe with the fewest other settings, of equal ones the newest.
+    """Return the receipt of the planned card and recipe with the fewest other settings, of equal
+    ones the newest.
 
     receipts: oldest first. None if there is none of that card and recipe.
     """
@@ -195,14 +216,14 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
 def quote_line(receipt: Receipt) -> str:
     """Return the receipt in a line.
 
-    `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved, measured 15.43 GiB
-    (-1.4%); ...`, with the speed where it is known.
+    `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved,
+    measured 15.43 GiB (-1.4%); ...`, with the speed where it is known.
     """
     planned, measured = receipt.planned, receipt.measured
     line = (
-        f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}: planned "
-        f"{format_bytes(planned['reserved'])} reserved, measured {format_bytes(measured['reserved'])} "
-        f"({receipt.errors['reserved']:+.1%})"
+        f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}:"
+        f" planned {format_bytes(planned['reserved'])} reserved, measured"
+        f" {format_bytes(measured['reserved'])} ({receipt.errors['reserved']:+.1%})"
     )
     if "tokens_per_second" in receipt.errors:
         rates = [format_count(figures["tokens_per_second"]) for figures in (planned, measured)]

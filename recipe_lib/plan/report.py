@@ -1,4 +1,6 @@
-"""A plan as sections, for a terminal of 80 columns and more and for one HTML page. No torch in here."""
+"""A plan as sections, for a terminal of 80 columns and more and for one HTML page. No torch in
+here.
+"""
 
 import math
 from dataclasses import dataclass
@@ -55,20 +57,27 @@ from recipe_lib.units import (
     format_hundredths,
 )
 
-# A branch of the tree has a line on a terminal if it is this share of the one above it, and at most so many have.
+# A branch of the tree has a line on a terminal if it is this share of the one above it, and at most
+# so many have.
 _SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
 _MOST_ON_PAGE = 60
 
 
 def render(
-    plan: Plan, *, full: bool = False, depth: int | None = None, width: int | None = None, color: bool = False
+    plan: Plan,
+    *,
+    full: bool = False,
+    depth: int | None = None,
+    width: int | None = None,
+    color: bool = False,
 ) -> str:
-    """Return the report. Short: verdict, what was planned, memory by phase, what is live at the peak; full:
-    communication, layers, time, host memory and assumptions as well. Both end with the verdict and what to change next.
+    """Return the report. Short: verdict, what was planned, memory by phase, what is live at the
+    peak; full: communication, layers, time, host memory and assumptions as well. Both end with the
+    verdict and what to change next.
 
-    depth: levels of the tree; 1: kinds, 2: layers too, and so on; by default 1, in the full report 2. width: columns,
-    by default those of the terminal between 80 and 120. color: styles of a terminal; `wants_color` says whether a
-    stream should get them.
+    depth: levels of the tree; 1: kinds, 2: layers too, and so on; by default 1, in the full report
+    2. width: columns, by default those of the terminal between 80 and 120. color: styles of a
+    terminal; `wants_color` says whether a stream should get them.
     """
     console = terminal.open_console(width or terminal.terminal_width(), color)
     style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
@@ -95,7 +104,9 @@ def render(
 
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
-    """Return the page. trace: of the heaviest rank, for the memory timeline; without it the page has none."""
+    """Return the page. trace: of the heaviest rank, for the memory timeline; without it the page
+    has none.
+    """
     receipt = [("receipt", plan.receipt)] if plan.receipt else []
     lines = draw_tree(alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE)
     tree = Section(_tree_title(plan), tree=lines)
@@ -140,17 +151,28 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
 
 def _tree_title(plan: Plan) -> str:
     peak = plan.heaviest.peak
-    return f"live at the peak of {rank_text(plan, plan.heaviest)}: phase {peak.phase}, {running_text(peak)}"
+    return (
+        f"live at the peak of {rank_text(plan, plan.heaviest)}: phase {peak.phase},"
+        f" {running_text(peak)}"
+    )
 
 
 def _tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
-    """Return the tree for a terminal. sums_up: kinds that are small are one line, and deeper levels are not named."""
+    """Return the tree for a terminal. sums_up: kinds that are small are one line, and deeper levels
+    are not named.
+    """
     root, depth = alive_tree(plan.heaviest), max(depth or 1, 1)
     if sums_up:
-        root.children = folded(root.children, smallest=root.bytes * _SMALLEST_SHARE, most=len(root.children))
+        root.children = folded(
+            root.children, smallest=root.bytes * _SMALLEST_SHARE, most=len(root.children)
+        )
     lines = draw_tree(root, depth=depth, smallest=_SMALLEST_SHARE, most=_MOST_BRANCHES)
     is_cut = not sums_up and any(line.opens and line.level == depth for line in lines)
-    return Section(_tree_title(plan), tree=lines, text=f"--depth {depth + 1} opens the next level" if is_cut else "")
+    return Section(
+        _tree_title(plan),
+        tree=lines,
+        text=f"--depth {depth + 1} opens the next level" if is_cut else "",
+    )
 
 
 # Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step. No torch in here.
@@ -159,7 +181,8 @@ def _tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
 MOST_POINTS = 2000
 _WIDTH, _RIGHT = 1000, 12
 _HEIGHT, _LEFT, _TOP, _BOTTOM = 376, 64, 60, 40  # of the timeline
-_LIMIT_ABOVE = 3.0  # a limit that is more times the highest point would flatten the picture: the note says it instead
+# A limit that is more times the highest point would flatten the picture: the note says it instead
+_LIMIT_ABOVE = 3.0
 _LETTER = 7.0
 
 
@@ -175,10 +198,14 @@ class Point:
 def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
     """Return at most `most` points of the trace, and at which event each phase begins.
 
-    Where there are more events, neighboring ones of a phase make a group that keeps its highest and its lowest
-    point, so that no phase loses its peak. A phase that comes again counts on.
+    Where there are more events, neighboring ones of a phase make a group that keeps its highest and
+    its lowest point, so that no phase loses its peak. A phase that comes again counts on.
     """
-    taken = sum(1 for event, number in trace.events if event in (ALLOC, FREE) and trace.storages[number].device)
+    taken = sum(
+        1
+        for event, number in trace.events
+        if event in (ALLOC, FREE) and trace.storages[number].device
+    )
     phases = max(1, sum(1 for event, _ in trace.events if event == PHASE))
     size = 1 if taken <= most else math.ceil(taken / max(1, most // 2 - phases - 1))
     number_of_kind = {kind: number for number, kind in enumerate(STORAGE_KINDS)}
@@ -188,7 +215,9 @@ def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str
     group: list[Point] = []
     for event, number in [*trace.events, (PHASE, -1)]:
         if group and (event == PHASE or len(group) == size):
-            lowest, highest = (choose(group, key=lambda point: point.total) for choose in (min, max))
+            lowest, highest = (
+                choose(group, key=lambda point: point.total) for choose in (min, max)
+            )
             shown += [point for point in group if point is lowest or point is highest]
             group = []
         if event == PHASE and number >= 0:
@@ -216,45 +245,76 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     last = shown[-1].at
     counts = [(at, short(at)) for at in ticks(0, last, 8) if at == int(at)]
     chart.x = Scale("allocations and releases, in their order", 0, last, counts)
-    chart.y = Scale(f"live on the device ({unit[1]})", 0, top, [(value, f"{value:g}") for value in ticks(0, top, 5)])
+    chart.y = Scale(
+        f"live on the device ({unit[1]})",
+        0,
+        top,
+        [(value, f"{value:g}") for value in ticks(0, top, 5)],
+    )
     _draw_areas(chart, shown, unit)
     _phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
     said = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
         y = chart.up(usable / unit[0])
-        chart.put("line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
+        chart.put(
+            "line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y
+        )
         chart.put("text", "limit-name", f"usable {said}", x=_LEFT + 24, y=y + 14)
         limit = f"Dashed across: the {said} that the allocator may use."
     else:
-        limit = f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point: above this axis."
+        limit = (
+            f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point:"
+            " above this axis."
+        )
     most = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
-    chart.put("circle", "peak", title=most, cx=chart.across(highest.at), cy=chart.up(highest.total / unit[0]), r=3.5)
+    chart.put(
+        "circle",
+        "peak",
+        title=most,
+        cx=chart.across(highest.at),
+        cy=chart.up(highest.total / unit[0]),
+        r=3.5,
+    )
     peak = plan.heaviest.peak
     at_peak = f"{most}, {running_text(peak)}" if highest.total == peak.requested else most
-    return Figure(as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True)
+    return Figure(
+        as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True
+    )
 
 
-_CAPTION = "Requested bytes of tensors, on one rank; from left to right every allocation and release, in their order."
+_CAPTION = (
+    "Requested bytes of tensors, on one rank; from left to right every allocation and release, in"
+    " their order."
+)
 
 
 def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
-    """The highest sum first, each lower one over it: what stays to be seen of an area is its own kind."""
+    """The highest sum first, each lower one over it: what stays to be seen of an area is its own
+    kind.
+    """
     base = f"{chart.up(0):.1f}"
     for place in reversed(range(len(STORAGE_KINDS))):
         if any(point.kinds[place] for point in shown):
-            tops = [(chart.across(point.at), chart.up(sum(point.kinds[: place + 1]) / unit[0])) for point in shown]
+            tops = [
+                (chart.across(point.at), chart.up(sum(point.kinds[: place + 1]) / unit[0]))
+                for point in shown
+            ]
             steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
             path = f"M{chart.across(0):.1f},{base}{steps}V{base}Z"
             chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
 
 
 def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
-    """A line where each phase begins, its name above it in the first of three rows that has room."""
+    """A line where each phase begins, its name above it in the first of three rows that has
+    room.
+    """
     ends = [0.0, 0.0, 0.0]
     for phase, x in begins:
         chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
         width = _LETTER * len(phase)
-        begin = min(x, _WIDTH - width)  # a phase that begins near the right edge has its name left of it
+        begin = min(
+            x, _WIDTH - width
+        )  # a phase that begins near the right edge has its name left of it
         row = next((row for row, end in enumerate(ends) if end <= begin), None)
         if row is not None:
             chart.put("text", text=phase, x=begin, y=14 + 16 * row)
@@ -264,7 +324,10 @@ def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
 def _kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
     """Color, name and bytes at the highest point of each kind."""
     return [
-        (f"k{place}", f"{STORAGE_KINDS[place]} {format_hundredths(count_hundredths(num_bytes, unit), unit)}")
+        (
+            f"k{place}",
+            f"{STORAGE_KINDS[place]} {format_hundredths(count_hundredths(num_bytes, unit), unit)}",
+        )
         for place, num_bytes in enumerate(highest.kinds)
         if num_bytes
     ]
@@ -283,12 +346,18 @@ _DIGIT = 6.0  # a number is left out where its box is narrower than its digits
 
 
 def draw_pipeline(plan: PipelinePlan) -> Figure | None:
-    """A row for each rank, a box for each forward and backward, gaps where it waits; None if times are not known."""
+    """A row for each rank, a box for each forward and backward, gaps where it waits; None if times
+    are not known.
+    """
     if not plan.spans or not plan.seconds:
         return None
     height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
-    chart = Chart(_WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM)
-    times = [(value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)]
+    chart = Chart(
+        _WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM
+    )
+    times = [
+        (value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)
+    ]
     chart.x = Scale("planned time of the step", 0, plan.seconds, times)
     rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
     for place in plan.places:
@@ -301,7 +370,10 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
         _box(chart, span, rows[span.place], turns.get(span.stage, 0))
     kinds = {span.kind for span in plan.spans}
     keys = [(style, what) for kind, (what, style) in _ACTIONS.items() if kind in kinds]
-    note = f"{plan.schedule}, {plan.micro_batches} micro-batches, planned times. Numbers: micro-batches."
+    note = (
+        f"{plan.schedule}, {plan.micro_batches} micro-batches, planned times. Numbers:"
+        " micro-batches."
+    )
     if plan.stages_per_rank > 1:
         note += " A rank's later stages have lower boxes."
     note += " The optimizer and what else a step does outside the pipeline are not here."
@@ -309,13 +381,26 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
 
 
 def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
-    """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell them apart."""
+    """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell
+    them apart.
+    """
     what, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
     x = chart.across(span.start)
     width = chart.across(span.end) - x
     top = y + 4 * min(turn, 3)
-    title = f"micro-batch {span.micro_batch}, stage {span.stage}, {what}, {format_duration(span.end - span.start)}"
-    chart.put("rect", f"box {style}", title=title, x=x, y=top, width=max(width, 0.1), height=_ROW - (top - y))
+    title = (
+        f"micro-batch {span.micro_batch}, stage {span.stage}, {what},"
+        f" {format_duration(span.end - span.start)}"
+    )
+    chart.put(
+        "rect",
+        f"box {style}",
+        title=title,
+        x=x,
+        y=top,
+        width=max(width, 0.1),
+        height=_ROW - (top - y),
+    )
     number = str(span.micro_batch)
     if width >= _DIGIT * len(number) + 1:
         chart.put("text", "mark", number, x=x + width / 2, y=y + 23)
@@ -345,8 +430,8 @@ _TIMES = {
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """Return what the second plan takes compared with the first: verdict, phases, kinds at the peak, communication,
-    time.
+    """Return what the second plan takes compared with the first: verdict, phases, kinds at the
+    peak, communication, time.
 
     A difference is the second's figure less the first's; `-` where one of them was not planned.
     """
@@ -365,7 +450,9 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
 
 
 def _compare(a: Any, b: Any, title: str) -> list[Any]:
-    """Return both cells and their difference. What is not there takes nothing; of phases and times it is not known."""
+    """Return both cells and their difference. What is not there takes nothing; of phases and times
+    it is not known.
+    """
     if title in ("live at the peak", _COMMUNICATION):
         a, b = (type(b)(0) if a is None else a), (type(a)(0) if b is None else b)
     if isinstance(a, str) or isinstance(b, str):
@@ -377,7 +464,12 @@ def _compare(a: Any, b: Any, title: str) -> list[Any]:
 def _figures(plan: Plan) -> Figures:
     """Return all figures of a plan that are compared."""
     reserved, outside = planned_reserved(plan), plan.outside.total
-    sizes = {"reserved": reserved, "outside torch": outside, "together": reserved + outside, "margin": plan.margin}
+    sizes = {
+        "reserved": reserved,
+        "outside torch": outside,
+        "together": reserved + outside,
+        "margin": plan.margin,
+    }
     tree = alive_tree(plan.heaviest)
     figures: Figures = {
         "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
@@ -397,7 +489,10 @@ def _figures(plan: Plan) -> Figures:
             figures[_COMMUNICATION] |= {f"{name}: count": Count(count), f"{name}: wire": wire}
     if plan.communication:
         wire = sum_traffic(plan.communication)[2]
-        figures[_COMMUNICATION] |= {"all, one rank: wire": wire, "all, all ranks: wire": Bytes(wire * plan.ranks)}
+        figures[_COMMUNICATION] |= {
+            "all, one rank: wire": wire,
+            "all, all ranks: wire": Bytes(wire * plan.ranks),
+        }
     if time := plan.time:
         figures["time of a step"] = {
             **{name: Seconds(getattr(time, field)) for field, name in _TIMES.items()},

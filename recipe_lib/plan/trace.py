@@ -1,7 +1,8 @@
-"""What a simulated run did, as plain numbers: which memory was taken and given back when, by which operator, and why.
+"""What a simulated run did, as plain numbers: which memory was taken and given back when, by which
+operator, and why.
 
-No torch in here. Bytes are those asked for, before an allocator rounds them; times do not exist yet: a trace is an
-order of events, as the host issues them.
+No torch in here. Bytes are those asked for, before an allocator rounds them; times do not exist
+yet: a trace is an order of events, as the host issues them.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ STORAGE_KINDS = (
     "gradients",  # this rank's shards of them, or whole ones where nothing is sharded
     "optimizer",  # states of the optimizer
     "gathered",  # whole parameters of an FSDP unit while it runs
-    "communication",  # what collectives read and write: gather buffers, gradients before they are reduced
+    # What collectives read and write: gather buffers, gradients before they are reduced
+    "communication",
     "activations",  # kept by forward for backward
     "logits",  # tensors of the output projection and the loss
     "batch",  # tokens, labels, positions, masks
@@ -24,10 +26,11 @@ STORAGE_KINDS = (
 # Parts of a step.
 PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 
-# Kinds of events: (kind, number). ALLOC, FREE: of a storage. OP: an operator was issued. RECORD, WAIT: an
-# event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`). PHASE: a phase began. ACTION:
-# what a rank of a pipeline does next began, or all of it ended (numbers of `Trace.actions`). USE: `record_stream`
-# named a stream for a storage (numbers of `Trace.uses`).
+# Kinds of events: (kind, number). ALLOC, FREE: of a storage. OP: an operator was issued. RECORD,
+# WAIT: an event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`).
+# PHASE: a phase began. ACTION: what a rank of a pipeline does next began, or all of it ended
+# (numbers of `Trace.actions`). USE: `record_stream` named a stream for a storage (numbers of
+# `Trace.uses`).
 ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION, USE = range(8)
 HOST = -1  # in place of a stream
 WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
@@ -37,10 +40,10 @@ WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for 
 class Storage:
     """One allocation.
 
-    bytes: asked for. device: on the accelerator, else on the host. stream: that it was made on; 0 computes.
-    kind: of KINDS. module: dotted path of the module that was running, "" outside. label: the parameter's name where
-    one is known. op: the operator that made it. part: of PARTS. phase: index into `Trace.phases`. pinned: host memory
-    that a copy need not wait for.
+    bytes: asked for. device: on the accelerator, else on the host. stream: that it was made on; 0
+    computes. kind: of KINDS. module: dotted path of the module that was running, "" outside. label:
+    the parameter's name where one is known. op: the operator that made it. part: of PARTS. phase:
+    index into `Trace.phases`. pinned: host memory that a copy need not wait for.
     """
 
     bytes: int
@@ -59,11 +62,12 @@ class Storage:
 class Collective:
     """One communication of a group of ranks.
 
-    operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv`. dim: the mesh
-    dimension of the group, such as `data_shard`; `world` for all ranks. ranks: the group's members; of `send` and
-    `recv` the two that exchange. bytes: of the whole tensor: the gathered one, the one before it is scattered, the
-    reduced one, the message. shapes: of the tensors of this rank. dtype: such as `bf16`. waits: the stream that issued
-    it waits for it at once.
+    operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`,
+    `recv`. dim: the mesh dimension of the group, such as `data_shard`; `world` for all ranks.
+    ranks: the group's members; of `send` and `recv` the two that exchange. bytes: of the whole
+    tensor: the gathered one, the one before it is scattered, the reduced one, the message. shapes:
+    of the tensors of this rank. dtype: such as `bf16`. waits: the stream that issued it waits for
+    it at once.
     """
 
     operation: str
@@ -79,13 +83,14 @@ class Collective:
 class Op:
     """One operator that does work (views do none).
 
-    repeats: so many alike were issued one after another; this one stands for all of them, with flops and bytes of one.
-    flops: of matmuls and attention, multiply and add are two. bytes: read and written. stream: issued on. dtype: of
-    the result, for the rate that the device computes it with. transfer: `to_host` or `to_device` for a copy between
-    the two, whose bytes are counted on both sides. shape: of a matmul (matrices, m, k, n), of a grouped one which of m
-    and k is the rows of an expert (1 or 2) besides, of attention (rows times heads, queries, keys, keys seen by a
-    query, width). on_host: it is the host that computes it. reads, makes: in forward and recomputation, the storages of
-    its arguments and results.
+    repeats: so many alike were issued one after another; this one stands for all of them, with
+    flops and bytes of one. flops: of matmuls and attention, multiply and add are two. bytes: read
+    and written. stream: issued on. dtype: of the result, for the rate that the device computes it
+    with. transfer: `to_host` or `to_device` for a copy between the two, whose bytes are counted on
+    both sides. shape: of a matmul (matrices, m, k, n), of a grouped one which of m and k is the
+    rows of an expert (1 or 2) besides, of attention (rows times heads, queries, keys, keys seen by
+    a query, width). on_host: it is the host that computes it. reads, makes: in forward and
+    recomputation, the storages of its arguments and results.
     """
 
     name: str
@@ -115,8 +120,9 @@ class Sync:
 
 @dataclass(slots=True)
 class ActionMark:
-    """What a rank of a pipeline does next. kind: F, B, I, W, or SF, RF, SB, RB: as the pipeline's schedule has it; "":
-    the end of all of it. repeats: this one stands for as many, of later micro-batches; the operators in it say so too.
+    """What a rank of a pipeline does next. kind: F, B, I, W, or SF, RF, SB, RB: as the pipeline's
+    schedule has it; "": the end of all of it. repeats: this one stands for as many, of later
+    micro-batches; the operators in it say so too.
     """
 
     stage: int = -1
@@ -150,9 +156,13 @@ class Trace:
         """Yield the operators of one phase, in order; ValueError if it was not traced."""
         return (self.ops[number] for kind, number in self.phase_events(phase) if kind == OP)
 
-    def walk(self, device: bool = True) -> Iterator[tuple[int, int, int, str, int, dict[int, Storage]]]:
-        """Yield of each event its place, kind and number, the phase that it is in, and the memory on the accelerator
-        or on the host after it: bytes, and the storages by number, in a dict that goes on changing."""
+    def walk(
+        self, device: bool = True
+    ) -> Iterator[tuple[int, int, int, str, int, dict[int, Storage]]]:
+        """Yield of each event its place, kind and number, the phase that it is in, and the memory
+        on the accelerator or on the host after it: bytes, and the storages by number, in a dict
+        that goes on changing.
+        """
         phase = ""
         held = 0
         alive: dict[int, Storage] = {}
@@ -167,7 +177,9 @@ class Trace:
             yield place, kind, number, phase, held, alive
 
     def action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
-        """Yield the operators of one phase with their numbers, and what a rank of a pipeline does meanwhile."""
+        """Yield the operators of one phase with their numbers, and what a rank of a pipeline does
+        meanwhile.
+        """
         action = ActionMark()
         for kind, number in self.phase_events(phase):
             if kind == ACTION:
@@ -176,8 +188,9 @@ class Trace:
                 yield action, number, self.ops[number]
 
     def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
-        """By phase the most bytes live at a time, on the accelerator or on the host, before any rounding; and the
-        number of the event that led there, -1 if it was before the phase."""
+        """By phase the most bytes live at a time, on the accelerator or on the host, before any
+        rounding; and the number of the event that led there, -1 if it was before the phase.
+        """
         peaks: dict[str, tuple[int, int]] = {}
         for place, kind, _, phase, held, _ in self.walk(device):
             if kind == PHASE:
@@ -191,7 +204,9 @@ class Trace:
         return {phase: most for phase, (most, _) in self.peaks(device).items()}
 
     def alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
-        """Numbers of the storages that are live when the most bytes are, in one phase; KeyError if it is not there."""
+        """Numbers of the storages that are live when the most bytes are, in one phase; KeyError if
+        it is not there.
+        """
         at = self.peaks(device)[phase][1]
         if at < 0:  # where the phase begins
             at = self.events.index((PHASE, self.phases.index(phase)))

@@ -1,4 +1,6 @@
-"""What a plan says in words: its verdict and what to do about it, what was planned, its time. No torch in here."""
+"""What a plan says in words: its verdict and what to do about it, what was planned, its time. No
+torch in here.
+"""
 
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, Plan, RankPlan
@@ -13,7 +15,9 @@ from recipe_lib.units import (
     format_seconds,
 )
 
-HOST_ALLOWS = "memory.host_memory_limit_gib allows"  # how an assumption begins that says whether it is enough
+HOST_ALLOWS = (  # how an assumption begins that says whether it is enough
+    "memory.host_memory_limit_gib allows"
+)
 _FEW_SECONDS = 1e-3  # batches on their way to the device take less
 
 Facts = list[tuple[str, str]]  # name, value
@@ -30,10 +34,10 @@ def verdict_text(plan: Plan) -> str:
     is_expandable = planned_reserved(plan) == expandable != plan.heaviest.reserved
     reserved, outside, memory, margin = _sum_texts(plan)
     return (
-        f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)"
-        f"  peak reserved{' (expandable segments)' if is_expandable else ''} {reserved} + outside torch {outside}, "
-        f"{'margin' if plan.margin >= 0 else 'exceeds by'} {margin}"
-        f"{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
+        f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)  peak"
+        f" reserved{' (expandable segments)' if is_expandable else ''} {reserved} + outside torch"
+        f" {outside}, {'margin' if plan.margin >= 0 else 'exceeds by'}"
+        f" {margin}{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
     )
 
 
@@ -46,7 +50,9 @@ def verdict_line(plan: Plan) -> str:
 
 
 def _sum_texts(plan: Plan) -> tuple[str, str, str, str]:
-    """Return what is reserved, what is outside torch with the sum, the device's memory, and what is left or lacks."""
+    """Return what is reserved, what is outside torch with the sum, the device's memory, and what is
+    left or lacks.
+    """
     parts = (planned_reserved(plan), plan.outside.total)
     unit = choose_unit(sum(parts))
     reserved, outside = (count_hundredths(size, unit) for size in parts)
@@ -73,13 +79,20 @@ def reason_text(plan: Plan) -> str:
         return "the margin is below the error of a plan"
     requested = max(peak.requested for peak in heaviest.peaks)
     if plan.verdict == DOES_NOT_FIT and requested <= plan.device.usable:
-        return "its tensors would fit, but not in the blocks that the allocator makes of what it has, nor with retries"
+        return (
+            "its tensors would fit, but not in the blocks that the allocator makes of what it has,"
+            " nor with retries"
+        )
     if plan.verdict == DOES_NOT_FIT:
         usable = format_bytes(plan.device.usable)
-        return f"the tensors alone take {format_bytes(requested)} of the {usable} that torch can have"
+        return (
+            f"the tensors alone take {format_bytes(requested)} of the {usable} that torch can have"
+        )
     if heaviest.reserved_expandable <= plan.device.usable:
         reserved = format_bytes(heaviest.reserved_expandable)
-        return f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
+        return (
+            f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
+        )
     return "fits only after retries of the allocator, which gives unused memory back and takes time"
 
 
@@ -92,7 +105,9 @@ def next_step(plan: Plan) -> str:
 
 
 def _tried(plan: Plan) -> str:
-    """Return the best of the levers that were tried: what makes the run fit, or where it does, what makes it faster."""
+    """Return the best of the levers that were tried: what makes the run fit, or where it does, what
+    makes it faster.
+    """
     rows = [row for row in plan.advice if row.fits]
     if plan.verdict == FITS:
         rows = [row for row in rows if row.seconds is not None and row.seconds < 0]
@@ -108,7 +123,9 @@ def _tried(plan: Plan) -> str:
 
 
 def run_facts(plan: Plan) -> Facts:
-    """Return what was planned: recipe, config, model, mesh, sequence length, device, and the least that has room."""
+    """Return what was planned: recipe, config, model, mesh, sequence length, device, and the least
+    that has room.
+    """
     mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
     device = plan.device
     speeds = f"{format_count(device.flops)} FLOP/s, memory {format_bytes(device.bandwidth)}/s"
@@ -120,14 +137,19 @@ def run_facts(plan: Plan) -> Facts:
         card = f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"
     fewest = "" if plan.fewest_ranks is None else str(plan.fewest_ranks)
     if plan.tried_ranks:
-        fewest = f"{fewest or 'more than these'}; planned with {', '.join(map(str, plan.tried_ranks))}"
+        fewest = (
+            f"{fewest or 'more than these'}; planned with {', '.join(map(str, plan.tried_ranks))}"
+        )
     shown = [
         ("why", reason_text(plan)),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({counted(plan.ranks, 'rank')})"),
         ("sequence length", _sequence_text(plan)),
-        ("device", f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {speeds}"),
+        (
+            "device",
+            f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {speeds}",
+        ),
         ("smallest card", card),
         (f"fewest {device.name}", fewest),
     ]
@@ -138,7 +160,9 @@ def _sequence_text(plan: Plan) -> str:
     short, _, reason = plan.sequence["source"].partition(": ")
     told = reason and any(line.startswith(reason) for line in plan.assumptions)
     text = f"{plan.sequence['tokens']:,} tokens, from {short if told else plan.sequence['source']}"
-    numbers = [f"{name} {value:,}" for name, value in (plan.sequence.get("histogram") or {}).items()]
+    numbers = [
+        f"{name} {value:,}" for name, value in (plan.sequence.get("histogram") or {}).items()
+    ]
     return f"{text} ({', '.join(numbers)})" if numbers else text
 
 
@@ -154,7 +178,9 @@ def host_text(plan: Plan) -> str:
 
 def version_text(plan: Plan) -> str:
     """Return programs with their versions, and how long planning took."""
-    return ", ".join([*(f"{name} {version}" for name, version in plan.versions.items()), planning_text(plan)])
+    return ", ".join(
+        [*(f"{name} {version}" for name, version in plan.versions.items()), planning_text(plan)]
+    )
 
 
 def planning_text(plan: Plan) -> str:
@@ -163,8 +189,12 @@ def planning_text(plan: Plan) -> str:
 
 
 def place_text(plan: Plan, rank: RankPlan) -> str:
-    """Return where the rank is in the dimensions of the mesh that have more than one place: `data_shard 3`."""
-    return ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items() if plan.mesh.get(dim) != 1)
+    """Return where the rank is in the dimensions of the mesh that have more than one place:
+    `data_shard 3`.
+    """
+    return ", ".join(
+        f"{dim} {place}" for dim, place in rank.coordinates.items() if plan.mesh.get(dim) != 1
+    )
 
 
 def rank_text(plan: Plan, rank: RankPlan) -> str:
@@ -184,9 +214,15 @@ def time_facts(plan: Plan) -> Facts:
     time = plan.time
     if time is None:
         return []
-    kinds = {"matmuls": time.matmuls, "attention": time.attention, "memory-bound": time.memory_bound}
+    kinds = {
+        "matmuls": time.matmuls,
+        "attention": time.attention,
+        "memory-bound": time.memory_bound,
+    }
     total = sum(kinds.values())  # more than `compute` where kernels run on two streams at once
-    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
+    shares = (
+        ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
+    )
     lasts = "" if time.total is None else f", {format_seconds(time.total)}"
     shown = [
         ("step", f"{format_duration(time.step)}, {'calibrated; error: ' if time.calibrated else ''}"
@@ -218,9 +254,15 @@ def step_facts(plan: Plan) -> Facts:
     if time is None:
         return []
     rates = "" if time.calibrated else "; not calibrated"
-    run = f"; {time.steps:,} steps{f' in {format_seconds(time.total)}' if time.total else ''}" if time.steps else ""
+    run = (
+        f"; {time.steps:,} steps{f' in {format_seconds(time.total)}' if time.total else ''}"
+        if time.steps
+        else ""
+    )
     rate = f"{format_count(time.tokens_per_second)} tokens a second"
-    return [("step", f"{format_duration(time.step)}, {rate}, bound by {bound_by(plan)}{run}{rates}")]
+    return [
+        ("step", f"{format_duration(time.step)}, {rate}, bound by {bound_by(plan)}{run}{rates}")
+    ]
 
 
 def _pipeline_text(pipeline: PipelinePlan) -> str:
@@ -236,7 +278,9 @@ def _pipeline_text(pipeline: PipelinePlan) -> str:
 
 
 def bound_by(plan: Plan) -> str:
-    """Return what a step cannot be shorter than: its kernels, its collectives, its copies, or the host."""
+    """Return what a step cannot be shorter than: its kernels, its collectives, its copies, or the
+    host.
+    """
     assert plan.time is not None
     parts = {
         "kernels": plan.time.compute,

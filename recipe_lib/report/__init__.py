@@ -1,1 +1,3 @@
-"""What a reader sees: one HTML page for runs and plans, its drawings, and tables for the terminal. No torch in here."""
+"""What a reader sees: one HTML page for runs and plans, its drawings, and tables for the terminal.
+No torch in here.
+"""

@@ -1,4 +1,6 @@
-"""Charts as SVG: axes with names and round numbers, lines over the step; and the page that shows them."""
+"""Charts as SVG: axes with names and round numbers, lines over the step; and the page that shows
+them.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +11,10 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from recipe_lib.report.view import Figure, Section
 
-WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
+WIDTH, HEIGHT = (
+    400,
+    230,
+)  # of a line chart: as wide as its column of the page, so that its letters are as large
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
 _MOST_POINTS = 600
 # Spans of values between which an axis is logarithmic, where that is preferred.
@@ -59,16 +64,23 @@ class Chart:
     def up(self, value: float) -> float:
         """Where a number of the y axis is."""
         assert self.y is not None
-        return self.height - self.bottom - self.y.share(value) * (self.height - self.top - self.bottom)
+        return (
+            self.height - self.bottom - self.y.share(value) * (self.height - self.top - self.bottom)
+        )
 
-    def put(self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str) -> None:
+    def put(
+        self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
+    ) -> None:
         """Adds a shape, like `_shape`."""
         self.shapes.append(_shape(tag, style, text, title, **places))
 
 
-def _shape(tag: str, style: str = "", text: str = "", title: str = "", **places: float | str) -> Element:
-    """Return an element. style: its class. text: inside it. title: shown over it. places: its attributes,
-    `text_anchor` for `text-anchor`."""
+def _shape(
+    tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
+) -> Element:
+    """Return an element. style: its class. text: inside it. title: shown over it. places: its
+    attributes, `text_anchor` for `text-anchor`.
+    """
     named = {name.replace("_", "-"): place(value) for name, value in places.items()}
     shape = Element(tag, ({"class": style} if style else {}) | named)
     shape.text = text
@@ -101,9 +113,19 @@ def _axes(chart: Chart) -> list[Element]:
             x = chart.across(value)
             shapes.append(_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
             half = _LETTER / 2 * len(text)  # a text at the end of the axis stays in the picture
-            shapes.append(_shape("text", text=text, x=min(x, chart.width - half), y=base + 16, text_anchor="middle"))
+            shapes.append(
+                _shape(
+                    "text",
+                    text=text,
+                    x=min(x, chart.width - half),
+                    y=base + 16,
+                    text_anchor="middle",
+                )
+            )
         middle = (chart.left + end) / 2
-        shapes.append(_shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle"))
+        shapes.append(
+            _shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle")
+        )
     if chart.y is not None:
         for value, text in chart.y.ticks:
             y = chart.up(value)
@@ -147,30 +169,47 @@ class Curve:
 
 
 def line_figure(
-    title: str, unit: str, curves: list[Curve], *, from_zero: bool = False, prefers_log: bool = False
+    title: str,
+    unit: str,
+    curves: list[Curve],
+    *,
+    from_zero: bool = False,
+    prefers_log: bool = False,
 ) -> Figure:
     """A chart of curves over the step; each has at least one value that is a number.
 
-    unit: of the value axis, beside its name. from_zero: the value axis begins at 0. prefers_log: it is logarithmic
-    where the values are above 0 and span a decade. A curve of more than 600 points is drawn as the mean of groups of
-    points; a note says so.
+    unit: of the value axis, beside its name. from_zero: the value axis begins at 0. prefers_log: it
+    is logarithmic where the values are above 0 and span a decade. A curve of more than 600 points
+    is drawn as the mean of groups of points; a note says so.
     """
     values = [value for curve in curves for value in curve.values]
     name = f"{title[:1].lower()}{title[1:]}" + (f" ({unit})" if unit else "")
     ends = [f"{curve.name} {short(curve.values[-1], 4)}" for curve in curves]
-    chart = Chart(WIDTH, HEIGHT, f"{name} over the step, at its end {'; '.join(ends)}", _LEFT, _RIGHT, _TOP, _BOTTOM)
+    chart = Chart(
+        WIDTH,
+        HEIGHT,
+        f"{name} over the step, at its end {'; '.join(ends)}",
+        _LEFT,
+        _RIGHT,
+        _TOP,
+        _BOTTOM,
+    )
     steps = [step for curve in curves for step, _ in curve.points]
     last = max(*steps, min(steps) + 1)
     whole = [step for step in ticks(min(steps), last, 6) if step == int(step)]
     chart.x = Scale("step", min(steps), last, [(step, short(step)) for step in whole])
     is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _LARGEST_SPAN
-    chart.y = _log_axis(unit or name, values) if is_log else _value_axis(unit or name, values, from_zero)
+    chart.y = (
+        _log_axis(unit or name, values) if is_log else _value_axis(unit or name, values, from_zero)
+    )
     chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
     group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MOST_POINTS))
     for number, curve in enumerate(curves):
         _draw_curve(chart, _find_runs(curve, group), number % COLORS)
     keys = [(f"k{number % COLORS}", end) for number, end in enumerate(ends)]
-    return Figure(as_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title)
+    return Figure(
+        as_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title
+    )
 
 
 def _value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
@@ -190,7 +229,9 @@ def _log_axis(name: str, values: list[float]) -> Scale:
     high = max(values) * margin
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     marks = [10.0**power for power in powers[:: math.ceil(len(powers) / 7)]]
-    return Scale(name, low, high, _different(marks if len(marks) > 1 else ticks(low, high, 5)), is_log=True)
+    return Scale(
+        name, low, high, _different(marks if len(marks) > 1 else ticks(low, high, 5)), is_log=True
+    )
 
 
 def _different(values: list[float]) -> list[tuple[float, str]]:
@@ -213,7 +254,9 @@ def _draw_curve(chart: Chart, runs: list[list[tuple[int, float]]], color: int) -
 
 
 def _find_runs(curve: Curve, group: int) -> list[list[tuple[int, float]]]:
-    """Return runs of points, the mean of every `group`; where a whole group holds no number the curve breaks."""
+    """Return runs of points, the mean of every `group`; where a whole group holds no number the
+    curve breaks.
+    """
     runs: list[list[tuple[int, float]]] = [[]]
     for start in range(0, len(curve.points), group):
         part = Curve("", curve.points[start : start + group])
@@ -241,8 +284,8 @@ def render_page(
 ) -> str:
     """Return the page.
 
-    kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or `bad` colors the
-    headline. status: a word after the name.
+    kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or
+    `bad` colors the headline. status: a word after the name.
     """
     return page_template().render(
         kind=kind,
@@ -258,7 +301,9 @@ def render_page(
 
 @cache
 def page_template() -> Any:
-    """Return the page as a compiled template of Jinja, which a plan on the terminal does without."""
+    """Return the page as a compiled template of Jinja, which a plan on the terminal does
+    without.
+    """
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,11 +1,13 @@
-"""What takes longer than a moment says so: a row on a terminal with what goes on, how far it is, and its seconds.
+"""What takes longer than a moment says so: a row on a terminal with what goes on, how far it is,
+and its seconds.
 
     with phase("loading weights", total=bytes, unit="bytes") as going:
         going.advance(count)
 
-On a terminal a row is drawn after half a second, and a phase of more than a second leaves a line with its seconds. Off
-a terminal one that goes on for long writes a line now and then. Phases may stand in one another; the innermost is
-shown. Ranks other than the first show nothing, and nobody does with `--quiet`.
+On a terminal a row is drawn after half a second, and a phase of more than a second leaves a line
+with its seconds. Off a terminal one that goes on for long writes a line now and then. Phases may
+stand in one another; the innermost is shown. Ranks other than the first show nothing, and nobody
+does with `--quiet`.
 """
 
 import os
@@ -34,7 +36,8 @@ from recipe_lib.units import format_bytes, format_clock, format_seconds
 # terminal, and nothing has to know its height. A rich.live.Live would count the rows that it has
 # drawn upwards from the cursor, and lose what another process printed.
 
-# It erases from the second column on: what is erased from the first place of a screen, tmux keeps in its history.
+# It erases from the second column on: what is erased from the first place of a screen, tmux keeps
+# in its history.
 ERASE = "\r\x1b[K\x1b[C\x1b[J\r"  # to be written before a line on a terminal that may be drawn on
 PAUSE_SECONDS = 0.1  # between two drawings
 NARROWEST = 20  # columns; on less nothing is drawn
@@ -65,7 +68,9 @@ class _Screen:
                     if stream.isatty() or name == "stderr":
                         setattr(sys, name, _Above(self, stream))
                 self._wake = threading.Event()
-                self._thread = threading.Thread(target=self._draw_on, args=(self._wake,), name="screen", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._draw_on, args=(self._wake,), name="screen", daemon=True
+                )
                 self._thread.start()
 
     def remove(self, rows: Rows) -> None:
@@ -173,12 +178,16 @@ def can_draw() -> bool:
 
 
 def speaks_for_all() -> bool:
-    """Whether this process says what goes on: the first of several ranks, and none that was forked to help."""
+    """Whether this process says what goes on: the first of several ranks, and none that was forked
+    to help.
+    """
     return os.environ.get("RANK", "0") == "0" and not _screen.in_fork
 
 
 def has_unicode() -> bool:
-    """Whether what is drawn may have letters beyond ASCII; also while standard error is turned elsewhere."""
+    """Whether what is drawn may have letters beyond ASCII; also while standard error is turned
+    elsewhere.
+    """
     return (_screen.stream().encoding or "").lower().startswith("utf")
 
 
@@ -231,21 +240,35 @@ class Phase:
         if self.total:
             show = format_bytes if self.unit == "bytes" else "{:,}".format
             unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
-            parts.append(f"{show(self.done)} of {show(self.total)}{unit}, {min(self.done / self.total, 1):.0%}")
+            parts.append(
+                f"{show(self.done)} of {show(self.total)}{unit},"
+                f" {min(self.done / self.total, 1):.0%}"
+            )
         elif self.done:
-            parts.append(format_bytes(self.done) if self.unit == "bytes" else f"{self.done:,} {self.unit}".strip())
+            parts.append(
+                format_bytes(self.done)
+                if self.unit == "bytes"
+                else f"{self.done:,} {self.unit}".strip()
+            )
         return "".join(f": {part}" for part in parts)
 
     def time_of(self, seconds: float) -> str:
         """The seconds so far, and those left where the total is known."""
         if not self.total or not self.done or self.done >= self.total or seconds < SAID_SECONDS:
             return format_clock(seconds)
-        return f"{format_clock(seconds)}, eta {format_clock(seconds / self.done * (self.total - self.done))}"
+        return (
+            f"{format_clock(seconds)}, eta"
+            f" {format_clock(seconds / self.done * (self.total - self.done))}"
+        )
 
 
 @contextmanager
-def phase(what: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True) -> Iterator[Phase]:
-    """See the module. total: of `unit`, if it is known; `bytes` are shown as such. leaves_line: with its seconds."""
+def phase(
+    what: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True
+) -> Iterator[Phase]:
+    """See the module. total: of `unit`, if it is known; `bytes` are shown as such. leaves_line:
+    with its seconds.
+    """
     going, end = Phase(what, total, unit), threading.Event()
     shown = speaks_for_all() and not is_quiet()
     live = shown and can_draw()
@@ -253,7 +276,9 @@ def phase(what: str, total: int | None = None, unit: str = "", *, leaves_line: b
         _open.append(going)
         show_rows(going.rows)
     elif shown:
-        threading.Thread(target=_say_now_and_then, args=(going, end), name="phase", daemon=True).start()
+        threading.Thread(
+            target=_say_now_and_then, args=(going, end), name="phase", daemon=True
+        ).start()
     try:
         yield going
     finally:
@@ -268,15 +293,19 @@ def phase(what: str, total: int | None = None, unit: str = "", *, leaves_line: b
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """A phase for the import of a large library, in which Ctrl-C ends the process at once: in the midst of an import
-    the exception of an interrupt may be swallowed by the library, and nothing is lost yet."""
+    """A phase for the import of a large library, in which Ctrl-C ends the process at once: in the
+    midst of an import the exception of an interrupt may be swallowed by the library, and nothing is
+    lost yet.
+    """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         sys.stderr.write(f"{ERASE if can_draw() else ''}interrupted\n")
         end_process(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    catches = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nobody else handles it
+    catches = (
+        is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # nobody else handles it
     if catches:
         signal.signal(signal.SIGINT, end)
     try:
@@ -290,7 +319,9 @@ def importing(what: str) -> Iterator[None]:
 def _say_now_and_then(going: Phase, end: threading.Event) -> None:
     while not end.wait(LINE_SECONDS):
         said = f"{going.reached()}: {going.text}" if going.text else going.reached()
-        get_logger().info("%s%s, %s", going.what, said, going.time_of(time.monotonic() - going.began))
+        get_logger().info(
+            "%s%s, %s", going.what, said, going.time_of(time.monotonic() - going.began)
+        )
 
 
 def is_in_phase() -> bool:

@@ -1,4 +1,6 @@
-"""The figures of a run's plan, from the process that makes it to the run's summary, page and receipt."""
+"""The figures of a run's plan, from the process that makes it to the run's summary, page and
+receipt.
+"""
 
 import os
 from contextlib import suppress

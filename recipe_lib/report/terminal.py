@@ -1,6 +1,8 @@
-"""The sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if asked for.
+"""The sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if
+asked for.
 
-Everything that is shown goes through `visible`: control characters of a user's files are written out.
+Everything that is shown goes through `visible`: control characters of a user's files are written
+out.
 """
 
 import io
@@ -28,11 +30,15 @@ _ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
 
 def terminal_width(otherwise: int = 100) -> int:
     """Columns of the terminal between 60 and 120; without a terminal `otherwise`."""
-    return min(max(WIDEST, otherwise), max(NARROWEST, shutil.get_terminal_size((otherwise, 24)).columns))
+    return min(
+        max(WIDEST, otherwise), max(NARROWEST, shutil.get_terminal_size((otherwise, 24)).columns)
+    )
 
 
 def open_console(width: int, color: bool = False) -> Console:
-    """A console that collects what it prints for `text_of`; whatever the environment says, styles only with color."""
+    """A console that collects what it prints for `text_of`; whatever the environment says, styles
+    only with color.
+    """
     return Console(
         file=io.StringIO(),
         width=width,
@@ -53,7 +59,9 @@ def text_of(console: Console) -> str:
     return _ENDS.sub(lambda found: "\x1b[0m" if "\x1b" in found[0] else "", console.file.getvalue())
 
 
-def put(console: Console, text: str, style: str = "", indent: int = 0, *, wrap: bool = True) -> None:
+def put(
+    console: Console, text: str, style: str = "", indent: int = 0, *, wrap: bool = True
+) -> None:
     """A paragraph; unwrapped what people copy."""
     if wrap:
         console.print(_indented(Text(visible(text), style), indent))
@@ -86,7 +94,9 @@ def put_list(console: Console, sentences: Iterable[str]) -> None:
 
 
 def put_section(console: Console, section: Section) -> None:
-    """Print a section with an empty line and its title above it; nothing of one that has only charts."""
+    """Print a section with an empty line and its title above it; nothing of one that has only
+    charts.
+    """
     if not any((section.facts, section.table, section.tree, section.items, section.text)):
         return
     heading(console, section.title)
@@ -105,8 +115,17 @@ def put_section(console: Console, section: Section) -> None:
 
 
 def _table_of_tree(lines: Sequence[TreeLine]) -> Table:
-    rows = [[f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines]
-    return Table("", ["name", "bytes", "share", "tensors"], rows, ("name", "tensors"), ("tensors",), headed=False)
+    rows = [
+        [f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines
+    ]
+    return Table(
+        "",
+        ["name", "bytes", "share", "tensors"],
+        rows,
+        ("name", "tensors"),
+        ("tensors",),
+        headed=False,
+    )
 
 
 def _put_told_rows(console: Console, table: Table) -> None:
@@ -122,20 +141,28 @@ def _put_told_rows(console: Console, table: Table) -> None:
 
 
 def put_table(console: Console, table: Table) -> None:
-    """Header, rows and notes. Optional columns go, the first of them first, until what is left fits into the room.
+    """Header, rows and notes. Optional columns go, the first of them first, until what is left fits
+    into the room.
 
-    An optional text column that comes last is cut rather than left out while 12 letters of it fit. Where that does not
-    do, the longest text column is cut.
+    An optional text column that comes last is cut rather than left out while 12 letters of it fit.
+    Where that does not do, the longest text column is cut.
     """
     shown, cut = _shown(table, console.width - 2)
     grid = rich_table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=table.headed,
                             header_style=SOFT)  # fmt: skip
     for at in shown:
         side: Literal["left", "right"] = "left" if table.header[at] in table.left else "right"
-        grid.add_column(visible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold")
+        grid.add_column(
+            visible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold"
+        )
     overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
-        grid.add_row(*(Text(visible(str(row[at])), no_wrap=not table.fold, overflow=overflow) for at in shown))
+        grid.add_row(
+            *(
+                Text(visible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
+                for at in shown
+            )
+        )
     console.print(_indented(grid, 2))
     for note in table.notes:
         put(console, note, indent=2)
@@ -151,10 +178,14 @@ def table_lines(table: Table, width: int) -> list[str]:
 def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
     """Places of the columns that are shown; of those that may be cut."""
     places, optional = list(range(len(table.header))), list(table.optional)
-    widths = [max(cell_len(visible(str(row[at]))) for row in [table.header, *table.rows]) for at in places]
+    widths = [
+        max(cell_len(visible(str(row[at]))) for row in [table.header, *table.rows]) for at in places
+    ]
     while (over := sum(widths[at] + _GAP for at in places) - _GAP - room) > 0 and optional:
         last = places[-1]
-        if table.header[last] == optional[0] and widths[last] - over >= max(_SHORTEST, len(table.header[last])):
+        if table.header[last] == optional[0] and widths[last] - over >= max(
+            _SHORTEST, len(table.header[last])
+        ):
             return places, [last]
         places.remove(table.header.index(optional.pop(0)))
     return places, [at for at in places if table.header[at] in table.left]

@@ -1,7 +1,9 @@
-"""A document of what is known, built once: sections with facts, tables, trees, charts and sentences. No torch in here.
+"""A document of what is known, built once: sections with facts, tables, trees, charts and
+sentences. No torch in here.
 
-`terminal.put_section` shows a section on a terminal, `page.render_page` all of them as HTML. Cells are text, or numbers
-with a unit (`Bytes`, `Seconds`, `Count` of `units.py`), which both show in the same words.
+`terminal.put_section` shows a section on a terminal, `page.render_page` all of them as HTML. Cells
+are text, or numbers with a unit (`Bytes`, `Seconds`, `Count` of `units.py`), which both show in the
+same words.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ class Table:
     header: list[str]
     rows: list[list[Any]]  # a cell for each of the header
     left: tuple[str, ...]  # headers of the columns of text
-    optional: tuple[str, ...] = ()  # headers to leave out where the room is short, the first of them first
+    optional: tuple[
+        str, ...
+    ] = ()  # headers to leave out where the room is short, the first of them first
     notes: tuple[str, ...] = ()  # sentences below it
     headed: bool = True  # the header is shown
     fold: bool = False  # what is too long for its column goes on in the next line
@@ -32,7 +36,9 @@ class Figure:
     keys: Sequence[tuple[str, str]] = ()  # class of a color, what has it
     note: str = ""  # below it
     title: str = ""
-    wide: bool = False  # on a narrow screen it keeps a width at which it can be read, and is scrolled
+    wide: bool = (
+        False  # on a narrow screen it keeps a width at which it can be read, and is scrolled
+    )
 
 
 @dataclass
@@ -63,7 +69,9 @@ class Section:
     closed: bool = False  # on a page it is opened by a click on its heading
 
     def __bool__(self) -> bool:
-        return any((self.facts, self.table, self.figures, self.tree, self.items, self.text, self.listing))
+        return any(
+            (self.facts, self.table, self.figures, self.tree, self.items, self.text, self.listing)
+        )
 
 
 def show_table(table: Table | None) -> Section:

@@ -1,4 +1,6 @@
-"""Tokenizers: sentencepiece, tiktoken and tokenizer.json behind one class, and sandboxed chat templates."""
+"""Tokenizers: sentencepiece, tiktoken and tokenizer.json behind one class, and sandboxed chat
+templates.
+"""
 
 from recipe_lib.tokenizers.template_process import RenderRequest
 from recipe_lib.tokenizers.tokenizer import StreamDecoder, Tokenizer, load_tokenizer

@@ -16,8 +16,9 @@ ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token added to the vocabulary. special: text never turns into it unless asked to. lstrip, rstrip: it
-    swallows the white space before or after it."""
+    """A token added to the vocabulary. special: text never turns into it unless asked to. lstrip,
+    rstrip: it swallows the white space before or after it.
+    """
 
     content: str
     id: int
@@ -30,14 +31,17 @@ class AddedToken:
         """From an object as tokenizer.json and tokenizer_config.json have them."""
         try:
             number = entry["id"] if id is None else id
-            flags = {name: bool(entry.get(name, name == "special")) for name in ("special", "lstrip", "rstrip")}
+            flags = {
+                name: bool(entry.get(name, name == "special"))
+                for name in ("special", "lstrip", "rstrip")
+            }
             is_id = type(number) is int and 0 <= number < MAX_VOCABULARY
             if not isinstance(entry["content"], str) or not entry["content"] or not is_id:
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
             raise DataError(
-                f"{where}: found the added token {str(entry)[:80]}, expected an object with `content` and an id; "
-                "copy the file again"
+                f"{where}: found the added token {str(entry)[:80]}, expected an object with"
+                " `content` and an id; copy the file again"
             ) from None
         return AddedToken(entry["content"], number, **flags)
 
@@ -46,8 +50,9 @@ class AddedToken:
 class Settings:
     """What the JSON files in a tokenizer's folder say.
 
-    roles: `bos_token` etc. -> its text; None: said to have none. added: token -> itself; listed: the same from
-    added_tokens.json, which knows no more than ids. template_remedy: what to do about a template that is of no use.
+    roles: `bos_token` etc. -> its text; None: said to have none. added: token -> itself; listed:
+    the same from added_tokens.json, which knows no more than ids. template_remedy: what to do about
+    a template that is of no use.
     """
 
     roles: dict[str, str | None] = field(default_factory=dict)
@@ -74,13 +79,16 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settings:
-    """Reads tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json, config.json and
-    chat_template.jinja, as far as they are there."""
+    """Reads tokenizer_config.json, special_tokens_map.json, added_tokens.json,
+    generation_config.json, config.json and chat_template.jinja, as far as they are there.
+    """
     settings = Settings(template_remedy=template_remedy)
     config = _read_object(folder / "tokenizer_config.json")
     where = str(folder / "tokenizer_config.json")
     for content, number in _read_object(folder / "added_tokens.json").items():
-        settings.listed[content] = AddedToken.read({"content": content}, str(folder / "added_tokens.json"), number)
+        settings.listed[content] = AddedToken.read(
+            {"content": content}, str(folder / "added_tokens.json"), number
+        )
     for number, entry in (config.get("added_tokens_decoder") or {}).items():
         token = AddedToken.read(entry, where, int(number) if str(number).isdigit() else None)
         settings.added[token.content] = token
@@ -102,16 +110,24 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     content = read_json(path)
     if not isinstance(content, dict):
-        raise DataError(f"{path}: found {type(content).__name__}, expected a JSON object; copy the file again")
+        raise DataError(
+            f"{path}: found {type(content).__name__}, expected a JSON object; copy the file again"
+        )
     return content
 
 
 def _read_ids(settings: Settings, folder: Path) -> None:
-    """Ids at which generation stops, from generation_config.json and config.json (a number or a list)."""
+    """Ids at which generation stops, from generation_config.json and config.json (a number or a
+    list).
+    """
     for name in ("config.json", "generation_config.json"):
         content = _read_object(folder / name)
         found = content.get("eos_token_id")
-        ids = [i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int) and i >= 0]
+        ids = [
+            i
+            for i in (found if isinstance(found, list) else [found])
+            if isinstance(i, int) and i >= 0
+        ]
         settings.stop_ids.update(ids)
         if ids:
             settings.eos_id = ids[0]
@@ -120,14 +136,23 @@ def _read_ids(settings: Settings, folder: Path) -> None:
 
 
 def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> None:
-    """A file chat_template.jinja wins over tokenizer_config.json, where several may be listed by name."""
+    """A file chat_template.jinja wins over tokenizer_config.json, where several may be listed by
+    name.
+    """
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):
-        settings.chat_template, settings.chat_template_place = read_template(file, settings.template_remedy), str(file)
+        settings.chat_template, settings.chat_template_place = (
+            read_template(file, settings.template_remedy),
+            str(file),
+        )
         return
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = named.get("default")
     if isinstance(template, str) and template:
         settings.chat_template = template

@@ -1,11 +1,13 @@
 """Renders chat templates in a sandbox, and matches patterns; as a program, in a separate process.
 
-Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special tokens by name,
-`raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which marks what an answer is).
+Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special
+tokens by name, `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}`
+(which marks what an answer is).
 
-As a program it reads requests as lines of JSON from standard input and answers with one line each. It can open no
-file or socket, and has bounded memory and time: a template that came with a checkpoint is somebody else's code.
-This file imports nothing but Jinja and the standard library, so that it starts quickly and holds nothing to steal.
+As a program it reads requests as lines of JSON from standard input and answers with one line each.
+It can open no file or socket, and has bounded memory and time: a template that came with a
+checkpoint is somebody else's code. This file imports nothing but Jinja and the standard library, so
+that it starts quickly and holds nothing to steal.
 """
 
 import contextlib
@@ -25,8 +27,8 @@ try:
 except ImportError:  # a system without limits still has the sandbox and the time limit
     resource = None  # type: ignore[assignment]
 
-# The clock is frozen, or the same samples would be other tokens tomorrow and a run could not be resumed. It shows the
-# date that Llama 3's templates fall back to where there is no clock.
+# The clock is frozen, or the same samples would be other tokens tomorrow and a run could not be
+# resumed. It shows the date that Llama 3's templates fall back to where there is no clock.
 DATE = datetime.datetime(2024, 7, 26)
 
 SPARE_CHARACTERS = 1 << 20  # a rendering may be this much longer than 16 times what it is made from
@@ -38,27 +40,35 @@ class RenderRequest(NamedTuple):
 
     num_messages: int  # of its first messages
     add_generation_prompt: bool = False  # a prompt for the next answer follows
-    replacements: Sequence[tuple[int, str]] = ()  # (number of a message, what stands in place of its content)
+    replacements: Sequence[
+        tuple[int, str]
+    ] = ()  # (number of a message, what stands in place of its content)
 
 
-# `marks`: two letters to write around what `{% generation %}` holds; `variables`: more that the template sees.
+# `marks`: two letters to write around what `{% generation %}` holds; `variables`: more that the
+# template sees.
 Options = Mapping[str, Any]
 
 
 class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataError by who asks)
-    """A template that is not valid Jinja or has failed; str(): one line, without the template's place."""
+    """A template that is not valid Jinja or has failed; str(): one line, without the template's
+    place.
+    """
 
 
 def _make_sandbox() -> Any:
-    """Return an environment of Jinja's, which is imported here: tokenizers are, where no template is rendered."""
+    """Return an environment of Jinja's, which is imported here: tokenizers are, where no template
+    is rendered.
+    """
     import jinja2.ext
     import jinja2.nodes
     import jinja2.parser
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}` renders as what is between, in its own scope as transformers has
-        it; the environment's `marks` stand around it, a letter each or nothing."""
+        """`{% generation %} ... {% endgeneration %}` renders as what is between, in its own scope
+        as transformers has it; the environment's `marks` stand around it, a letter each or nothing.
+        """
 
         tags = {"generation"}
 
@@ -69,7 +79,9 @@ def _make_sandbox() -> Any:
         def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
+                line
+            )
 
         def _marked(self, caller: Callable[[], str]) -> str:
             begin, end = self.environment.marks  # type: ignore[attr-defined]
@@ -81,14 +93,22 @@ def _make_sandbox() -> Any:
         intercepted_binops = frozenset({"*", "**"})
         largest = SPARE_CHARACTERS
 
-        def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**" or not all(isinstance(side, (int, float)) for side in (left, right)):
-                size = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
+        def call_binop(
+            self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+        ) -> Any:
+            if operator == "**" or not all(
+                isinstance(side, (int, float)) for side in (left, right)
+            ):
+                size = [
+                    len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)
+                ]
                 if operator == "**" or size[0] * size[1] > self.largest:
                     raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
             return super().call_binop(context, operator, left, right)
 
-    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
+    return Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -97,7 +117,9 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
     """JSON as text for a model: nothing is escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
@@ -106,7 +128,9 @@ class Renderer:
     """A compiled template. tokens: the special tokens by their names, `bos_token` etc."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], remedy: str = "") -> None:
-        """remedy: what else than to correct it helps. Raises TemplateFault for a source that is not Jinja."""
+        """remedy: what else than to correct it helps. Raises TemplateFault for a source that is not
+        Jinja.
+        """
         self._tokens, self._length = dict(tokens), len(source)
         from jinja2 import TemplateSyntaxError
 
@@ -120,7 +144,8 @@ class Renderer:
         except TemplateSyntaxError as error:
             said = " ".join((error.message or "").split())
             raise TemplateFault(
-                f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it, or {remedy}"
+                f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it,"
+                f" or {remedy}"
             ) from None
         except RecursionError:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
@@ -142,7 +167,9 @@ class Renderer:
                 taken[number] = {**taken[number], "content": content}
         options = options or {}
         self._environment.marks = options.get("marks") or ("", "")  # type: ignore[attr-defined]
-        room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([taken, tools], default=str))
+        room = (
+            SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([taken, tools], default=str))
+        )
         parts, length = [], 0
         try:
             given = {"messages": taken, "add_generation_prompt": prompt, "tools": tools}
@@ -165,7 +192,9 @@ class Renderer:
         return text
 
 
-def match_patterns(patterns: Sequence[str], names: Sequence[str], whole: bool) -> list[int | None] | str:
+def match_patterns(
+    patterns: Sequence[str], names: Sequence[str], whole: bool
+) -> list[int | None] | str:
     """Return for each name the number of the first pattern that matches it, None without one.
 
     whole: a pattern takes all of a name, not its end after a dot. Returns a text, the end of a
@@ -174,14 +203,17 @@ def match_patterns(patterns: Sequence[str], names: Sequence[str], whole: bool) -
     compiled = []
     for pattern in patterns:
         try:
-            # As `peft.utils.other.get_pattern_key` has it: no other spelling is the same for `a)|(b`.
+            # As `peft.utils.other.get_pattern_key` has it: no other spelling is the same for
+            # `a)|(b`.
             compiled.append(re.compile(pattern if whole else rf"(.*\.)?({pattern})$"))
         except (re.error, OverflowError, RecursionError) as error:
             return f"is no regular expression ({error})"
     pattern_numbers: list[int | None] = []
     for name in names:
         matches = (regex.fullmatch(name) if whole else regex.match(name) for regex in compiled)
-        pattern_numbers.append(next((number for number, match in enumerate(matches) if match), None))
+        pattern_numbers.append(
+            next((number for number, match in enumerate(matches) if match), None)
+        )
     return pattern_numbers
 
 
@@ -201,21 +233,32 @@ def _limit_process() -> None:
     """No new file, no growing file, no core, bounded memory; for good."""
     if resource is None:
         return
-    limits = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 0}
+    limits = {
+        "RLIMIT_AS": MEMORY,
+        "RLIMIT_FSIZE": 0,
+        "RLIMIT_NOFILE": 3,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NPROC": 0,
+    }
     for name, limit in limits.items():
         if hasattr(resource, name):
-            with contextlib.suppress(ValueError, OSError):  # a system may know a limit without allowing it
+            with contextlib.suppress(
+                ValueError, OSError
+            ):  # a system may know a limit without allowing it
                 resource.setrlimit(getattr(resource, name), (limit, limit))
 
 
 def _answer(request: Any, known: dict[str, Renderer]) -> Any:
-    """Matches (`patterns`, `names`, `whole`); compiles (`source`, `tokens`, `remedy`) or renders (`messages`, `wanted`,
-    `tools`, `options`) with the template `name`."""
+    """Matches (`patterns`, `names`, `whole`); compiles (`source`, `tokens`, `remedy`) or renders
+    (`messages`, `wanted`, `tools`, `options`) with the template `name`.
+    """
     if "patterns" in request:
         return match_patterns(request["patterns"], request["names"], request["whole"])
     if "source" in request:
         try:
-            known[request["name"]] = Renderer(request["source"], request["tokens"], request["remedy"])
+            known[request["name"]] = Renderer(
+                request["source"], request["tokens"], request["remedy"]
+            )
         except TemplateFault as fault:
             return str(fault)
         except MemoryError:

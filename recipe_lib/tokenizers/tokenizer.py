@@ -1,4 +1,6 @@
-"""A tokenizer: a vocabulary, the special tokens around it, and the chat template that came with it."""
+"""A tokenizer: a vocabulary, the special tokens around it, and the chat template that came with
+it.
+"""
 
 import atexit
 import codecs
@@ -24,7 +26,13 @@ from recipe_lib.config.local_files import OTHER_TEMPLATE, TEMPLATE_IN_FOLDER, fi
 from recipe_lib.errors import DataError
 from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
+from recipe_lib.tokenizers.special_tokens import (
+    AddedToken,
+    Settings,
+    read_json,
+    read_settings,
+    read_template,
+)
 from recipe_lib.tokenizers.template_process import Options, RenderRequest
 from recipe_lib.tokenizers.vocabulary import (
     JsonVocabulary,
@@ -44,10 +52,11 @@ _ANSWER = "\ue123"  # a letter that no template writes
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """token: the special token that ends an answer, the last one where there are several (Command R7B); empty: the
-    template writes none there. closing: what it writes after that where an answer comes last (a line end, Phi-3's
-    EOS); no model is asked for it. next_turn: the special token that begins the user's next turn, if that alone says
-    that the answer is over (GLM-4.5)."""
+    """token: the special token that ends an answer, the last one where there are several (Command
+    R7B); empty: the template writes none there. closing: what it writes after that where an answer
+    comes last (a line end, Phi-3's EOS); no model is asked for it. next_turn: the special token
+    that begins the user's next turn, if that alone says that the answer is over (GLM-4.5).
+    """
 
     token: str = ""
     closing: str = ""
@@ -60,20 +69,29 @@ def find_turn_end(
     stops: Collection[str],
     bos: str | None,
 ) -> TurnEnd:
-    """render_many: `ChatTemplate.render_many`. split: a text as (what is before a special token, the token). stops:
-    special tokens that are known to end answers."""
+    """render_many: `ChatTemplate.render_many`. split: a text as (what is before a special token,
+    the token). stops: special tokens that are known to end answers.
+    """
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     last, followed = render_many([*messages, messages[0]], [RenderRequest(2), RenderRequest(3)])
     if isinstance(last, DataError) or _ANSWER not in last:
         return TurnEnd()  # a template for other conversations than this one
     alone = _pieces(split, last)
-    later = [] if isinstance(followed, DataError) or _ANSWER not in followed else _pieces(split, followed)
-    shared = [piece for piece, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, later, strict=False))]
+    later = (
+        []
+        if isinstance(followed, DataError) or _ANSWER not in followed
+        else _pieces(split, followed)
+    )
+    shared = [
+        piece
+        for piece, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, later, strict=False))
+    ]
     first = next((at for at, (_, is_special) in enumerate(shared) if is_special), None)
     if first is not None:
         run = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]
         after = "".join(text for text, _ in alone[first + len(run) :])
-        if after.strip():  # some begin the next turn without being asked: what the model stops at is no part of that
+        # Some begin the next turn without being asked: what the model stops at is no part of that
+        if after.strip():
             run = run[: max((at for at, text in enumerate(run) if text in stops), default=0) + 1]
         return TurnEnd(run[-1], "".join(text for text, _ in alone[first + len(run) :]))
     special = [text for text, is_special in alone if is_special]
@@ -83,7 +101,9 @@ def find_turn_end(
     return TurnEnd(next_turn=begins if is_special and begins != bos else "")
 
 
-def _pieces(split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str) -> list[tuple[str, bool]]:
+def _pieces(
+    split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str
+) -> list[tuple[str, bool]]:
     """What follows the answer, as (text, whether it is a special token)."""
     found: list[tuple[str, bool]] = []
     for text, token in split(rendered[rendered.rindex(_ANSWER) + 1 :]):
@@ -92,23 +112,29 @@ def _pieces(split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str) ->
     return found
 
 
-KEPT_TEXTS, KEPT_LENGTH = 256, 16_384  # texts whose ids are remembered, and how many letters they have at most
+KEPT_TEXTS, KEPT_LENGTH = (
+    256,
+    16_384,
+)  # texts whose ids are remembered, and how many letters they have at most
 
 
 class Tokenizer:
     """Turns text into ids and back.
 
-    vocabulary: what encodes ordinary text. vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where
-    the tokenizer has none. add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for
-    error lines.
+    vocabulary: what encodes ordinary text. vocab_size: one more than the largest id. bos_id,
+    eos_id, pad_id: None where the tokenizer has none. add_bos_by_default: the tokenizer begins a
+    text with BOS by default. place: its file, for error lines.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
         self.vocabulary = vocabulary
-        # A sample is encoded whole and in pieces, and templates repeat themselves: most texts come again at once.
+        # A sample is encoded whole and in pieces, and templates repeat themselves: most texts come
+        # again at once.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
-        self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
+        self._added = (
+            settings.listed | {token.content: token for token in vocabulary.added} | settings.added
+        )
         self._by_id = {token.id: token for token in self._added.values()}
         self.bos_id = self._role(settings, "bos_token", settings.bos_id)
         self.eos_id = self._role(settings, "eos_token", settings.eos_id)
@@ -118,13 +144,19 @@ class Tokenizer:
                 content = vocabulary.token_bytes(role).decode("utf-8", errors="replace")
                 self._by_id[role] = self._added[content] = AddedToken(content, role)
         self.vocab_size = max([vocabulary.size, *(i + 1 for i in self._by_id)])
-        self.ordinary_size = max([vocabulary.size, *(t.id + 1 for t in self._added.values() if not t.special)])
+        self.ordinary_size = max(
+            [vocabulary.size, *(t.id + 1 for t in self._added.values() if not t.special)]
+        )
         self.add_bos_by_default = self.bos_id is not None and (
-            settings.add_bos if isinstance(settings.add_bos, bool) else vocabulary.begins_with(self.bos_id)
+            settings.add_bos
+            if isinstance(settings.add_bos, bool)
+            else vocabulary.begins_with(self.bos_id)
         )
         self._declared_stops = frozenset(settings.stop_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
-        matched = {token.content for token in vocabulary.added} if vocabulary.matches_added else set()
+        matched = (
+            {token.content for token in vocabulary.added} if vocabulary.matches_added else set()
+        )
         always = {
             content: token
             for content, token in self._added.items()
@@ -138,9 +170,14 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-            tokens = {role: self.token_bytes(i).decode() for role, i in found.items() if i is not None}
+            tokens = {
+                role: self.token_bytes(i).decode() for role, i in found.items() if i is not None
+            }
             self._template = ChatTemplate(
-                settings.chat_template, settings.chat_template_place, settings.roles | tokens, settings.template_remedy
+                settings.chat_template,
+                settings.chat_template_place,
+                settings.roles | tokens,
+                settings.template_remedy,
             )
 
     @property
@@ -150,10 +187,14 @@ class Tokenizer:
 
     @property
     def dated_template(self) -> str | None:
-        """The same, with the date that it shows in training in the place of each `strftime_now("%d %b %Y")`: other
-        programs then write the text of training, whatever the day. A format that is no plain text stays as it is."""
+        """The same, with the date that it shows in training in the place of each `strftime_now("%d
+        %b %Y")`: other programs then write the text of training, whatever the day. A format that is
+        no plain text stays as it is.
+        """
         source = self.chat_template
-        return source and _TODAY.sub(lambda found: f'"{template_process.DATE.strftime(found[2])}"', source)
+        return source and _TODAY.sub(
+            lambda found: f'"{template_process.DATE.strftime(found[2])}"', source
+        )
 
     @property
     def chat_template_place(self) -> str:
@@ -172,7 +213,9 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: the configured ones, EOS, and what the chat template puts after an answer."""
+        """Ids that end an answer: the configured ones, EOS, and what the chat template puts after
+        an answer.
+        """
         end = self.turn_end.token or self.turn_end.next_turn
         return self._known_stops | ({self._added[end].id} if end else set())
 
@@ -183,7 +226,9 @@ class Tokenizer:
             return TurnEnd()
         stops = {self.token_bytes(token).decode(errors="replace") for token in self._known_stops}
         bos = None if self.bos_id is None else self.token_bytes(self.bos_id).decode()
-        return find_turn_end(self._template.render_many, lambda text: _split(text, self._split_special), stops, bos)
+        return find_turn_end(
+            self._template.render_many, lambda text: _split(text, self._split_special), stops, bos
+        )
 
     @property
     def _known_stops(self) -> frozenset[int]:
@@ -194,8 +239,10 @@ class Tokenizer:
         return token in self._special_ids
 
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:
-        """Ids of a text. add_bos: begin with BOS, if there is one and the text does not. allow_special: special
-        tokens written in the text become their ids; otherwise they are ordinary text."""
+        """Ids of a text. add_bos: begin with BOS, if there is one and the text does not.
+        allow_special: special tokens written in the text become their ids; otherwise they are
+        ordinary text.
+        """
         ids = self.encode_pieces([text], allow_special=allow_special)[0]
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
@@ -204,8 +251,10 @@ class Tokenizer:
     def encode_pieces(
         self, pieces: Sequence[str], *, allow_special: bool = True, literal: str | None = None
     ) -> list[list[int]]:
-        """Ids of each piece of one text that must not share a token. literal: a character that is taken out again
-        after special tokens were looked for; who writes it into one of them keeps that one from being found."""
+        """Ids of each piece of one text that must not share a token. literal: a character that is
+        taken out again after special tokens were looked for; who writes it into one of them keeps
+        that one from being found.
+        """
         found: list[list[int]] = []
         splitter = self._split_special if allow_special else self._split_ordinary
         place, strip_next = TextPosition.START, False
@@ -218,7 +267,11 @@ class Tokenizer:
                     text = text.rstrip()
                 text = text.replace(literal, "") if literal else text
                 if text:
-                    ids += self._encode(text, place) if len(text) <= KEPT_LENGTH else self._encode_text(text, place)
+                    ids += (
+                        self._encode(text, place)
+                        if len(text) <= KEPT_LENGTH
+                        else self._encode_text(text, place)
+                    )
                     place, strip_next = TextPosition.INSIDE, False
                 if token is not None:
                     ids.append(token.id)
@@ -230,17 +283,23 @@ class Tokenizer:
         return tuple(self.vocabulary.encode(text, place))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD. skip_special: special tokens leave no text."""
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD. skip_special: special tokens
+        leave no text.
+        """
         decoder = StreamDecoder(self, skip_special=skip_special)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.finish()
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that an id stands for, special tokens as they are written. Raises DataError for no id of ours."""
+        """The bytes that an id stands for, special tokens as they are written. Raises DataError for
+        no id of ours.
+        """
         added, vocabulary = self._by_id.get(token), self.vocabulary
         if added is not None and (added.special or token in self._always_ids):
             return added.content.encode()
         if added is None and not 0 <= token < vocabulary.size:
-            raise DataError(f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}")
+            raise DataError(
+                f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}"
+            )
         return vocabulary.token_bytes(token)
 
     def render_chats(
@@ -250,28 +309,37 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str | DataError]:
-        """Return several renderings of a conversation in one go, as `ChatTemplate.render_many` has them.
+        """Return several renderings of a conversation in one go, as `ChatTemplate.render_many` has
+        them.
 
-        Raises DataError: there is no template, or it cannot be run."""
+        Raises DataError: there is no template, or it cannot be run.
+        """
         if self._template is None:
             raise DataError(
-                f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to a Jinja file"
+                f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to"
+                " a Jinja file"
             )
         return self._template.render_many(messages, wanted, tools, options)
 
     def eats_space(self, token_before: int | None) -> bool:
-        """Whether a text that begins after this id (None: at the start) begins with a space that is not its own."""
+        """Whether a text that begins after this id (None: at the start) begins with a space that is
+        not its own.
+        """
         if token_before is None or token_before == self.bos_id:
             return self.vocabulary.eats_first_space
         return self.vocabulary.eats_space_after_special
 
     def _role(self, settings: Settings, role: str, number: int | None) -> int | None:
-        """The id of a special token: by its text, else by a number in a config, else what the vocabulary says."""
+        """The id of a special token: by its text, else by a number in a config, else what the
+        vocabulary says.
+        """
         if role in settings.roles:
             content = settings.roles[role]
             if content is None:
                 return None
-            found = self._added[content].id if content in self._added else self.vocabulary.find(content)
+            found = (
+                self._added[content].id if content in self._added else self.vocabulary.find(content)
+            )
             if found is None:
                 raise DataError(
                     f"{self.place}: found {role} {content!r}, which is no token of the vocabulary; "
@@ -285,12 +353,16 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns ids into text one at a time; half a character is kept back until the rest of its bytes has come.
+    """Turns ids into text one at a time; half a character is kept back until the rest of its bytes
+    has come.
 
-    prompt: the ids that the text goes on from, so that its first space is kept or dropped as it would be there.
+    prompt: the ids that the text goes on from, so that its first space is kept or dropped as it
+    would be there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True
+    ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         last = prompt[-1] if prompt else None
@@ -358,8 +430,12 @@ class _TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._known = set[str]()  # names of the templates that it has compiled
 
-    def ask(self, request: Mapping[str, Any] | None, template: Mapping[str, Any] | None = None) -> Any:
-        """Make the template known, if there is one, then put the request. Raises Stopped; the process is gone then."""
+    def ask(
+        self, request: Mapping[str, Any] | None, template: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Make the template known, if there is one, then put the request. Raises Stopped; the
+        process is gone then.
+        """
         with self._lock:
             try:
                 more = 0.0 if self._child else START_SECONDS
@@ -397,10 +473,19 @@ class _TemplateProcess:
 
 def _start() -> subprocess.Popen[bytes]:
     """Return the process. Raises Stopped."""
-    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]  # imported there alone
+    specs = [
+        importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")
+    ]  # imported there alone
     folders = sorted({str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin})
-    program = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
+    program = (
+        "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1],"
+        " run_name='__main__')"
+    )
+    kept = {
+        name: os.environ[name]
+        for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+        if name in os.environ
+    }
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", program, template_process.__file__, *folders],
@@ -423,7 +508,9 @@ def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: 
         child.stdin.flush()
         waiter = select.poll()
         waiter.register(child.stdout, select.POLLIN)
-        if not waiter.poll(1000 * (request["seconds"] + more)):  # it watches the time itself, and does not even do that
+        if not waiter.poll(
+            1000 * (request["seconds"] + more)
+        ):  # it watches the time itself, and does not even do that
             raise Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
         return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
     except (OSError, ValueError):  # no answer, or a part of one
@@ -440,7 +527,10 @@ def _why_ended(child: subprocess.Popen[bytes]) -> str:
     if code == -signal.SIGALRM:
         return _TOO_LONG.format(TIMEOUT_SECONDS)
     how = f"signal {-code}" if code < 0 else f"code {code}"
-    return f"was stopped: its process ended with {how} (it may use {template_process.MEMORY >> 20} MiB)"
+    return (
+        f"was stopped: its process ended with {how} (it may use {template_process.MEMORY >> 20}"
+        " MiB)"
+    )
 
 
 _process = _TemplateProcess()
@@ -448,19 +538,28 @@ os.register_at_fork(after_in_child=_process.after_fork)
 atexit.register(_process.drop, kill=True)
 
 
-def match_apart(patterns: Sequence[str], names: Sequence[str], whole: bool, seconds: float) -> list[int | None] | str:
-    """Return what `template_process.match_patterns` does, from the process that renders. Raises Stopped."""
+def match_apart(
+    patterns: Sequence[str], names: Sequence[str], whole: bool, seconds: float
+) -> list[int | None] | str:
+    """Return what `template_process.match_patterns` does, from the process that renders. Raises
+    Stopped.
+    """
     request = {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
     answer: list[int | None] | str = _process.ask(request)
     return answer
 
 
 class ChatTemplate:
-    """A compiled chat template. source: its Jinja; place: the file it came from, and remedy: what to do about one that
-    is of no use, for error lines."""
+    """A compiled chat template. source: its Jinja; place: the file it came from, and remedy: what
+    to do about one that is of no use, for error lines.
+    """
 
     def __init__(
-        self, source: str, place: str, special_tokens: Mapping[str, str | None], remedy: str = OTHER_TEMPLATE
+        self,
+        source: str,
+        place: str,
+        special_tokens: Mapping[str, str | None],
+        remedy: str = OTHER_TEMPLATE,
     ) -> None:
         """Raises DataError for what is not Jinja."""
         self.source, self.place, self._remedy = source, place, remedy
@@ -486,8 +585,10 @@ class ChatTemplate:
     ) -> list[str | DataError]:
         """Renderings of one conversation, in one go; where the template objects, what it said.
 
-        options: `marks`, two letters to write around what `{% generation %}` holds; `variables`, more that the template
-        sees. Raises DataError: the template took too long or had to be stopped."""
+        options: `marks`, two letters to write around what `{% generation %}` holds; `variables`,
+        more that the template sees. Raises DataError: the template took too long or had to be
+        stopped.
+        """
         request = {
             "name": self._template["name"],
             "messages": list(messages),
@@ -497,7 +598,9 @@ class ChatTemplate:
             "seconds": (1 + len(wanted)) * TIMEOUT_SECONDS,
         }
         pairs = self._ask(request)
-        return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
+        return [
+            DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs
+        ]
 
     def _ask(self, request: Mapping[str, Any] | None) -> Any:
         try:
@@ -513,11 +616,14 @@ LLAMA3_SIZE = 128_000
 MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
 
 
-def load_tokenizer(path: Path | str, chat_template: Path | str | None = None, *, by_key: bool = True) -> Tokenizer:
+def load_tokenizer(
+    path: Path | str, chat_template: Path | str | None = None, *, by_key: bool = True
+) -> Tokenizer:
     """The tokenizer in a folder, or a tokenizer file with the files next to it.
 
-    chat_template: a Jinja file that replaces the tokenizer's own template. by_key: what is wrong can be put right by
-    the keys `tokenizer.path` and `tokenizer.chat_template`; else in the folder. Raises DataError.
+    chat_template: a Jinja file that replaces the tokenizer's own template. by_key: what is wrong
+    can be put right by the keys `tokenizer.path` and `tokenizer.chat_template`; else in the folder.
+    Raises DataError.
     """
     file = find_tokenizer(Path(path), by_key=by_key)
     settings = read_settings(file.parent, OTHER_TEMPLATE if by_key else TEMPLATE_IN_FOLDER)
@@ -536,7 +642,9 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
     if not head.strip():
         raise DataError(f"{file}: the file is empty; copy it again")
     if head.startswith(b"version https://git-lfs"):
-        raise DataError(f"{file}: found a git-lfs pointer, expected the file itself; run `git lfs pull`")
+        raise DataError(
+            f"{file}: found a git-lfs pointer, expected the file itself; run `git lfs pull`"
+        )
     if head.lstrip()[:1] == b"{":
         return JsonVocabulary(file, content)
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\s", head):
@@ -549,7 +657,9 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
 
 
 def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
-    """A tokenizer.json next to a sentencepiece model may be the only file that lists the added tokens."""
+    """A tokenizer.json next to a sentencepiece model may be the only file that lists the added
+    tokens.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
@@ -560,13 +670,16 @@ def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
 
 
 def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file: Path) -> None:
-    """Without tokenizer_config.json, a vocabulary of Llama 3's size has Llama 3.1's 256 special tokens."""
+    """Without tokenizer_config.json, a vocabulary of Llama 3's size has Llama 3.1's 256 special
+    tokens.
+    """
     if settings.added:
         return
     if vocabulary.size != LLAMA3_SIZE:
         raise DataError(
-            f"{file}: found {vocabulary.size} tiktoken pieces and no special tokens, expected Llama 3's {LLAMA3_SIZE} "
-            "or a tokenizer_config.json with added_tokens_decoder next to the file"
+            f"{file}: found {vocabulary.size} tiktoken pieces and no special tokens, expected Llama"
+            f" 3's {LLAMA3_SIZE} or a tokenizer_config.json with added_tokens_decoder next to the"
+            " file"
         )
     named = {
         0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id",

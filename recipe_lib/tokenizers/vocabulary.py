@@ -1,7 +1,8 @@
 """The three kinds of vocabulary behind one class: sentencepiece, tiktoken, tokenizer.json.
 
-A vocabulary turns ordinary text into ids and an id into bytes. It knows nothing of chat, BOS or control tokens: no
-text can produce one here. What all kinds share (special tokens, BOS, decoding) is in `tokenizer.py`.
+A vocabulary turns ordinary text into ids and an id into bytes. It knows nothing of chat, BOS or
+control tokens: no text can produce one here. What all kinds share (special tokens, BOS, decoding)
+is in `tokenizer.py`.
 """
 
 import base64
@@ -29,7 +30,9 @@ from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
 
 class TextPosition(Enum):
-    """Where a piece of ordinary text stands; some vocabularies put a space before the first word of a text."""
+    """Where a piece of ordinary text stands; some vocabularies put a space before the first word of
+    a text.
+    """
 
     START = "start of the text"
     AFTER_SPECIAL = "right after a special token"
@@ -61,7 +64,9 @@ class Vocabulary(ABC):
         return self._bytes[token]
 
     def begins_with(self, bos_id: int) -> bool:
-        """Return whether this kind of tokenizer puts BOS before a text by default, as models are trained with it."""
+        """Return whether this kind of tokenizer puts BOS before a text by default, as models are
+        trained with it.
+        """
         return True
 
 
@@ -69,30 +74,38 @@ class SentencePieceVocabulary(Vocabulary):
     """A sentencepiece model (protobuf), encoded by the sentencepiece library."""
 
     # Appended to the protobuf, where a later field wins: normalizer_spec {add_dummy_prefix: false,
-    # remove_extra_whitespaces: false}. Text that goes on from other text must not get a leading space.
+    # remove_extra_whitespaces: false}. Text that goes on from other text must not get a leading
+    # space.
     NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
 
     def __init__(self, path: Path, model: bytes, legacy: bool, special: Iterable[str]) -> None:
-        """path: named in errors. model: what the file holds. legacy: text after a special token begins like a new text
-        (the Llama-2 convention of Hugging Face).
+        """path: named in errors. model: what the file holds. legacy: text after a special token
+        begins like a new text (the Llama-2 convention of Hugging Face).
 
-        special: strings that ordinary text must not turn into one token, even where the model would.
+        special: strings that ordinary text must not turn into one token, even where the model
+        would.
         """
         try:
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
             said = first_line(error, 160)
-            raise DataError(f"{path}: found no sentencepiece model ({said}); copy the file again") from None
+            raise DataError(
+                f"{path}: found no sentencepiece model ({said}); copy the file again"
+            ) from None
         self.size = len(self._first)
-        self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._first.bos_id(), self._first.eos_id()))
+        self.bos_id, self.eos_id = (
+            i if i >= 0 else None for i in (self._first.bos_id(), self._first.eos_id())
+        )
         control = [i for i in range(self.size) if self._first.is_control(i)]
         self.added = tuple(AddedToken(self._first.id_to_piece(i), i) for i in control)
         pieces = self._first.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
         self.eats_space_after_special = self.eats_first_space and legacy
         self.collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
-        greedy = [s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)]
+        greedy = [
+            s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)
+        ]
         self._breakable = compile_alternation(greedy)
         self._bytes = [self._piece_bytes(i) for i in range(self.size)]
 
@@ -105,10 +118,14 @@ class SentencePieceVocabulary(Vocabulary):
         """Ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _broken(text, self._breakable):
-            if place is TextPosition.START or (place is TextPosition.AFTER_SPECIAL and self.eats_space_after_special):
+            if place is TextPosition.START or (
+                place is TextPosition.AFTER_SPECIAL and self.eats_space_after_special
+            ):
                 ids += self._first.encode(part)
             else:
-                ids += self._inner.encode(re.sub(" {2,}", " ", part) if self.collapses_spaces else part)
+                ids += self._inner.encode(
+                    re.sub(" {2,}", " ", part) if self.collapses_spaces else part
+                )
             place = TextPosition.INSIDE
         return ids
 
@@ -130,7 +147,8 @@ class TiktokenVocabulary(Vocabulary):
     """Base64 lines of a byte-level BPE, encoded by the tiktoken library with Llama 3's pattern."""
 
     LLAMA3_PATTERN = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     # The library gives up on white space that is longer than a million characters.
@@ -149,7 +167,11 @@ class TiktokenVocabulary(Vocabulary):
     def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
-        return [i for a, b in zip(cuts, cuts[1:], strict=False) for i in self._encoding.encode_ordinary(text[a:b])]
+        return [
+            i
+            for a, b in zip(cuts, cuts[1:], strict=False)
+            for i in self._encoding.encode_ordinary(text[a:b])
+        ]
 
     def find(self, piece: str) -> int | None:
         """The id of a piece; None: there is none."""
@@ -163,7 +185,9 @@ class JsonVocabulary(Vocabulary):
 
     def __init__(self, path: Path, file: bytes) -> None:
         """path: named in errors. file: what it holds."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one by one: threads of a batch would wait
+        os.environ.setdefault(
+            "TOKENIZERS_PARALLELISM", "false"
+        )  # texts come one by one: threads of a batch would wait
         self._path = path
         text = file.decode("utf-8", errors="replace")
         try:
@@ -174,8 +198,12 @@ class JsonVocabulary(Vocabulary):
         except DataError:
             raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
-            raise DataError(f"{path}: found no tokenizer ({first_line(error, 160)}); copy the file again") from None
-        self.added = tuple(AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or [])
+            raise DataError(
+                f"{path}: found no tokenizer ({first_line(error, 160)}); copy the file again"
+            ) from None
+        self.added = tuple(
+            AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or []
+        )
         self._after_special = self._variant(content, keep_always=True)
         self._variants = {
             TextPosition.START: self._first,
@@ -183,13 +211,20 @@ class JsonVocabulary(Vocabulary):
             TextPosition.INSIDE: self._variant(content, keep_always=False),
         }
         pieces = content["model"]["vocab"]
-        self.size = max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
+        self.size = (
+            max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
+        )
         if self.size > MAX_VOCABULARY:
             raise DataError(
-                f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy the file again"
+                f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy"
+                " the file again"
             )
         self.eats_first_space = any(
-            (part.get("type") == "Strip" and part.get("content") == " " and part.get("start", 0) > 0)
+            (
+                part.get("type") == "Strip"
+                and part.get("content") == " "
+                and part.get("start", 0) > 0
+            )
             or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
             for part in _decoders(content.get("decoder"))
         )
@@ -203,10 +238,14 @@ class JsonVocabulary(Vocabulary):
         chosen = self._variants[place]
         with _no_panic(self._path):
             check_length(self._path, chosen, text, self._growth)
-            return chosen.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: a sixth faster
+            return chosen.encode_batch_fast([text], add_special_tokens=False)[
+                0
+            ].ids  # without offsets: a sixth faster
 
     def token_bytes(self, token: int) -> bytes:
-        """What an id stands for; part of a character for some, nothing for ids that are not used."""
+        """What an id stands for; part of a character for some, nothing for ids that are not
+        used.
+        """
         piece = self._first.id_to_token(token)
         return b"" if piece is None else self._to_bytes(piece)
 
@@ -219,7 +258,9 @@ class JsonVocabulary(Vocabulary):
         return self._puts_first == [bos_id]
 
     def _variant(self, content: dict[str, Any], keep_always: bool) -> Any:
-        """The same tokenizer without the space that it puts before a text; `keep_always`: only where it is put once."""
+        """The same tokenizer without the space that it puts before a text; `keep_always`: only
+        where it is put once.
+        """
         parts = {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
         changed = content | copy.deepcopy(parts)
         if not _drop_prefix(changed, keep_always):
@@ -244,7 +285,11 @@ def _drop_prefix(content: dict[str, Any], keep_always: bool) -> bool:
         parts = outer.get(kind) if outer.get("type") == "Sequence" else [outer]
         for part in list(parts or []):
             once = part.get("prepend_scheme") == "first"
-            always = part.get("type") == "Prepend" or part.get("add_prefix_space") or "prepend_scheme" in part
+            always = (
+                part.get("type") == "Prepend"
+                or part.get("add_prefix_space")
+                or "prepend_scheme" in part
+            )
             if not (once or (always and not keep_always)):
                 continue
             if part.get("type") == "Prepend" and parts is not None and part is not outer:
@@ -272,8 +317,12 @@ def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:
     kinds = {part.get("type") for part in _decoders(decoder)}
     if "ByteLevel" in kinds:
         table = _byte_level_table()
-        return lambda piece: bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
-    replaced = [part.get("pattern") or {} for part in _decoders(decoder) if part.get("type") == "Replace"]
+        return lambda piece: (
+            bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+        )
+    replaced = [
+        part.get("pattern") or {} for part in _decoders(decoder) if part.get("type") == "Replace"
+    ]
     spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in replaced)
     by_byte = "ByteFallback" in kinds
 
@@ -286,7 +335,9 @@ def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's printable letter for each byte, inverted: bytes that print stand for themselves, others from U+0100."""
+    """GPT-2's printable letter for each byte, inverted: bytes that print stand for themselves,
+    others from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -302,14 +353,14 @@ def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(piece, validate=True)] = int(rank)
         except ValueError:
             raise DataError(
-                f"{path}:{number}: found {line[:40]!r}, expected `base64 rank` as in a tiktoken vocabulary; "
-                "copy the file again"
+                f"{path}:{number}: found {line[:40]!r}, expected `base64 rank` as in a tiktoken"
+                " vocabulary; copy the file again"
             ) from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if sorted(ranks.values()) != list(range(len(ranks))) or missing:
         raise DataError(
-            f"{path}: found {len(ranks)} pieces that are not ranked 0 to {len(ranks) - 1} or lack single bytes; "
-            "the file is cut short, copy it again"
+            f"{path}: found {len(ranks)} pieces that are not ranked 0 to {len(ranks) - 1} or lack"
+            " single bytes; the file is cut short, copy it again"
         )
     return ranks
 
@@ -330,14 +381,17 @@ def _broken(text: str, pattern: re.Pattern[str] | None) -> list[str]:
 
 @contextmanager
 def _no_panic(path: Path) -> Iterator[None]:
-    """What a file makes the library written in Rust give up on, which is no Exception in Python, is a DataError."""
+    """What a file makes the library written in Rust give up on, which is no Exception in Python, is
+    a DataError.
+    """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(
-            f"{path}: the tokenizers library gave up on it ({first_line(error, 160)}); copy the file again"
+            f"{path}: the tokenizers library gave up on it ({first_line(error, 160)}); copy the"
+            " file again"
         ) from None
 
 
@@ -347,20 +401,34 @@ def _no_panic(path: Path) -> Iterator[None]:
 # The library has no limit of its own: thirty steps that double a text end the process.
 
 
-MOST_CHARACTERS = 2**24  # of a normalized text; a longer one may have up to four times its own length
+MOST_CHARACTERS = (
+    2**24
+)  # of a normalized text; a longer one may have up to four times its own length
 MOST_GROWTH = 2**20  # of all normalizers together, in characters for one of the text
 _MOST_CUT_GROWTH = 16  # of the pre-tokenizers: one that writes bytes as letters makes four of one
 _MOST_ADDED_IDS = 2**16  # that a post-processor puts around a text
-# Characters that a step makes of one at most, by Unicode's own tables; those that are not here make no more.
-_GROWTH = {"BertNormalizer": 12, "ByteLevel": 4, "Lowercase": 3, "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18}
+# Characters that a step makes of one at most, by Unicode's own tables; those that are not here make
+# no more.
+_GROWTH = {
+    "BertNormalizer": 12,
+    "ByteLevel": 4,
+    "Lowercase": 3,
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+}
 
 
 def read_growth(path: Path, content: Any) -> float:
-    """Return the characters that a tokenizer.json's normalizers make of one at most. DataError for one that has no
-    bound."""
+    """Return the characters that a tokenizer.json's normalizers make of one at most. DataError for
+    one that has no bound.
+    """
     content = content if isinstance(content, dict) else {}
     growth = math.prod(map(_step_growth, _steps(content.get("normalizer"))))
-    added = sum(len(token["content"]) for token in content.get("added_tokens") or [])  # these are normalized too
+    added = sum(
+        len(token["content"]) for token in content.get("added_tokens") or []
+    )  # these are normalized too
     if growth > MOST_GROWTH or growth * added > max(MOST_CHARACTERS, 4 * added):
         raise _refuse(path, "normalizers that make a text longer without bound")
     if math.prod(map(_step_growth, _steps(content.get("pre_tokenizer")))) > _MOST_CUT_GROWTH:
@@ -371,8 +439,11 @@ def read_growth(path: Path, content: Any) -> float:
 
 
 def check_length(path: Path, tokenizer: Any, text: str, growth: float) -> None:
-    """Raise DataError if the text, as the tokenizer normalizes it, is too long. growth: as of `read_growth`."""
-    # The library makes a new object for each look at its normalizer: only a text that could be too long is worth it.
+    """Raise DataError if the text, as the tokenizer normalizes it, is too long. growth: as of
+    `read_growth`.
+    """
+    # The library makes a new object for each look at its normalizer: only a text that could be too
+    # long is worth it.
     if len(text) * growth <= MOST_CHARACTERS or tokenizer.normalizer is None:
         return
     normalizer = tokenizer.normalizer
@@ -380,14 +451,20 @@ def check_length(path: Path, tokenizer: Any, text: str, growth: float) -> None:
     for start in range(0, len(text), step):
         left -= len(normalizer.normalize_str(text[start : start + step]))
         if left < 0:
-            raise _refuse(path, f"normalizers that make a text of {len(text)} characters too long to be read")
+            raise _refuse(
+                path, f"normalizers that make a text of {len(text)} characters too long to be read"
+            )
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
     """Return the steps of a part of the file, those of a sequence one after the other."""
     if not isinstance(part, dict):
         return
-    inner = [part[name] for name in ("normalizers", "pretokenizers", "processors") if isinstance(part.get(name), list)]
+    inner = [
+        part[name]
+        for name in ("normalizers", "pretokenizers", "processors")
+        if isinstance(part.get(name), list)
+    ]
     if not inner:
         yield part
     for step in itertools.chain(*inner):
@@ -399,7 +476,9 @@ def _step_growth(step: dict[str, Any]) -> float:
     match step:
         case {"pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1, len(new) / len(old))
-        case {"content": str(new)} | {"prepend": str(new)}:  # a regular expression may match where there is nothing
+        case {"content": str(new)} | {
+            "prepend": str(new)
+        }:  # a regular expression may match where there is nothing
             return 1 + len(new)
         case {"precompiled_charsmap": str(table)}:
             return 1 + _longest_replacement(table)
@@ -421,7 +500,9 @@ def _longest_replacement(table: str) -> int:
 
 
 def _check_template(path: Path, step: dict[str, Any]) -> None:
-    """Raise DataError for a post-processor that repeats the text, or puts ids without bound around it."""
+    """Raise DataError for a post-processor that repeats the text, or puts ids without bound around
+    it.
+    """
     match step:
         case {"single": list(pieces), "special_tokens": dict(tokens)}:
             named = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]
@@ -431,4 +512,6 @@ def _check_template(path: Path, step: dict[str, Any]) -> None:
 
 
 def _refuse(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: found {what}; expected the tokenizer of a model, copy the file again")
+    return DataError(
+        f"{path}: found {what}; expected the tokenizer of a model, copy the file again"
+    )

@@ -1,4 +1,6 @@
-"""Extra parameters of a run: said at its start, and refused before it where the export would lose them."""
+"""Extra parameters of a run: said at its start, and refused before it where the export would lose
+them.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,7 +29,8 @@ def models_of(recipe: Any) -> dict[str, nn.Module]:
 
 
 def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
-    """Refuses, before weights are read, extra parameters that nothing starts or that the export would lose.
+    """Refuses, before weights are read, extra parameters that nothing starts or that the export
+    would lose.
 
     Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
     """
@@ -39,9 +42,16 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
 
 
 def check_trained(recipe: Any, world: World) -> None:
-    """SetupError, on all ranks, for a trained extra parameter of a model that the recipe's optimizers leave out."""
+    """SetupError, on all ranks, for a trained extra parameter of a model that the recipe's
+    optimizers leave out.
+    """
     optimizers = [value for value in vars(recipe).values() if isinstance(value, Optimizer)]
-    stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    stepped = {
+        id(one)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
 
     def check(model: nn.Module) -> None:
         if not any(id(parameter) in stepped for parameter in model.parameters()):
@@ -49,8 +59,8 @@ def check_trained(recipe: Any, world: World) -> None:
         for name, tensor in extra_tensors(model).items():
             if tensor.requires_grad and id(tensor) not in stepped:
                 raise SetupError(
-                    f"{name}: requires a gradient, and no optimizer has it; give build_optimizer every parameter that "
-                    "requires one, or freeze it by requires_grad_(False)"
+                    f"{name}: requires a gradient, and no optimizer has it; give build_optimizer"
+                    " every parameter that requires one, or freeze it by requires_grad_(False)"
                 )
 
     check_each(recipe, world, check)
@@ -64,26 +74,37 @@ def check_each(recipe: Any, world: World, check: Callable[[nn.Module], None]) ->
 
 
 def describe_extra(model: nn.Module, world: World) -> list[str]:
-    """Lines for the log: which parameters and buffers no family has, and where their values are from."""
+    """Lines for the log: which parameters and buffers no family has, and where their values are
+    from.
+    """
     loaded = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
     every = _sizes(model)
     start = {name: count for name, count in every.items() if name not in loaded}
     read = {name: count for name, count in every.items() if name in loaded}
     lines = []
-    for found, origin in ((start, "start from reset_parameters, no checkpoint has them"), (read, "are read")):
+    for found, origin in (
+        (start, "start from reset_parameters, no checkpoint has them"),
+        (read, "are read"),
+    ):
         found = _merged(world, found)
         if found:
-            lines.append(f"extra parameters: {sum(found.values()):,} numbers {origin}: {in_short(found)}")
+            lines.append(
+                f"extra parameters: {sum(found.values()):,} numbers {origin}: {in_short(found)}"
+            )
     return lines
 
 
 def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
-    """Says which tensors of an exported folder other programs will not load. Collective in a pipeline."""
-    found = _merged(world, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()})
+    """Says which tensors of an exported folder other programs will not load. Collective in a
+    pipeline.
+    """
+    found = _merged(
+        world, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()}
+    )
     if found:
         warn_on_first_rank(
-            "warning: %s: transformers and other programs ignore its extra parameters, and so compute something else; "
-            "a recipe that adds them reads them: %s",
+            "warning: %s: transformers and other programs ignore its extra parameters, and so"
+            " compute something else; a recipe that adds them reads them: %s",
             folder,
             in_short(found),
         )
@@ -91,7 +112,9 @@ def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
 
 def in_short(names: Iterable[str]) -> str:
     """The names, those of several layers together: `model.layers.*.mlp.extra.weight (5)`."""
-    counts = Counter(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
+    counts = Counter(
+        ".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names
+    )
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
 
 

@@ -1,9 +1,10 @@
-"""Which step of a run is best by a number of its validations, its weights, and when there has been no better one for
-long enough.
+"""Which step of a run is best by a number of its validations, its weights, and when there has been
+no better one for long enough.
 
-`checkpoint.keep_best` keeps the weights of the best step in output_dir/state/best/step_N and puts them back into the
-model when the steps are done, so that they are what is exported. `validation.patience` ends the steps. What both count
-is part of each saved state: a run that was killed and goes on has the same best step, and ends at the same one.
+`checkpoint.keep_best` keeps the weights of the best step in output_dir/state/best/step_N and puts
+them back into the model when the steps are done, so that they are what is exported.
+`validation.patience` ends the steps. What both count is part of each saved state: a run that was
+killed and goes on has the same best step, and ends at the same one.
 """
 
 import math
@@ -32,9 +33,10 @@ _COUNTS = ("_tokens", "_pairs")  # how much was measured
 class BestStep:
     """The best step so far by `checkpoint.best_metric`, on all ranks alike.
 
-    step, value: None before the first finite number. waited: validations since the number was last better, by more than
-    validation.min_delta, than when it was so before. folder: of the best step's weights, in output_dir/state/best; None
-    where none are kept. last: the step that the run has come to, when it has no more.
+    step, value: None before the first finite number. waited: validations since the number was last
+    better, by more than validation.min_delta, than when it was so before. folder: of the best
+    step's weights, in output_dir/state/best; None where none are kept. last: the step that the run
+    has come to, when it has no more.
     """
 
     def __init__(self, cfg: FullFinetuneConfig) -> None:
@@ -49,7 +51,9 @@ class BestStep:
         self.waited = 0
         self.last: int | None = None
         self.folder: str | None = None
-        self._reference: float | None = None  # what a number has to be better than for `waited` to begin again
+        self._reference: float | None = (
+            None  # what a number has to be better than for `waited` to begin again
+        )
 
     @property
     def is_asked_for(self) -> bool:
@@ -67,15 +71,17 @@ class BestStep:
         return self.step if self.folder is not None else None
 
     def judge(self, step: int, numbers: Mapping[str, float], world: World) -> bool:
-        """Counts a validation after `step`; whether it is the best so far. Rank 0's number counts. Collective.
+        """Counts a validation after `step`; whether it is the best so far. Rank 0's number counts.
+        Collective.
 
-        A number that is not finite is never better. ConfigError if the validation does not give best_metric.
+        A number that is not finite is never better. ConfigError if the validation does not give
+        best_metric.
         """
         if self.metric not in numbers:
             names = [name for name in numbers if not name.endswith(_COUNTS)]
             raise ConfigError(
-                f"checkpoint.best_metric: found {self.metric}, expected a number of the recipe's validation: "
-                f"{', '.join(names)}{did_you_mean(self.metric, names)}"
+                f"checkpoint.best_metric: found {self.metric}, expected a number of the recipe's"
+                f" validation: {', '.join(names)}{did_you_mean(self.metric, names)}"
             )
         found = float(world.broadcast_json(float(numbers[self.metric])))
         if self._is_better(found, self._reference, self._min_delta):
@@ -107,10 +113,11 @@ class BestStep:
         }
 
     def restore(self, saved: Mapping[str, Any], state: Path, world: World) -> None:
-        """Goes on from what a state has. A best step that is later than the state is forgotten with it. Collective.
+        """Goes on from what a state has. A best step that is later than the state is forgotten with
+        it. Collective.
 
-        saved: what the run added to the state. Raises CheckpointError if it was another number that decided, or if the
-        weights of the best step are gone.
+        saved: what the run added to the state. Raises CheckpointError if it was another number that
+        decided, or if the weights of the best step are gone.
         """
         if not self.is_asked_for:
             return
@@ -123,8 +130,9 @@ class BestStep:
         ):
             if was != now:
                 raise CheckpointError(
-                    f"{state}: was saved with checkpoint.{key}={_text(was)}, found {_text(now)}; what was best until "
-                    f"then was decided by it: set checkpoint.{key}={_text(was)}"
+                    f"{state}: was saved with checkpoint.{key}={_text(was)}, found {_text(now)};"
+                    " what was best until then was decided by it: set"
+                    f" checkpoint.{key}={_text(was)}"
                 )
         self.waited, self._reference = record["waited"], record["reference"]
         if not self.keeps:
@@ -135,7 +143,9 @@ class BestStep:
             decide(world, lambda: prune_best(self._root, self.folder))
 
     def keep(self, step: int, model: nn.Module, world: World) -> None:
-        """Saves the weights of this best step, and then removes those of others that no state needs. Collective."""
+        """Saves the weights of this best step, and then removes those of others that no state
+        needs. Collective.
+        """
         root = self._root / BEST_FOLDER
         extra = {"step": step, "metric": self.metric, "value": self.value}
         path = save_state(root, step, model, None, extra, world, None)
@@ -143,13 +153,16 @@ class BestStep:
         self.remove_others(world)
 
     def remove_others(self, world: World) -> None:
-        """Removes the weights of best steps that neither this run nor any of its states needs. Collective."""
+        """Removes the weights of best steps that neither this run nor any of its states needs.
+        Collective.
+        """
         if self.keeps:
             decide(world, lambda: prune_best(self._root, self.folder))
 
     def load(self, model: nn.Module, last: int, total_steps: int, world: World) -> None:
-        """Puts the weights of the best step into the model, which is at the step `last`, when the steps are done.
-        Collective."""
+        """Puts the weights of the best step into the model, which is at the step `last`, when the
+        steps are done. Collective.
+        """
         if not self.is_asked_for:
             return
         self.last = last
@@ -161,25 +174,33 @@ class BestStep:
             damage = verify_state(path, world)
             if damage:
                 raise CheckpointError(
-                    f"{path}: holds the weights of the best step: {damage}; to export the last step in its place, "
-                    "resume=latest checkpoint.keep_best=false"
+                    f"{path}: holds the weights of the best step: {damage}; to export the last step"
+                    " in its place, resume=latest checkpoint.keep_best=false"
                 )
             load_state(path, model, None, world)
 
     def sentence(self, total_steps: int) -> str | None:
-        """`best step 40 of 60: validation_loss 1.2340`, and whether the run stopped early; None if the config has no
-        use for it. total_steps: that the run was to have."""
+        """`best step 40 of 60: validation_loss 1.2340`, and whether the run stopped early; None if
+        the config has no use for it. total_steps: that the run was to have.
+        """
         if not self.is_asked_for:
             return None
         value = "" if self.value is None else f"{self.metric} {self.value:.4f}"
         early = ""
         if self.is_waited_out and self.last is not None and self.last < total_steps:
             many = "s" if self._patience != 1 else ""
-            early = f"; stopped early (of {total_steps} steps) after {self.waited} validation{many} without improvement"
+            early = (
+                f"; stopped early (of {total_steps} steps) after {self.waited} validation{many}"
+                " without improvement"
+            )
         last = total_steps if self.last is None else self.last
         if self.folder is not None:
             return f"best step {self.step} of {last}: {value}{early}"
-        why = f"the best was step {self.step}: {value}" if value else f"no validation gave a finite {self.metric}"
+        why = (
+            f"the best was step {self.step}: {value}"
+            if value
+            else f"no validation gave a finite {self.metric}"
+        )
         return f"last step {last}; {why}{early}"
 
     def facts(self, total_steps: int) -> dict[str, Any]:
@@ -209,7 +230,7 @@ def describe_best(cfg: FullFinetuneConfig) -> list[str]:
     if cfg.validation.patience is not None:
         by = f" by more than {cfg.validation.min_delta:g}" if cfg.validation.min_delta else ""
         parts.append(
-            f"the run stops after {counted(cfg.validation.patience, 'validation')} without improvement{by}; the "
-            "learning rate is scheduled over all steps all the same"
+            f"the run stops after {counted(cfg.validation.patience, 'validation')} without"
+            f" improvement{by}; the learning rate is scheduled over all steps all the same"
         )
     return ["; ".join(parts)]

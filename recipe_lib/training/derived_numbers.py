@@ -1,4 +1,6 @@
-"""The derived numbers of a run, said at its start: what the config means on these devices with this data."""
+"""The derived numbers of a run, said at its start: what the config means on these devices with this
+data.
+"""
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +27,9 @@ def derived_numbers(
     parallel: Parallel,
     data: TrainingData,
 ) -> list[str]:
-    """Lines for the log, each number with its unit and how it comes about. Collective in a pipeline."""
+    """Lines for the log, each number with its unit and how it comes about. Collective in a
+    pipeline.
+    """
     dataset, plan = data.dataset, data.plan
     return [
         _devices(cfg, world),
@@ -38,7 +42,11 @@ def derived_numbers(
         *_other_parts(model),
         *([parallel.levers.kernels] if parallel.levers.kernels else []),
         *describe_best(cfg),
-        *([f"checkpointing: {parallel.levers.checkpointing}"] if parallel.levers.checkpointing else []),
+        *(
+            [f"checkpointing: {parallel.levers.checkpointing}"]
+            if parallel.levers.checkpointing
+            else []
+        ),
         *([parallel.levers.quantization.describe()] if parallel.levers.quantization else []),
         *(f"warning: {line}" for line in describe_stalled_means(cfg)),
     ]
@@ -51,7 +59,11 @@ def _devices(cfg: FullFinetuneConfig, world: World) -> str:
     sizes = with_context(cfg.parallel, shape).items()
     dims = [f"{name} {size}" for name, size in sizes if size > 1 or name.startswith("data")]
     undecided = cfg.parallel.strategy == "auto" and world.data_ranks * cfg.parallel.context > 1
-    auto = "; parallel.strategy=auto is fsdp here, since `tune run` has not planned both" if undecided else ""
+    auto = (
+        "; parallel.strategy=auto is fsdp here, since `tune run` has not planned both"
+        if undecided
+        else ""
+    )
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 
 
@@ -60,15 +72,24 @@ def _batch(cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPl
     global_batch_size = cfg.batch_size * accumulation * world.data_ranks
     share = dataset.report.label_token_fraction
     per_item = dataset.report.tokens / max(1, dataset.items)
-    step_tokens = dataset.report.tokens / plan.steps(0) if cfg.data.packing else per_item * global_batch_size
-    unit = "packed sequences" if cfg.data.packing else "sequences" if dataset.group == 1 else "pairs"
+    step_tokens = (
+        dataset.report.tokens / plan.steps(0) if cfg.data.packing else per_item * global_batch_size
+    )
+    unit = (
+        "packed sequences" if cfg.data.packing else "sequences" if dataset.group == 1 else "pairs"
+    )
     longest = cfg.max_seq_len * dataset.group
     return [
-        f"global batch: {global_batch_size} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
-        f"{accumulation} x data ranks {world.data_ranks}",
-        f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} label tokens "
-        f"({share:.1%}); at most {format_count(global_batch_size * longest)} "
-        f"({global_batch_size} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
+        (
+            f"global batch: {global_batch_size} {unit} = batch_size {cfg.batch_size} x"
+            f" gradient_accumulation_steps {accumulation} x data ranks {world.data_ranks}"
+        ),
+        (
+            f"tokens per step: {format_count(step_tokens)} on average,"
+            f" {format_count(step_tokens * share)} label tokens ({share:.1%}); at most"
+            f" {format_count(global_batch_size * longest)} ({global_batch_size} {unit} x"
+            f" {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})"
+        ),
     ]
 
 
@@ -80,7 +101,8 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
     batch_size, count = micro_batches(cfg)
     stages = stage_count(cfg.parallel)
     here = " and ".join(
-        f"stage {stage} (layer{f's {of.start} to {of.stop - 1}' if len(of) > 1 else f' {of.start}'})"
+        f"stage {stage}"
+        f" (layer{f's {of.start} to {of.stop - 1}' if len(of) > 1 else f' {of.start}'})"
         for stage, of in pipeline.layers.items()
     )
     return [
@@ -96,7 +118,10 @@ def _steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
     unit = "sequences" if dataset.group == 1 else "pairs"
     packed = " in packs" if cfg.data.packing else ""
-    return f"steps: {steps} ({plan.steps(0)} per epoch of {dataset.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
+    return (
+        f"steps: {steps} ({plan.steps(0)} per epoch of {dataset.items} {unit}{packed} x"
+        f" {cfg.epochs} epochs{cut})"
+    )
 
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
@@ -107,20 +132,31 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     if schedule.type == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
     final = schedule.min_lr_ratio * cfg.optimizer.lr
-    return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.type} over {after} steps towards {final:.2e}"
+    return (
+        f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.type} over {after} steps"
+        f" towards {final:.2e}"
+    )
 
 
 def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
     stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
-    plain = (parameter for name, parameter in model.named_parameters() if name.rpartition("_")[0] not in stored)
+    plain = (
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition("_")[0] not in stored
+    )
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
     streamed = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
     parameters, gradients = local_bytes(every) - streamed, local_bytes(trained)
-    held = f"{format_bytes(parameters)} and {format_bytes(streamed)} in host memory" if streamed else ""
+    held = (
+        f"{format_bytes(parameters)} and {format_bytes(streamed)} in host memory"
+        if streamed
+        else ""
+    )
     state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())
     where = "host memory" if cfg.memory.cpu_offload else "memory"
     known = "not known before the first step" if state is None else format_bytes(state)
@@ -132,10 +168,15 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
     total = parameters + gradients + (state or 0)
     here = " of this rank" if parallel.pipeline is not None else ""
     return [
-        f"parameters{here}: {format_count(count)}, trainable {format_count(trained_count)} "
-        f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
-        f"{where} per rank: parameters {held or format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
-        f"optimizer state {known}; together {format_bytes(total)} before activations",
+        (
+            f"parameters{here}: {format_count(count)}, trainable {format_count(trained_count)} "
+            f"({trained_count / max(1, count):.2%}), {cfg.dtype}"
+        ),
+        (
+            f"{where} per rank: parameters {held or format_bytes(parameters)}, gradients"
+            f" {format_bytes(gradients)}{freed}, optimizer state {known}; together"
+            f" {format_bytes(total)} before activations"
+        ),
     ]
 
 
@@ -144,15 +185,19 @@ def _other_parts(model: nn.Module) -> list[str]:
     names = model.other_parts if isinstance(model, LanguageModel) else ()
     if not names:
         return []
-    count = sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
+    count = sum(
+        parameter.numel() for name in names for parameter in model.get_submodule(name).parameters()
+    )
     return [
-        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; they "
-        "are in an exported model as they are"
+        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not"
+        " run through; they are in an exported model as they are"
     ]
 
 
 def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The trained parameters whose gradients are there at the same time: those of an FSDP unit, else each alone."""
+    """The trained parameters whose gradients are there at the same time: those of an FSDP unit,
+    else each alone.
+    """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return [[parameter] for parameter in model.parameters() if parameter.requires_grad]

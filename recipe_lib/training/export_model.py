@@ -1,4 +1,6 @@
-"""What a run leaves for others: the trained model, or an adapter and perhaps the model with it merged in."""
+"""What a run leaves for others: the trained model, or an adapter and perhaps the model with it
+merged in.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +39,15 @@ from recipe_lib.units import GIB
 
 
 def export_trained_model(
-    cfg: FullFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: World
+    cfg: FullFinetuneConfig,
+    model: nn.Module,
+    source: ResolvedModel,
+    data: TrainingData,
+    world: World,
 ) -> None:
-    """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with. Collective."""
+    """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with.
+    Collective.
+    """
     folder = Path(cfg.output_dir) / MODEL_FOLDER
     usable = _can_generate(cfg, model)
     export_model(
@@ -52,7 +60,9 @@ def export_trained_model(
         world=world,
         **_trained_with(cfg, data),
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
+        card=_card(
+            cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False
+        ),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
@@ -64,14 +74,23 @@ def export_trained_model(
 
 
 def export_trained_adapter(
-    cfg: LoraFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: World
+    cfg: LoraFinetuneConfig,
+    model: nn.Module,
+    source: ResolvedModel,
+    data: TrainingData,
+    world: World,
 ) -> None:
-    """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged. Collective.
+    """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model,
+    merged. Collective.
 
-    The model is merged from the checkpoint's files: weights of a random start (model.preset) are in none.
+    The model is merged from the checkpoint's files: weights of a random start (model.preset) are in
+    none.
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
-    beside, usable = _trained_with(cfg, data), source.folder is not None and _can_generate(cfg, model)
+    beside, usable = (
+        _trained_with(cfg, data),
+        source.folder is not None and _can_generate(cfg, model),
+    )
     shown = public_name(source.name, source.folder)
 
     def commands(adapter: Path, base: str) -> list[str]:
@@ -90,7 +109,9 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         **beside,
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, data, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True),
+        card=_card(
+            cfg, source, data, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True
+        ),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
@@ -107,7 +128,14 @@ def export_trained_adapter(
             tokenizer_folder=data.tokenizer_path,
             **beside,
             max_shard_bytes=_shard_bytes(cfg),
-            card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
+            card=_card(
+                cfg,
+                source,
+                data,
+                world,
+                model_commands(ANYWHERE) if usable else [],
+                is_adapter=False,
+            ),
         )
         get_logger().info("model: %s", merged)
     _tell_rounding(cfg, is_adapter=not cfg.lora.merge_on_save or source.folder is None)
@@ -124,7 +152,9 @@ def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
 
 
 def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
-    """What the tokenizer's own files may not say: the template of the samples, and what ends an answer."""
+    """What the tokenizer's own files may not say: the template of the samples, and what ends an
+    answer.
+    """
     template = trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
 
@@ -153,11 +183,14 @@ def _card(
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
-    """Whether `tune generate` loads what was written: no model of a plugin, none with parameters of a recipe, and none
-    with a score head."""
+    """Whether `tune generate` loads what was written: no model of a plugin, none with parameters of
+    a recipe, and none with a score head.
+    """
     if cfg.scores_sequences:
         return False
-    return cfg.model.implementation in ("native", "transformers") and not extra_tensors(model, saved=True)
+    return cfg.model.implementation in ("native", "transformers") and not extra_tensors(
+        model, saved=True
+    )
 
 
 def _shard_bytes(cfg: FullFinetuneConfig) -> int:
@@ -178,13 +211,23 @@ def run_card(
     step: int | None = None,
     exported: str | None = None,
 ) -> str:
-    """The text. commands: what to do with the export. run: the folder with the run's metrics. step: the last one of
-    what is exported; None: the run's. exported: why it is that one, where a best step was looked for."""
+    """The text. commands: what to do with the export. run: the folder with the run's metrics. step:
+    the last one of what is exported; None: the run's. exported: why it is that one, where a best
+    step was looked for.
+    """
     path = run / METRICS_FILE
-    lines = [line for line in (read_metrics(path) if path.is_file() else []) if step is None or line["step"] <= step]
+    lines = [
+        line
+        for line in (read_metrics(path) if path.is_file() else [])
+        if step is None or line["step"] <= step
+    ]
     return model_card(
         cfg,
-        base=base_name(cfg.model.path, base_folder) if cfg.model.path and base_folder else cfg.model.preset or "",
+        base=(
+            base_name(cfg.model.path, base_folder)
+            if cfg.model.path and base_folder
+            else cfg.model.preset or ""
+        ),
         base_folder=base_folder,
         lora=cfg.trained_adapters,
         is_adapter=is_adapter,
@@ -198,16 +241,29 @@ def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, s
     """How it was trained, in words. lines: of metrics.jsonl."""
     steps = [line for line in lines if "loss" in line]
     many = cfg.gradient_accumulation_steps
-    found = {"batch": f"batch_size {cfg.batch_size} x gradient_accumulation_steps {many} on each data rank"}
-    found["sequences"] = f"up to {cfg.max_seq_len:,} tokens" + (", packed" if cfg.data.packing else "")
-    found["optimizer"] = f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then {cfg.lr_scheduler.type}"
+    found = {
+        "batch": (
+            f"batch_size {cfg.batch_size} x gradient_accumulation_steps {many} on each data rank"
+        )
+    }
+    found["sequences"] = f"up to {cfg.max_seq_len:,} tokens" + (
+        ", packed" if cfg.data.packing else ""
+    )
+    found["optimizer"] = (
+        f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then {cfg.lr_scheduler.type}"
+    )
     found["weights"] = cfg.dtype
     if cfg.qat is not None:
         scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
-        found["rounding"] = f"linears trained in {cfg.qat}, a scale for {scales}; saved are the weights before rounding"
+        found["rounding"] = (
+            f"linears trained in {cfg.qat}, a scale for {scales}; saved are the weights before"
+            " rounding"
+        )
     last: Mapping[str, Any] = steps[-1] if steps else {}
     if last.get("tokens_per_second_per_device"):
-        found["devices"] = f"{round(last['tokens_per_second'] / last['tokens_per_second_per_device'])}"
+        found["devices"] = (
+            f"{round(last['tokens_per_second'] / last['tokens_per_second_per_device'])}"
+        )
     if last.get("epoch"):
         found["passes over the data"] = f"{last['epoch']:.3g}"
     return found
@@ -222,9 +278,14 @@ def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
     if not steps:
         return {}
     losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
-    # Of devices only: the resident memory of a CPU process differs from run to run and tells another machine nothing.
-    peaks = [line["peak_memory_reserved_gib"] for line in steps if line.get("memory_kind") == "device"]
-    last: Mapping[str, Any] = next((line for line in reversed(lines) if "validation_loss" in line), {})
+    # Of devices only: the resident memory of a CPU process differs from run to run and tells
+    # another machine nothing.
+    peaks = [
+        line["peak_memory_reserved_gib"] for line in steps if line.get("memory_kind") == "device"
+    ]
+    last: Mapping[str, Any] = next(
+        (line for line in reversed(lines) if "validation_loss" in line), {}
+    )
     checked = [name for name in last if name.startswith("validation_") and name not in _KNOWN]
     found = {
         "optimizer steps": f"{steps[-1]['step']:,}",

@@ -1,4 +1,6 @@
-"""Whether the host memory that a run's offloading will take is there, before the model takes any."""
+"""Whether the host memory that a run's offloading will take is there, before the model takes
+any.
+"""
 
 import os
 
@@ -18,14 +20,20 @@ from recipe_lib.parallel.parallelize import Parallel
 
 
 def check_host_memory(
-    model: nn.Module, parallel: Parallel, cfg: FullFinetuneConfig, world: World, other: nn.Module | None = None
+    model: nn.Module,
+    parallel: Parallel,
+    cfg: FullFinetuneConfig,
+    world: World,
+    other: nn.Module | None = None,
 ) -> None:
-    """SetupError where all ranks of this machine keep more on the host than `memory.host_memory_limit_gib`, or is free.
+    """SetupError where all ranks of this machine keep more on the host than
+    `memory.host_memory_limit_gib`, or is free.
 
-    Call it when the model is sharded and has no memory yet. Parameters, gradients and states are judged at once;
-    activations when the first layer of the first micro-batch has run, by what it kept, for all layers that are sent,
-    the longest sequences and the micro-batches that a pipeline has under way. other: another model of the run that has
-    its memory already, such as a frozen reference.
+    Call it when the model is sharded and has no memory yet. Parameters, gradients and states are
+    judged at once; activations when the first layer of the first micro-batch has run, by what it
+    kept, for all layers that are sent, the longest sequences and the micro-batches that a pipeline
+    has under way. other: another model of the run that has its memory already, such as a frozen
+    reference.
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
@@ -34,23 +42,33 @@ def check_host_memory(
     check_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
     if parallel.levers.offload is not None:
         calls = calls_at_once(parallel, cfg, parallel.levers.offload)
-        longest = micro_batches(cfg)[0] * cfg.sequences_per_item * cfg.max_seq_len // token_ranks(cfg.parallel)
+        longest = (
+            micro_batches(cfg)[0]
+            * cfg.sequences_per_item
+            * cfg.max_seq_len
+            // token_ranks(cfg.parallel)
+        )
 
         def judge(num_bytes: int, tokens: int) -> None:
             kept = calls * num_bytes
             if 0 < tokens < longest:
                 kept = kept * longest // tokens
-            check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free)
+            check_needs(
+                needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free
+            )
 
         parallel.levers.offload.judge = judge
 
 
-def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None) -> dict[str, int]:
-    """By key of the section `memory` what one rank keeps on the host, without activations. Pinned memory, that of
-    sharded parameters, of their gradients and of offloaded optimizer states, is counted as torch takes it; states of a
-    plugin's optimizer without facts are not known, and not counted. A gradient's is pinned as FSDP does not wait for
-    its copy (`foreach_reduce`); torch 2.13 does wait for those that are stepped in backward, and takes no more than is
-    said."""
+def offloaded_bytes(
+    model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None
+) -> dict[str, int]:
+    """By key of the section `memory` what one rank keeps on the host, without activations. Pinned
+    memory, that of sharded parameters, of their gradients and of offloaded optimizer states, is
+    counted as torch takes it; states of a plugin's optimizer without facts are not known, and not
+    counted. A gradient's is pinned as FSDP does not wait for its copy (`foreach_reduce`); torch
+    2.13 does wait for those that are stepped in backward, and takes no more than is said.
+    """
     found = {}
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
@@ -62,15 +80,21 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module 
     elif cfg.memory.optimizer_offload:
         sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
         found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
-    streamed = [*streamed_parameters(model), *(streamed_parameters(other) if other is not None else [])]
+    streamed = [
+        *streamed_parameters(model),
+        *(streamed_parameters(other) if other is not None else []),
+    ]
     if streamed:
-        found["stream_layers"] = sum(pinned_bytes(local_bytes([parameter])) for parameter in streamed)
+        found["stream_layers"] = sum(
+            pinned_bytes(local_bytes([parameter])) for parameter in streamed
+        )
     return found
 
 
 def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFinetuneConfig) -> int:
-    """Of offloaded gradients: the largest if each is stepped in backward, else all; and where micro-batches are reduced
-    one by one, those of two units that arrive, or sums in fp32."""
+    """Of offloaded gradients: the largest if each is stepped in backward, else all; and where
+    micro-batches are reduced one by one, those of two units that arrive, or sums in fp32.
+    """
     pinned = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
     if cfg.memory.optimizer_in_backward:
         return max(pinned, default=0)
@@ -79,9 +103,13 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
     if cfg.parallel.accumulate_grad_in_fp32:
         return sum(pinned) + 2 * local_bytes(trained)  # of bf16
     units = [
-        [entry.sharded_param for entry in entries_of(unit)] for unit in model.modules() if isinstance(unit, FSDPModule)
+        [entry.sharded_param for entry in entries_of(unit)]
+        for unit in model.modules()
+        if isinstance(unit, FSDPModule)
     ]
-    arriving = [sum(pinned_bytes(local_bytes([one])) for one in unit if one.requires_grad) for unit in units]
+    arriving = [
+        sum(pinned_bytes(local_bytes([one])) for one in unit if one.requires_grad) for unit in units
+    ]
     return sum(pinned) + sum(sorted(arriving)[-2:])
 
 
@@ -91,4 +119,7 @@ def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -
     if pipeline is None:
         return max(window.sent, 0)
     moments = pipeline.in_flight(micro_batches(cfg)[1])
-    return max(sum(count * len(pipeline.layers[stage]) for stage, count in moment.items()) for moment in moments)
+    return max(
+        sum(count * len(pipeline.layers[stage]) for stage, count in moment.items())
+        for moment in moments
+    )

@@ -1,4 +1,6 @@
-"""The loop around a recipe's training step: learning rate, records, when to validate and to save, how it may end."""
+"""The loop around a recipe's training step: learning rate, records, when to validate and to save,
+how it may end.
+"""
 
 import os
 import signal
@@ -20,13 +22,24 @@ from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
-from recipe_lib.errors import CheckpointError, ConfigError, DivergedError, StoppedAndSaved, first_line
+from recipe_lib.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    StoppedAndSaved,
+    first_line,
+)
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_of
-from recipe_lib.optim.optimizers import OptimizerLevers, learning_rate, set_learning_rate, set_numbers
+from recipe_lib.optim.optimizers import (
+    OptimizerLevers,
+    learning_rate,
+    set_learning_rate,
+    set_numbers,
+)
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
@@ -40,18 +53,28 @@ from recipe_lib.units import gib
 
 @dataclass
 class Step:
-    """What an optimizer step leaves: mean loss, norm of the gradient, numbers of a recipe's own; on device or host."""
+    """What an optimizer step leaves: mean loss, norm of the gradient, numbers of a recipe's own; on
+    device or host.
+    """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def numbers(self) -> tuple[float, float, dict[str, float]]:
-        """(loss, norm of the gradient, the recipe's own) on the host, which waits for the device once."""
+        """(loss, norm of the gradient, the recipe's own) on the host, which waits for the device
+        once.
+        """
         tensors = [self.loss, self.grad_norm, *self.metrics.values()]
-        together = [tensor.to(torch.float64).reshape(()) for tensor in tensors if tensor.device.type != "cpu"]
+        together = [
+            tensor.to(torch.float64).reshape(())
+            for tensor in tensors
+            if tensor.device.type != "cpu"
+        ]
         read = iter(torch.stack(together).cpu() if together else ())
-        loss, norm, *own = (float(each if each.device.type == "cpu" else next(read)) for each in tensors)
+        loss, norm, *own = (
+            float(each if each.device.type == "cpu" else next(read)) for each in tensors
+        )
         return loss, norm, dict(zip(self.metrics, own, strict=True))
 
 
@@ -62,7 +85,8 @@ class TrainingLoop:
         for batches in loop.steps():
             loop.finish(train_step(batches), batches, validate)
 
-    step: optimizer steps done. Out of memory inside the block becomes one line with the levers that are left.
+    step: optimizer steps done. Out of memory inside the block becomes one line with the levers that
+    are left.
     """
 
     def __init__(
@@ -78,13 +102,19 @@ class TrainingLoop:
         """done: steps that an earlier process has trained."""
         self.step = done
         self.total_steps = data.total_steps
-        self._cfg, self._world, self._model, self._optimizer, self._data = cfg, world, model, optimizer, data
+        self._cfg, self._world, self._model, self._optimizer, self._data = (
+            cfg,
+            world,
+            model,
+            optimizer,
+            data,
+        )
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
         if cfg.qat is not None and cfg.qat_start_step >= self.total_steps:
             raise ConfigError(
-                f"qat_start_step: found {cfg.qat_start_step} for a run of {self.total_steps} steps, none of which "
-                f"would train in {cfg.qat}; choose less, or remove qat"
+                f"qat_start_step: found {cfg.qat_start_step} for a run of {self.total_steps} steps,"
+                f" none of which would train in {cfg.qat}; choose less, or remove qat"
             )
         self._began = 0.0
         self._told_of_zero = False
@@ -103,22 +133,31 @@ class TrainingLoop:
         self._probe.end(0.0)  # of a step that was not finished
         self._world.heartbeat.is_ending = exception[0] is not None
         if exception[0] is None:
-            best, is_early = self._data.best, self.step < self.total_steps and self._data.best.is_waited_out
+            best, is_early = (
+                self._data.best,
+                self.step < self.total_steps and self._data.best.is_waited_out,
+            )
             self._log.close(STOPPED_EARLY if is_early else "done", best.facts(self.total_steps))
         return self._stack.__exit__(*exception)
 
     def steps(self) -> Iterator[StepBatches]:
-        """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step.
+        """The batches of the steps that are left, each when its learning rate is set; `finish` ends
+        a step.
 
-        With `checkpoint.keep_best` the model has the weights of the best step when there are no more.
+        With `checkpoint.keep_best` the model has the weights of the best step when there are no
+        more.
         """
         source, first = self._data.batches(self.step), True
         while not self._is_over():
-            self._world.heartbeat.enter(f"step {self.step + 1}", FIRST_STEP_SECONDS if first else STEP_SECONDS)
+            self._world.heartbeat.enter(
+                f"step {self.step + 1}", FIRST_STEP_SECONDS if first else STEP_SECONDS
+            )
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
-            self._lr = learning_rate(self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps)
+            self._lr = learning_rate(
+                self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps
+            )
             set_learning_rate(self._optimizer, self._lr)
             batches = replace(next(source), step=self.step)
             if first:
@@ -133,13 +172,15 @@ class TrainingLoop:
     def _is_over(self) -> bool:
         return self.step >= self.total_steps or self._data.best.is_waited_out
 
-    def finish(self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]) -> None:
+    def finish(
+        self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]
+    ) -> None:
         """Records a step, then validates and saves where that is due.
 
-        validate: gives the numbers of a validation: at each `validation.every_n_steps`-th step, else at the end of each
-        epoch, and after the last; by one of them it is known which step is best (`checkpoint.best_metric`). Raises
-        DivergedError if loss or gradient are not finite, or what would be saved or
-        exported; StoppedAndSaved once any rank was asked to stop.
+        validate: gives the numbers of a validation: at each `validation.every_n_steps`-th step,
+        else at the end of each epoch, and after the last; by one of them it is known which step is
+        best (`checkpoint.best_metric`). Raises DivergedError if loss or gradient are not finite, or
+        what would be saved or exported; StoppedAndSaved once any rank was asked to stop.
         """
         heartbeat = self._world.heartbeat
         self._record(step, batches)
@@ -158,7 +199,11 @@ class TrainingLoop:
         if saves:
             heartbeat.enter(f"saving step {self.step}")
             with phase("saving a state to resume from"):
-                extra = {"step": self.step, **self._data.identity(), BEST_RECORD: self._data.best.record()}
+                extra = {
+                    "step": self.step,
+                    **self._data.identity(),
+                    BEST_RECORD: self._data.best.record(),
+                }
                 path = save_state(
                     Path(self._cfg.output_dir) / STATE_FOLDER,
                     self.step,
@@ -171,10 +216,14 @@ class TrainingLoop:
                 self._data.best.remove_others(self._world)
         if stopped:
             self._log.close("stopped")
-            raise StoppedAndSaved(f"stopped after step {self.step}; resume it with resume=latest ({path})")
+            raise StoppedAndSaved(
+                f"stopped after step {self.step}; resume it with resume=latest ({path})"
+            )
 
     def _record(self, step: Step, batches: StepBatches) -> None:
-        """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
+        """Waits for the step, writes its line, and raises DivergedError if its numbers are not
+        finite.
+        """
         step.metrics |= expert_load(self._model, self._world, self._cfg)
         loss, grad_norm, own = step.numbers()  # the one place that waits for the device
         seconds = time.perf_counter() - self._began
@@ -198,22 +247,25 @@ class TrainingLoop:
         self._log.step(line | of_places | shares | own, tuple(own))
         if shares:
             get_logger().info(
-                f"step {self.step}: {shares['communication_share']:.1%} of its time in communication, "
-                f"{shares['communication_exposed_share']:.1%} not hidden by computation; scaling efficiency "
-                f"{shares['scaling_efficiency']:.1%} (1 - what is not hidden)"
+                f"step {self.step}: {shares['communication_share']:.1%} of its time in"
+                f" communication, {shares['communication_exposed_share']:.1%} not hidden by"
+                f" computation; scaling efficiency {shares['scaling_efficiency']:.1%} (1 - what is"
+                " not hidden)"
             )
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
-                "warning: step %d: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a "
-                "frozen model",
+                "warning: step %d: the gradient is exactly 0, so nothing is learned; look for"
+                " damaged weights, or a frozen model",
                 self.step,
             )
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
             self._diverged(f"loss {loss} and grad_norm {grad_norm}")
 
     def _judge(self, numbers: Mapping[str, float]) -> None:
-        """Keeps the weights of this step, if its validation is the best so far and the config asks for it."""
+        """Keeps the weights of this step, if its validation is the best so far and the config asks
+        for it.
+        """
         best = self._data.best
         if best.is_asked_for and best.judge(self.step, numbers, self._world) and best.keeps:
             self._check_weights()
@@ -222,10 +274,14 @@ class TrainingLoop:
                 best.keep(self.step, self._model, self._world)
 
     def _check_weights(self) -> None:
-        """The last update shows in no loss of a step: what it left is looked at. On every rank; a collective."""
+        """The last update shows in no loss of a step: what it left is looked at. On every rank; a
+        collective.
+        """
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         local = [local_of(parameter) for parameter in trained]
-        norms = [torch.linalg.vector_norm(tensor, float("inf")) for tensor in local if tensor.numel()]
+        norms = [
+            torch.linalg.vector_norm(tensor, float("inf")) for tensor in local if tensor.numel()
+        ]
         finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
         if self._world.any(not finite):
             self._diverged("weights that are not finite after the update")
@@ -246,7 +302,8 @@ class TrainingLoop:
 
 
 def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
-    """The peaks of the rank that has reserved most, and by place in the pipeline what its ranks allocated at most, GiB.
+    """The peaks of the rank that has reserved most, and by place in the pipeline what its ranks
+    allocated at most, GiB.
 
     A collective of the host in a pipeline; without one the rank's own peaks, and nothing more.
     """
@@ -261,7 +318,8 @@ def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into a flag that all ranks agree on between two steps; a second SIGINT aborts at once.
+    """Turns SIGTERM and SIGINT into a flag that all ranks agree on between two steps; a second
+    SIGINT aborts at once.
 
     with StopSignal() as stop:
         for step in ...:
@@ -269,8 +327,9 @@ class StopSignal:
             if stop.agreed(world):
                 save, and raise StoppedAndSaved
 
-    The handler does nothing but set the flag, whatever the main thread is in the middle of. Leaving the block puts the
-    former handlers back. To be entered in the main thread: Python delivers signals there only.
+    The handler does nothing but set the flag, whatever the main thread is in the middle of. Leaving
+    the block puts the former handlers back. To be entered in the main thread: Python delivers
+    signals there only.
     """
 
     def __init__(self) -> None:
@@ -294,7 +353,8 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
     def agreed(self, world: World) -> bool:
-        """True on every rank once a signal has reached any of them. A collective: all ranks call it after each step.
+        """True on every rank once a signal has reached any of them. A collective: all ranks call it
+        after each step.
 
         One number goes over the host's process group, so the device's queue is not waited for.
         """
@@ -302,24 +362,32 @@ class StopSignal:
 
 
 def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
-    """Numbers of the step that ends, on the device: nothing for a model without experts, or with compiled layers.
-    Of a pipeline all ranks have them, whatever their layers.
+    """Numbers of the step that ends, on the device: nothing for a model without experts, or with
+    compiled layers. Of a pipeline all ranks have them, whatever their layers.
 
-    `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, of the layer where that is
-    most. `dropped_tokens`: choices that no expert computed. `router_aux_loss`: the mean over layers and micro-batches,
-    where there is one. A collective.
+    `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, of the
+    layer where that is most. `dropped_tokens`: choices that no expert computed. `router_aux_loss`:
+    the mean over layers and micro-batches, where there is one. A collective.
     """
     mixture = getattr(getattr(model, "spec", None), "mixture", None)
     if mixture is None or cfg.compile:
         return {}
-    mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Mixture)]
+    mixtures = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, Mixture)
+    ]
     loads = {name: module.load for name, module in mixtures if module.load is not None}
-    rows = torch.zeros(len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device)
+    rows = torch.zeros(
+        len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device
+    )
     others = torch.zeros(3, dtype=torch.float64, device=world.device)
     for name, load in loads.items():
-        layer = next(part for part in name.split(".") if part.isdecimal())  # of `model.layers.3.mlp` 3
+        layer = next(
+            part for part in name.split(".") if part.isdecimal()
+        )  # of `model.layers.3.mlp` 3
         rows[int(layer)] = load.rows
-        others += torch.stack([_summed(load.loss, world), *load.loss.new_tensor([load.expected, load.calls])])
+        others += torch.stack(
+            [_summed(load.loss, world), *load.loss.new_tensor([load.expected, load.calls])]
+        )
         load.clear()
     world.sum_over_sequence(rows)
     world.sum_over_sequence(others[:2])  # each has as many calls
@@ -353,10 +421,11 @@ def resume_run(
     data: TrainingData,
     world: World,
 ) -> int:
-    """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without one. Collective.
+    """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without
+    one. Collective.
 
-    Raises CheckpointError if there is none whole, if it is of another model, other data or another seed, or of a later
-    step than this run's last.
+    Raises CheckpointError if there is none whole, if it is of another model, other data or another
+    seed, or of a later step than this run's last.
     """
     root = Path(cfg.output_dir) / STATE_FOLDER
     found = find_state(root, cfg.resume, world) if cfg.resume else None
@@ -364,12 +433,12 @@ def resume_run(
         return 0
     done = read_manifest(found).step
     total = data.total_steps
-    # A run that is as long as what is done trains nothing and exports; a shorter one would pass the later weights off
-    # as those of its own last step.
+    # A run that is as long as what is done trains nothing and exports; a shorter one would pass the
+    # later weights off as those of its own last step.
     if done > total:
         raise CheckpointError(
-            f"{found}: was saved after step {done}, found a run of {total} steps (epochs, max_steps); set max_steps to "
-            f"{done} or more, or resume from an earlier state"
+            f"{found}: was saved after step {done}, found a run of {total} steps (epochs,"
+            f" max_steps); set max_steps to {done} or more, or resume from an earlier state"
         )
     saved = load_state(found, model, optimizer, world, levers.place_state)
     set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
@@ -406,14 +475,18 @@ def resume_run(
 
 Spans = list[tuple[int, int]]  # beginning and end, ns
 
-_COMMUNICATION = ("nccl", "gloo:")  # NCCL's kernels and annotations; gloo's collectives on its own threads
+_COMMUNICATION = (
+    "nccl",
+    "gloo:",
+)  # NCCL's kernels and annotations; gloo's collectives on its own threads
 _COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 _SILENT = ("KINETO_LOG_LEVEL", "99")  # kineto prints two lines for each profile otherwise
 _OPERATORS = "aten::"  # of a CPU; what surrounds them (autograd's nodes, hooks) also waits
 
 
 class CommunicationProbe:
-    """Measures one step. Ranks other than the main one, a world of one rank and `step` None measure nothing.
+    """Measures one step. Ranks other than the main one, a world of one rank and `step` None measure
+    nothing.
 
     begin(step)   before each step
     end(seconds)  when the step is over, on the device too, or the run; the numbers, or none if it was not the step
@@ -425,7 +498,9 @@ class CommunicationProbe:
         self._profiler: Any = None
 
     def begin(self, step: int) -> None:
-        """Starts the profiler if this is the step. What goes wrong with it is said, and nothing to the run."""
+        """Starts the profiler if this is the step. What goes wrong with it is said, and nothing to
+        the run.
+        """
         if step != self._step:
             return
         if torch.autograd._profiler_enabled():
@@ -436,7 +511,9 @@ class CommunicationProbe:
         device = None if on_cpu else self._device.type
         try:
             # What torch.profiler stands on: that would import the compiler first, for seconds.
-            profiler = torch.autograd.profiler.profile(use_cpu=on_cpu, use_device=device, use_kineto=True)
+            profiler = torch.autograd.profiler.profile(
+                use_cpu=on_cpu, use_device=device, use_kineto=True
+            )
             profiler.__enter__()
         except Exception as error:  # noqa: BLE001
             _say_none(first_line(error))
@@ -468,7 +545,8 @@ def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]
     for event in events:
         name = event.name()
         if not on_cpu and (
-            event.device_type() != torch.autograd.DeviceType.CUDA or event.device_index() != device.index
+            event.device_type() != torch.autograd.DeviceType.CUDA
+            or event.device_index() != device.index
         ):
             continue
         is_computed = name.startswith(_OPERATORS)
@@ -504,4 +582,6 @@ def measure_covered(spans: Spans) -> int:
 
 
 def _say_none(reason: str) -> None:
-    get_logger().info(f"communication: not measured ({reason}); log.communication_step=null leaves it out")
+    get_logger().info(
+        f"communication: not measured ({reason}); log.communication_step=null leaves it out"
+    )

@@ -38,9 +38,10 @@ def step_metrics(
 ) -> dict[str, Any]:
     """The line of one optimizer step.
 
-    step: steps done, this one included. epoch: passes over the data done, a fraction within one. seconds: wall time of
-    the step. label_tokens: labeled tokens of the global step; total_tokens: its tokens without padding.
-    peak: `active`, `allocated`, `reserved` in bytes and `kind`, as `PeakMemory.read()` returns.
+    step: steps done, this one included. epoch: passes over the data done, a fraction within one.
+    seconds: wall time of the step. label_tokens: labeled tokens of the global step; total_tokens:
+    its tokens without padding. peak: `active`, `allocated`, `reserved` in bytes and `kind`, as
+    `PeakMemory.read()` returns.
     """
     rate = total_tokens / seconds if seconds > 0 else 0.0
     return {
@@ -53,7 +54,10 @@ def step_metrics(
         "tokens_per_second_per_device": rate / devices,
         "label_tokens": label_tokens,
         "label_token_fraction": label_tokens / total_tokens if total_tokens else 0.0,
-        **{f"peak_memory_{name}_gib": gib(peak[name]) for name in ("active", "allocated", "reserved")},
+        **{
+            f"peak_memory_{name}_gib": gib(peak[name])
+            for name in ("active", "allocated", "reserved")
+        },
         "memory_kind": peak["kind"],
         "seconds": seconds,
         "tokens": total_tokens,
@@ -69,7 +73,8 @@ class MetricsFile:
         self._file: LineFile | None = None
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Writes one line through to the operating system: a killed process loses no step that was recorded.
+        """Writes one line through to the operating system: a killed process loses no step that was
+        recorded.
 
         StorageError when the disk refuses it.
         """
@@ -98,7 +103,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl (or of the one in a folder); lines that are torn or are no object are left out."""
+    """The lines of a metrics.jsonl (or of the one in a folder); lines that are torn or are no
+    object are left out.
+    """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     lines = []
@@ -124,15 +131,17 @@ def write_summary(
 ) -> dict[str, Any]:
     """Writes summary.json from the run's metrics.jsonl and returns what it wrote.
 
-    status: `done`, `stopped early`, `stopped`, `diverged` or `failed`. settings: the resolved config as a dict.
-    wall_seconds: of this process, set-up included; the seconds of the steps, those before a resume included, are
-    summed from the metrics. facts: `data`, `planned` and `changed_settings`, as far as they are known, and what
-    `BestStep` says.
+    status: `done`, `stopped early`, `stopped`, `diverged` or `failed`. settings: the resolved
+    config as a dict. wall_seconds: of this process, set-up included; the seconds of the steps,
+    those before a resume included, are summed from the metrics. facts: `data`, `planned` and
+    `changed_settings`, as far as they are known, and what `BestStep` says.
     """
     path = Path(output_dir) / METRICS_FILE
     lines = read_metrics(path) if path.exists() else []
     steps = [line for line in lines if "loss" in line]
-    validations = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
+    validations = [
+        line["validation_loss"] for line in lines if line.get("validation_loss") is not None
+    ]
     memory = {
         name: max((line[name] for line in steps if line.get(name) is not None), default=None)
         for name in (f"peak_memory_{kind}_gib" for kind in ("active", "allocated", "reserved"))

@@ -1,4 +1,6 @@
-"""The commands that go on from an export, ready to be copied: only such as work with what was written."""
+"""The commands that go on from an export, ready to be copied: only such as work with what was
+written.
+"""
 
 import shlex
 import sys
@@ -20,10 +22,18 @@ def model_commands(folder: Path) -> list[str]:
 
 
 def adapter_commands(
-    folder: Path, base: str, lora: LoraConfig, *, rank: int, with_base: bool = False, template: bool = False
+    folder: Path,
+    base: str,
+    lora: LoraConfig,
+    *,
+    rank: int,
+    with_base: bool = False,
+    template: bool = False,
 ) -> list[str]:
-    """What to do with an adapter. base: what it was trained on. rank: of the file, which may stack adapters. with_base:
-    the adapter does not find its base by itself. template: it has a chat template of its own."""
+    """What to do with an adapter. base: what it was trained on. rank: of the file, which may stack
+    adapters. with_base: the adapter does not find its base by itself. template: it has a chat
+    template of its own.
+    """
     commands = [_line("tune", "generate", folder, *(["--base", base] if with_base else []))]
     room = next((allowed for allowed in _SERVED_RANKS if allowed >= rank), None)
     if not lora.dora and room is not None and set(lora.targets) <= _SERVED:  # what vLLM loads
@@ -47,7 +57,9 @@ def quantized_commands(folder: Path) -> list[str]:
 
 
 def run_commands(cfg: FullFinetuneConfig) -> list[str]:
-    """What to do with a run: evaluate it, where it has held-out answers; quantize it as it was trained to be."""
+    """What to do with a run: evaluate it, where it has held-out answers; quantize it as it was
+    trained to be.
+    """
     output, recipe = Path(cfg.output_dir), own_recipe(cfg)
     options = [] if recipe is None else ["--recipe", recipe]
     found = []
@@ -59,15 +71,28 @@ def run_commands(cfg: FullFinetuneConfig) -> list[str]:
 
 
 def merge_command(checkpoint: Path, base: str | None = None, recipe: str | None = None) -> str:
-    """How the adapter of a run or a folder is merged. base: given where it is not found. recipe: of one's own."""
-    options = [word for option, value in (("--base", base), ("--recipe", recipe)) if value for word in (option, value)]
+    """How the adapter of a run or a folder is merged. base: given where it is not found. recipe: of
+    one's own.
+    """
+    options = [
+        word
+        for option, value in (("--base", base), ("--recipe", recipe))
+        if value
+        for word in (option, value)
+    ]
     return _line("tune", "export", checkpoint, "--merge", *options)
 
 
 def own_recipe(cfg: FullFinetuneConfig) -> str | None:
-    """The file of the recipe whose config has keys of its own, which reading the run again takes; None for others."""
+    """The file of the recipe whose config has keys of its own, which reading the run again takes;
+    None for others.
+    """
     module = type(cfg).__module__
-    return None if module.startswith("recipe_lib.") else getattr(sys.modules.get(module), "__file__", None)
+    return (
+        None
+        if module.startswith("recipe_lib.")
+        else getattr(sys.modules.get(module), "__file__", None)
+    )
 
 
 def tell_next(commands: Iterable[str]) -> None:
@@ -83,4 +108,7 @@ def print_next(commands: Iterable[str]) -> None:
 
 
 def _line(*words: object) -> str:
-    return shlex.join(f"./{word}" if isinstance(word, Path) and str(word)[0] == "-" else str(word) for word in words)
+    return shlex.join(
+        f"./{word}" if isinstance(word, Path) and str(word)[0] == "-" else str(word)
+        for word in words
+    )

@@ -60,7 +60,9 @@ CONFIG_FILE = "config.yaml"
 PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
 
-_TRACKED = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]+|wandb/(offline-)?run-.+|wandb/(latest-run|debug[^/]*)")
+_TRACKED = re.compile(
+    r"tensorboard/events\.out\.tfevents\.[^/]+|wandb/(offline-)?run-.+|wandb/(latest-run|debug[^/]*)"
+)
 _CONFIG_KEYS = {
     "recipe",
     "model",
@@ -77,7 +79,8 @@ _NOT_READ = ("output_dir", "resume", "data.cache_dir")
 
 
 def check_output(cfg: FullFinetuneConfig) -> None:
-    """ConfigError if output_dir holds what this run would mix with, read, or replace though no run wrote it.
+    """ConfigError if output_dir holds what this run would mix with, read, or replace though no run
+    wrote it.
 
     Nothing is written.
     """
@@ -96,13 +99,14 @@ def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
     unrecorded = first_unrecorded(folder, replaced=cfg.overwrite_output_dir)
     if unrecorded is not None:
         raise ConfigError(
-            f"output_dir: {unrecorded} is not, or no longer, what a run wrote, and would be replaced; move it away, or "
-            "choose another output_dir"
+            f"output_dir: {unrecorded} is not, or no longer, what a run wrote, and would be"
+            " replaced; move it away, or choose another output_dir"
         )
 
 
 def lock_output(cfg: FullFinetuneConfig) -> int | None:
-    """Makes the folder and keeps other runs out of it until `unlock_output`, or until this process ends.
+    """Makes the folder and keeps other runs out of it until `unlock_output`, or until this process
+    ends.
 
     ConfigError if another run is in it. StorageError.
     """
@@ -119,7 +123,9 @@ def unlock_output(lock: int | None) -> None:
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """A locked descriptor of the folder itself, so that no file is left; None where the file system has no locks."""
+    """A locked descriptor of the folder itself, so that no file is left; None where the file system
+    has no locks.
+    """
     descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -127,8 +133,8 @@ def _lock(folder: Path, kind: int) -> int | None:
     except BlockingIOError:
         unlock_output(descriptor)
         raise ConfigError(
-            f"output_dir: {folder} is in use by a run that is still going on; wait for its end, or choose another "
-            "output_dir"
+            f"output_dir: {folder} is in use by a run that is still going on; wait for its end, or"
+            " choose another output_dir"
         ) from None
     except OSError:
         unlock_output(descriptor)
@@ -137,7 +143,8 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 def open_output(cfg: FullFinetuneConfig) -> None:
-    """Makes the folder, clears what killed runs left, and writes config.yaml. On one rank. ConfigError, StorageError.
+    """Makes the folder, clears what killed runs left, and writes config.yaml. On one rank.
+    ConfigError, StorageError.
 
     The run that `overwrite_output_dir` replaces stays, out of the way, until `drop_earlier`.
     """
@@ -156,29 +163,35 @@ def open_output(cfg: FullFinetuneConfig) -> None:
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """CheckpointError unless a step means the same sequences now as in the run that saved the state at `path`."""
+    """CheckpointError unless a step means the same sequences now as in the run that saved the state
+    at `path`.
+    """
     if saved["global_batch_size"] != now["global_batch_size"]:
         raise CheckpointError(
-            f"{path}: was saved with a global batch of {saved['global_batch_size']} sequences, found "
-            f"{now['global_batch_size']}; make batch_size x gradient_accumulation_steps x ranks "
-            f"{saved['global_batch_size']} again"
+            f"{path}: was saved with a global batch of {saved['global_batch_size']} sequences,"
+            f" found {now['global_batch_size']}; make batch_size x gradient_accumulation_steps x"
+            f" ranks {saved['global_batch_size']} again"
         )
     found = now["order"] | {"seed": now["seed"]}
     for key, was in ({"seed": saved["seed"]} | saved["order"]).items():
         if was != found[key]:
             raise CheckpointError(
-                f"{path}: was saved with {key}={json.dumps(was)}, found {key}={json.dumps(found[key])}; the order of "
-                f"the sequences follows from it: set {key}={json.dumps(was)}"
+                f"{path}: was saved with {key}={json.dumps(was)}, found"
+                f" {key}={json.dumps(found[key])}; the order of the sequences follows from it: set"
+                f" {key}={json.dumps(was)}"
             )
     if saved["data"] != now["data"]:
         raise CheckpointError(
-            f"{path}: was saved with other data (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); resume "
-            "with the data, tokenizer and max_seq_len of the saved run, or start over in another output_dir"
+            f"{path}: was saved with other data (fingerprint {saved['data'][:12]}, found"
+            f" {now['data'][:12]}); resume with the data, tokenizer and max_seq_len of the saved"
+            " run, or start over in another output_dir"
         )
 
 
 def check_inputs(cfg: FullFinetuneConfig) -> None:
-    """ConfigError if an input lies in a part of output_dir that runs replace; links and relative paths are followed."""
+    """ConfigError if an input lies in a part of output_dir that runs replace; links and relative
+    paths are followed.
+    """
     root = Path(cfg.output_dir).resolve()
     names = (
         *PUBLISHED,
@@ -191,11 +204,13 @@ def check_inputs(cfg: FullFinetuneConfig) -> None:
     places += [place.resolve() for place in places]
     for key, text in input_paths(cfg):
         for read in _read_through(key, os.path.expanduser(text)):
-            inside = next((place for place in places if read == place or place in read.parents), None)
+            inside = next(
+                (place for place in places if read == place or place in read.parents), None
+            )
             if inside is not None:
                 raise ConfigError(
-                    f"{key}: {show(text)} is read from {inside}, which a run in this output_dir replaces; copy it "
-                    "elsewhere, or choose another output_dir"
+                    f"{key}: {show(text)} is read from {inside}, which a run in this output_dir"
+                    " replaces; copy it elsewhere, or choose another output_dir"
                 )
 
 
@@ -205,16 +220,24 @@ def input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
     for name, key in read_schema(config_class).keys.items():
         value: Any = attrgetter(name)(cfg)
         if key.section_class is not None:
-            inner = [word for word, each in read_schema(key.section_class).keys.items() if each.limits.get("path")]
+            inner = [
+                word
+                for word, each in read_schema(key.section_class).keys.items()
+                if each.limits.get("path")
+            ]
             for number, item in enumerate(value):
-                yield from ((f"{name}[{number}].{word}", str(getattr(item, word))) for word in inner)
+                yield from (
+                    (f"{name}[{number}].{word}", str(getattr(item, word))) for word in inner
+                )
         elif name not in _NOT_READ and value and (key.limits.get("path") or name == "model.preset"):
             yield name, str(value)
     yield from (("--plugin", str(path)) for path in loaded_plugins())
 
 
 def _read_through(key: str, path: str) -> Iterator[Path]:
-    """Where a path leads; of a folder also where its files lie, as they may be links (data folders: all of them)."""
+    """Where a path leads; of a folder also where its files lie, as they may be links (data folders:
+    all of them).
+    """
     yield Path(os.path.realpath(path))
     if os.path.isdir(path):
         is_data = key.startswith(("data.", "validation."))
@@ -224,7 +247,8 @@ def _read_through(key: str, path: str) -> Iterator[Path]:
                     yield Path(os.path.realpath(entry.path))
 
 
-# The run that `overwrite_output_dir=true` replaces: its known files, where they are until then, when they go.
+# The run that `overwrite_output_dir=true` replaces: its known files, where they are until then,
+# when they go.
 #
 #     output_dir/model/ adapter/   stay, until the new ones are whole and are exchanged with them
 #                earlier/          its states, config.yaml, metrics.jsonl, summary.json, report.html and trackers/
@@ -236,7 +260,8 @@ def _read_through(key: str, path: str) -> Iterator[Path]:
 def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
     """The first path that no run wrote among those that a run writes to.
 
-    replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one that left nothing.
+    replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one
+    that left nothing.
     """
     record = read_record(root)
     left = record.records if record and replaced else {}
@@ -266,14 +291,26 @@ def is_record(path: Path) -> bool:
     except OSError:  # what nobody may look at is not ours to replace
         return False
     if path.name == CONFIG_FILE:  # every key, and no comment: it was not written by hand
-        return _CONFIG_KEYS <= set(re.findall(r"^(\w+):", begin, re.MULTILINE)) and "\n#" not in f"\n{begin}"
+        return (
+            _CONFIG_KEYS <= set(re.findall(r"^(\w+):", begin, re.MULTILINE))
+            and "\n#" not in f"\n{begin}"
+        )
     if path.name == METRICS_FILE:
         is_torn = "\n" not in begin and begin.startswith('{"step": ')
-        return not begin or is_torn or {"step", "tokens_per_second"} <= _parse_object(begin.partition("\n")[0]).keys()
+        return (
+            not begin
+            or is_torn
+            or {"step", "tokens_per_second"} <= _parse_object(begin.partition("\n")[0]).keys()
+        )
     if path.name == SUMMARY_FILE:
         summary = find_object(path)
-        return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary["versions"]
-    marks = ('content="tune-recipes: run"', "--c0:")  # the second: of pages that earlier versions wrote
+        return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary[
+            "versions"
+        ]
+    marks = (
+        'content="tune-recipes: run"',
+        "--c0:",
+    )  # the second: of pages that earlier versions wrote
     return begin.startswith("<!DOCTYPE html>") and any(mark in begin for mark in marks)
 
 
@@ -294,16 +331,24 @@ def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
     known = set(record.trackers) if record else set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if (not path.is_dir() or path.is_symlink()) and name not in known and not _TRACKED.fullmatch(name):
+        if (
+            (not path.is_dir() or path.is_symlink())
+            and name not in known
+            and not _TRACKED.fullmatch(name)
+        ):
             return path
     return None
 
 
 def begin_record(root: Path) -> None:
-    """Makes the record of a new output folder, or takes out of an old one what is no longer there."""
+    """Makes the record of a new output folder, or takes out of an old one what is no longer
+    there.
+    """
     record = read_record(root)
     listed = record.folders if record else {}
-    there = {name: listings for name, listings in listed.items() if listings and (root / name).exists()}
+    there = {
+        name: listings for name, listings in listed.items() if listings and (root / name).exists()
+    }
     if record is None or there != record.folders or record.records:
         write_record(root, replace(record or OutputRecord(), folders=there, records={}))
 
@@ -320,7 +365,9 @@ def note_written(root: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes what killed processes left under temporary names; a model whose exchange was cut short comes back."""
+    """Removes what killed processes left under temporary names; a model whose exchange was cut
+    short comes back.
+    """
     for name in PUBLISHED:
         files.restore_replaced(root, name)
     for name in (*PUBLISHED, *FILES, RECORD, STATE_FOLDER, TRACKERS_FOLDER, f"{EARLIER_FOLDER}*"):
@@ -331,7 +378,11 @@ def keep_earlier(root: Path) -> None:
     """Makes room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
     record = read_record(root) or OutputRecord()
     there = [name for name in PUBLISHED if (root / name).exists()]
-    has_states = any(chain((root / STATE_FOLDER).glob("step_*"), (root / STATE_FOLDER / BEST_FOLDER).glob("step_*")))
+    has_states = any(
+        chain(
+            (root / STATE_FOLDER).glob("step_*"), (root / STATE_FOLDER / BEST_FOLDER).glob("step_*")
+        )
+    )
     record.earlier = there
     if has_states or (there and not record.kept):
         folder = find_free(root / EARLIER_FOLDER)
@@ -349,7 +400,8 @@ def keep_earlier(root: Path) -> None:
     places = [str(root / name) for name in (*record.earlier, *record.kept)]
     if places:
         get_logger().info(
-            "overwrite_output_dir: the earlier run stays until this one's model is complete: %s", ", ".join(places)
+            "overwrite_output_dir: the earlier run stays until this one's model is complete: %s",
+            ", ".join(places),
         )
 
 
@@ -363,7 +415,9 @@ def _copy_records(root: Path, folder: Path) -> None:
 
 
 def drop_earlier(root: Path) -> None:
-    """Removes the run that was replaced, once this one has written its own model or adapter. StorageError."""
+    """Removes the run that was replaced, once this one has written its own model or adapter.
+    StorageError.
+    """
     record = read_record(root)
     if record is None or not (record.earlier or record.kept):
         return
@@ -407,5 +461,7 @@ def say_kept(root: Path) -> None:
     places = [str(root / name) for name in (*record.earlier, *record.kept)] if record else []
     if places:
         get_logger().info(
-            "overwrite_output_dir: this run has written no model; the earlier run is still there: %s", ", ".join(places)
+            "overwrite_output_dir: this run has written no model; the earlier run is still"
+            " there: %s",
+            ", ".join(places),
         )

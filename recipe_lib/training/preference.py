@@ -1,4 +1,5 @@
-"""Losses over pairs of answers, one chosen and one rejected, from the log-probabilities of their tokens.
+"""Losses over pairs of answers, one chosen and one rejected, from the log-probabilities of their
+tokens.
 
 With w and l for the chosen and the rejected answer, p the model and q the reference:
 
@@ -8,7 +9,8 @@ With w and l for the chosen and the rejected answer, p the model and q the refer
     ipo        ((r_w - r_l) / beta - 1 / (2 beta))^2         arXiv 2310.12036; with means over tokens in place of sums
     simpo      -log sigmoid(r_w - r_l - gamma)               arXiv 2405.14734; with means, and q = 1
 
-Sums are made in fp64: an answer's log-probability is in the hundreds, and what counts are differences of such.
+Sums are made in fp64: an answer's log-probability is in the hundreds, and what counts are
+differences of such.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,27 +42,38 @@ References = Callable[[Sequence[Batch]], Iterator[Any]]
 
 
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
-    """Log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen and rejected by turns.
+    """Log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen and rejected
+    by turns.
 
-    log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo and simpo the mean.
+    log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo
+    and simpo the mean.
     """
     if batch.segments is None:
         raise ValueError("this batch holds no pairs")
     answers = batch.num_segments
-    places = torch.where(batch.segments < 0, answers, batch.segments).flatten()  # padding has one of its own
+    places = torch.where(
+        batch.segments < 0, answers, batch.segments
+    ).flatten()  # padding has one of its own
 
     def by_answer(values: Tensor) -> Tensor:
         return values.new_zeros(answers + 1).index_add(0, places, values.flatten())[:answers]
 
     sums = by_answer(log_probs.double())
-    return sums / by_answer((batch.labels != IGNORED).double()).clamp(min=1) if cfg.loss in _MEANS else sums
+    return (
+        sums / by_answer((batch.labels != IGNORED).double()).clamp(min=1)
+        if cfg.loss in _MEANS
+        else sums
+    )
 
 
-def preference_loss(policy: Tensor, reference: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
-    """The loss summed over p pairs, a scalar with a graph, and the sums of NUMBERS without one `[4]`.
+def preference_loss(
+    policy: Tensor, reference: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss summed over p pairs, a scalar with a graph, and the sums of NUMBERS without one
+    `[4]`.
 
-    policy, reference: `[2 p]`, from `answer_log_probs`; no reference: it finds both answers equally likely. To be
-    divided by the pairs of the whole step.
+    policy, reference: `[2 p]`, from `answer_log_probs`; no reference: it finds both answers equally
+    likely. To be divided by the pairs of the whole step.
     """
     rewards = cfg.beta * (policy if reference is None else policy - reference)
     chosen, rejected = rewards[0::2], rewards[1::2]
@@ -82,8 +95,9 @@ def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
 def loss_of_answers(
     policy: Tensor, reference: Tensor | None, batch: Batch, point: Tensor | None, cfg: DpoConfig
 ) -> tuple[Tensor, Tensor]:
-    """The loss summed over the items of a micro-batch, and what `step_numbers` reads: of pairs, or of single answers,
-    as the loss takes them. point: KTO's point of reference."""
+    """The loss summed over the items of a micro-batch, and what `step_numbers` reads: of pairs, or
+    of single answers, as the loss takes them. point: KTO's point of reference.
+    """
     if not cfg.takes_single_answers:
         return preference_loss(policy, reference, cfg)
     return unpaired_loss(policy, reference, values_of(batch), point, cfg)
@@ -94,15 +108,22 @@ def count_of_numbers(cfg: DpoConfig) -> int:
     return len(SUMS if cfg.takes_single_answers else NUMBERS)
 
 
-def step_numbers(sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss of a step, and what it records besides: mean rewards, their difference, and how often it is
-    above 0; of single answers (0 where there are none of a kind) the estimate of the KL divergence.
+def step_numbers(
+    sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean loss of a step, and what it records besides: mean rewards, their difference,
+    and how often it is above 0; of single answers (0 where there are none of a kind) the estimate
+    of the KL divergence.
 
     sums: of the numbers, over all ranks.
     """
     if cfg.takes_single_answers:
         chosen, rejected = sums[1] / sums[3].clamp(min=1), sums[2] / sums[4].clamp(min=1)
-        named = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        named = {
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "reward_margin": chosen - rejected,
+        }
         return sums[0] / max(1, items), named if point is None else named | {"kl": point}
     means = sums / items
     named = dict(zip(NUMBERS[1:], means[1:], strict=True))
@@ -110,23 +131,34 @@ def step_numbers(sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig)
 
 
 def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
-    """One line for the log: what the model is compared with. reference: a second model, if there is one."""
+    """One line for the log: what the model is compared with. reference: a second model, if there is
+    one.
+    """
     if not cfg.needs_reference:
-        return f"reference: none, dpo.{'loss=simpo' if cfg.loss == 'simpo' else 'reference_free=true'}"
+        return (
+            f"reference: none, dpo.{'loss=simpo' if cfg.loss == 'simpo' else 'reference_free=true'}"
+        )
     if reference is None:
         return "reference: the model without its adapters"
     return f"reference: a frozen copy, {format_bytes(local_bytes(reference.parameters()))} per rank"
 
 
 def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:
-    """SetupError if the model without its adapters is to be the reference, and more of it is trained than those."""
+    """SetupError if the model without its adapters is to be the reference, and more of it is
+    trained than those.
+    """
     if reference is not None or not cfg.needs_reference:
         return
-    moving = [name for name, value in model.named_parameters() if value.requires_grad and not is_adapter(name)]
+    moving = [
+        name
+        for name, value in model.named_parameters()
+        if value.requires_grad and not is_adapter(name)
+    ]
     if moving:
         raise SetupError(
-            f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the model without its "
-            "adapters, would change with it; freeze it, or set dpo.trainable=all or dpo.reference_free=true"
+            f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the"
+            " model without its adapters, would change with it; freeze it, or set"
+            " dpo.trainable=all or dpo.reference_free=true"
         )
 
 
@@ -147,7 +179,8 @@ def validation_preference(
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
-    """Return means over all validation pairs, or single answers, each counted once; without dropout. Collective.
+    """Return means over all validation pairs, or single answers, each counted once; without
+    dropout. Collective.
 
     answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
@@ -199,8 +232,9 @@ def unpaired_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss summed over n answers, a scalar with a graph, and SUMS without one `[5]`.
 
-    policy, reference: log-probabilities `[n]`; no reference: all answers are equally likely. wanted: `[n]`, 1 or 0.
-    point: the point of reference, a scalar; None: 0. To be divided by the answers of the whole step.
+    policy, reference: log-probabilities `[n]`; no reference: all answers are equally likely.
+    wanted: `[n]`, 1 or 0. point: the point of reference, a scalar; None: 0. To be divided by the
+    answers of the whole step.
     """
     ratios = policy if reference is None else policy - reference
     is_wanted = wanted > 0
@@ -208,7 +242,13 @@ def unpaired_loss(
     losses = F.sigmoid(torch.where(is_wanted, -distance, distance))  # 1 - sigmoid(x) = sigmoid(-x)
     wanted, rewards = is_wanted.to(losses.dtype), cfg.beta * ratios.detach()
     loss = ((cfg.desirable_weight * wanted + cfg.undesirable_weight * (1 - wanted)) * losses).sum()
-    each = [loss.detach(), (wanted * rewards).sum(), ((1 - wanted) * rewards).sum(), wanted.sum(), (1 - wanted).sum()]
+    each = [
+        loss.detach(),
+        (wanted * rewards).sum(),
+        ((1 - wanted) * rewards).sum(),
+        wanted.sum(),
+        (1 - wanted).sum(),
+    ]
     return loss, torch.stack(each)
 
 
@@ -220,8 +260,8 @@ def reference_point(
     batches: StepBatches,
     world: World,
 ) -> Tensor | None:
-    """KTO's point of reference, a scalar fp64 on the device, from a step's mismatched answers; None for a loss that
-    asks for none. Collective.
+    """KTO's point of reference, a scalar fp64 on the device, from a step's mismatched answers; None
+    for a loss that asks for none. Collective.
 
     answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
@@ -252,18 +292,21 @@ def _estimate_kl(total: Tensor, items: int, world: World) -> Tensor:
 
 
 def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
-    """ConfigError for training samples of one label alone, and for steps of one sample, which no other can be compared
-    with."""
+    """ConfigError for training samples of one label alone, and for steps of one sample, which no
+    other can be compared with.
+    """
     values = data.dataset.values
     wanted = int((values > 0).sum())
     if wanted in (0, len(values)):
         what = "true" if wanted else "false"
         raise ConfigError(
-            f"data.source: found {len(values)} answers, all with the label {what}, expected some that are wanted and "
-            "some that are not; add the others, or train on the answers themselves with lora_finetune_distributed"
+            f"data.source: found {len(values)} answers, all with the label {what}, expected some"
+            " that are wanted and some that are not; add the others, or train on the answers"
+            " themselves with lora_finetune_distributed"
         )
     if cfg.loss == "kto" and data.global_batch_size == 1 and len(data.plan.slots(0)[0]) == 1:
         raise ConfigError(
-            "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares each prompt with the "
-            "answer of another sample of the step; raise batch_size or gradient_accumulation_steps"
+            "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares"
+            " each prompt with the answer of another sample of the step; raise batch_size or"
+            " gradient_accumulation_steps"
         )

@@ -25,16 +25,18 @@ _OF_THE_RUN = {
 _PEAK, _PLACE = "peak_memory_", "peak_memory_allocated_gib_pipeline_"
 _VALIDATION = "validation_"
 _NO_PLAN = (
-    "This run has no plan, or ended before its plan was made; `tune plan` with the same arguments makes it, and "
-    "`tune run` does unless --no-plan or TUNE_PLAN=off says otherwise."
+    "This run has no plan, or ended before its plan was made; `tune plan` with the same arguments"
+    " makes it, and `tune run` does unless --no-plan or TUNE_PLAN=off says otherwise."
 )
 _LARGEST = 1e300  # what is beyond cannot be drawn beside other numbers
 
 
 def write_report(output_dir: Path) -> Path:
-    """Writes `output_dir/report.html` from the run's metrics.jsonl, summary.json and config.yaml; returns its path.
+    """Writes `output_dir/report.html` from the run's metrics.jsonl, summary.json and config.yaml;
+    returns its path.
 
-    The summary must be there; missing metrics or config leave their part empty. StorageError if the disk refuses.
+    The summary must be there; missing metrics or config leave their part empty. StorageError if the
+    disk refuses.
     """
     output_dir = Path(output_dir)
     summary = read_object(output_dir / SUMMARY_FILE)
@@ -46,8 +48,12 @@ def write_report(output_dir: Path) -> Path:
     return path
 
 
-def render_report(name: str, summary: Mapping[str, Any], lines: list[dict[str, Any]], config: str) -> str:
-    """The page. name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config: YAML text."""
+def render_report(
+    name: str, summary: Mapping[str, Any], lines: list[dict[str, Any]], config: str
+) -> str:
+    """The page. name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config:
+    YAML text.
+    """
     headline = _headline(summary)
     versions = summary.get("versions")
     sections = [
@@ -55,7 +61,10 @@ def render_report(name: str, summary: Mapping[str, Any], lines: list[dict[str, A
         Section("Metrics of the recipe", figures=_own_charts(lines)),
         _planned(summary, lines),
         Section("Data", table=_data_table(summary.get("data"))),
-        Section("Settings that differ from the defaults", table=_settings_table(summary.get("changed_settings"))),
+        Section(
+            "Settings that differ from the defaults",
+            table=_settings_table(summary.get("changed_settings")),
+        ),
         Section("Summary", facts=[*_summary_rows(summary), *_measured_once(lines)]),
         Section("Software", facts=sorted(versions.items()) if isinstance(versions, dict) else []),
         Section("All settings", listing=config, closed=True),
@@ -68,7 +77,10 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
     """One chart for each kind of number; those that the run never recorded are left out."""
     kind = next((line["memory_kind"] for line in lines if line.get("memory_kind")), "device")
     memory = "Peak device memory" if kind == "device" else f"Peak memory ({kind})"
-    places = sorted({key for line in lines for key in line if key.startswith(_PLACE)}, key=lambda key: (len(key), key))
+    places = sorted(
+        {key for line in lines for key in line if key.startswith(_PLACE)},
+        key=lambda key: (len(key), key),
+    )
     shown: list[tuple[str, str, list[tuple[str, str]], dict[str, Any]]] = [
         ("Loss", "", [("training", "loss"), ("validation", "validation_loss")], {"prefers_log": True}),
         ("Gradient norm, before clipping", "norm", [("gradient norm", "grad_norm")], {"prefers_log": True}),
@@ -92,8 +104,9 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
 
 
 def _own_charts(lines: list[dict[str, Any]]) -> list[Figure]:
-    """A chart for each number that the recipe returned with its steps or validations; `x` and `validation_x` share
-    one."""
+    """A chart for each number that the recipe returned with its steps or validations; `x` and
+    `validation_x` share one.
+    """
     own = dict.fromkeys(
         key for line in lines for key, value in line.items()
         if key not in _OF_THE_RUN and not key.startswith(_PEAK) and _is_number(value)
@@ -129,13 +142,16 @@ def _drawable(value: Any) -> float | None:
 def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:
     """Return planned beside measured; nothing for a run whose summary says nothing of plans.
 
-    What a CPU run measures is another quantity than what is planned for a GPU: there, no difference is given.
+    What a CPU run measures is another quantity than what is planned for a GPU: there, no difference
+    is given.
     """
     title, figures = "Planned and measured", summary.get("planned")
     if not isinstance(figures, dict):
         return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
     on_gpu = summary.get("memory_kind") == "device"
-    planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures  # of the first rank, which records
+    planned = (
+        {**figures, **(figures.get("first") or {})} if on_gpu else figures
+    )  # of the first rank, which records
     rows = []
     for kind in KINDS:
         gib = summary.get(f"peak_memory_{kind}_gib")
@@ -150,12 +166,12 @@ def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section
     notes = [_describe_plan(figures)]
     if not on_gpu:
         notes.append(
-            f"Measured memory is the {summary.get('memory_kind') or 'memory'} of a CPU process, which is another "
-            "quantity than a GPU's memory, so there is no difference."
+            f"Measured memory is the {summary.get('memory_kind') or 'memory'} of a CPU process,"
+            " which is another quantity than a GPU's memory, so there is no difference."
         )
     notes.append(
-        "A planned step has the longest sequences of the data and rates of the data sheet; a measured one is the "
-        "median of the run's steps after the first."
+        "A planned step has the longest sequences of the data and rates of the data sheet; a"
+        " measured one is the median of the run's steps after the first."
     )
     header = ["", "planned", "measured", "planned / measured"]
     return Section(title, table=Table(title, header, rows, ("",), notes=tuple(notes)))
@@ -163,8 +179,15 @@ def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section
 
 def _compare(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
     """Return a row of both, and how far the planned one is off, if they are the same quantity."""
-    cells = [_step_text(value) if isinstance(value, float) else value or "–" for value in (planned, measured)]
-    return [name, *cells, f"{planned / measured - 1:+.1%}" if planned and measured and is_alike else "–"]
+    cells = [
+        _step_text(value) if isinstance(value, float) else value or "–"
+        for value in (planned, measured)
+    ]
+    return [
+        name,
+        *cells,
+        f"{planned / measured - 1:+.1%}" if planned and measured and is_alike else "–",
+    ]
 
 
 def _step_text(seconds: float) -> str:
@@ -178,11 +201,15 @@ def _describe_plan(figures: Mapping[str, Any]) -> str:
     if device and not figures.get("own_device", True):
         text += ", as there is no GPU here"
     estimate = figures.get("estimate")
-    return f"{text}: {figures.get('verdict', '')}{f', an estimate: {estimate}' if estimate else ''}."
+    return (
+        f"{text}: {figures.get('verdict', '')}{f', an estimate: {estimate}' if estimate else ''}."
+    )
 
 
 def _data_table(data: Any) -> Table | None:
-    """What became of the samples, a column for training and one for validation; None if it was not counted."""
+    """What became of the samples, a column for training and one for validation; None if it was not
+    counted.
+    """
     if not isinstance(data, dict) or not data:
         return None
     names = [name for name in ("training", "validation") if name in data]

@@ -1,4 +1,6 @@
-"""Where a run's model comes from, a checkpoint or a shape to fill at random; checked before memory is taken."""
+"""Where a run's model comes from, a checkpoint or a shape to fill at random; checked before memory
+is taken.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,9 @@ from recipe_lib.parallel.tensor_sizes import check_tensor
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """name: of a preset, a hub id, or the full path of a folder. folder: the checkpoint's; None: random weights.
-    config: what config.json holds."""
+    """name: of a preset, a hub id, or the full path of a folder. folder: the checkpoint's; None:
+    random weights. config: what config.json holds.
+    """
 
     name: str
     folder: Path | None
@@ -30,18 +33,22 @@ class ResolvedModel:
     spec: ModelSpec
 
 
-def resolve_model(cfg: ModelConfig, *, scored: bool = False, num_labels: int | None = None) -> ResolvedModel:
-    """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
+def resolve_model(
+    cfg: ModelConfig, *, scored: bool = False, num_labels: int | None = None
+) -> ResolvedModel:
+    """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all
+    weights are checked.
 
-    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raises CheckpointError; for a
-    model that is not native also SetupError and ConfigError.
+    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raises
+    CheckpointError; for a model that is not native also SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
     if folder and (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
-            f"{folder}: has a model and an adapter ({ADAPTER_CONFIG}), expected one of them; set model.path to a "
-            "folder of the model alone, and lora.adapter_path to one of the adapter if it is to be trained on"
+            f"{folder}: has a model and an adapter ({ADAPTER_CONFIG}), expected one of them; set"
+            " model.path to a folder of the model alone, and lora.adapter_path to one of the"
+            " adapter if it is to be trained on"
         )
     config = read_config(folder) if folder else preset_config(name)
     if scored:
@@ -54,9 +61,11 @@ def resolve_model(cfg: ModelConfig, *, scored: bool = False, num_labels: int | N
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuses a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or whose layers are too
-    few for the stages of `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it
-    would not have where the config says. Raises ConfigError, with what fits."""
+    """Refuses a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or
+    whose layers are too few for the stages of `parallel.pipeline` or others than
+    `parallel.pipeline_balance` lists, and adapters that it would not have where the config says.
+    Raises ConfigError, with what fits.
+    """
     adapters = cfg.trained_adapters
     if adapters is not None:
         dtype = DTYPES[cfg.dtype]
@@ -71,7 +80,9 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
 
 
 def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
-    """As `validate_parallelism`, if the model's config.json is on this machine's disk; no weight is looked at."""
+    """As `validate_parallelism`, if the model's config.json is on this machine's disk; no weight is
+    looked at.
+    """
     if cfg.model.implementation != "native":
         return
     named = Path(cfg.model.path).expanduser() if cfg.model.path else None

@@ -28,7 +28,9 @@ class Recipe(Protocol):
         """Keeps them; refuses what only this recipe cannot do. Nothing large is read or taken."""
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """The only part that reads the samples. prepared: those that were tokenized before there were ranks."""
+        """The only part that reads the samples. prepared: those that were tokenized before there
+        were ranks.
+        """
 
     def setup_model(self) -> None:
         """The model in this rank's memory, without values."""
@@ -52,10 +54,10 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
-    Samples are tokenized when the ranks have met and before they are a process group, so that no rank waits for
-    them in a collective. What is wrong
-    with config, model or data is reported once: where the ranks agree on it, or else as the heartbeat has it, by which
-    what one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with what its
+    Samples are tokenized when the ranks have met and before they are a process group, so that no
+    rank waits for them in a collective. What is wrong with config, model or data is reported once:
+    where the ranks agree on it, or else as the heartbeat has it, by which what one rank raises
+    alone, in whatever part of the run, ends the others. No parameter enters training with what its
     memory held before. Raises UserError and StoppedAndSaved.
     """
     given = settings_of(cfg)
@@ -93,9 +95,11 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
 
 
 def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
-    """On the main rank of a run on CPUs in bf16 or fp16: a line if this one's instructions do not have the type.
+    """On the main rank of a run on CPUs in bf16 or fp16: a line if this one's instructions do not
+    have the type.
 
-    Torch then multiplies such numbers one at a time, in a step's products some 80 times as slowly as in fp32.
+    Torch then multiplies such numbers one at a time, in a step's products some 80 times as slowly
+    as in fp32.
     """
     if world.device.type != "cpu" or not world.is_main or cfg.dtype not in ("bf16", "fp16"):
         return
@@ -103,8 +107,8 @@ def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
         return
     if not getattr(torch.ops.mkldnn, f"_is_mkldnn_{cfg.dtype}_supported")():
         get_logger().warning(
-            "warning: dtype=%s on this CPU, which has no instructions for it: matrices are multiplied many times as "
-            "slowly as in fp32; set dtype=fp32",
+            "warning: dtype=%s on this CPU, which has no instructions for it: matrices are"
+            " multiplied many times as slowly as in fp32; set dtype=fp32",
             cfg.dtype,
         )
 
@@ -129,8 +133,9 @@ _ABSENT = "no such key"
 def check_same_config(settings: dict[str, str], world: World) -> None:
     """Compares the settings of all ranks (`settings_of`). A collective.
 
-    Where each machine has a config of its own, or has decided `parallel.strategy: auto` by its own GPUs, ranks that
-    train differently would wait for each other. Raises ConfigError on every rank, with each key that differs.
+    Where each machine has a config of its own, or has decided `parallel.strategy: auto` by its own
+    GPUs, ranks that train differently would wait for each other. Raises ConfigError on every rank,
+    with each key that differs.
     """
     found = world.gather_json(settings)
     faults = []
@@ -139,8 +144,8 @@ def check_same_config(settings: dict[str, str], world: World) -> None:
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             faults.append(
-                f"{name}: found {values[0]} on rank 0 and {values[other]} on rank {other}, expected the same on all "
-                "ranks; start every machine with the same config and overrides"
+                f"{name}: found {values[0]} on rank 0 and {values[other]} on rank {other}, expected"
+                " the same on all ranks; start every machine with the same config and overrides"
             )
     if faults:
         raise ConfigError(*faults)
@@ -158,10 +163,11 @@ def settings_of(cfg: FullFinetuneConfig) -> dict[str, str]:
 
 
 def check_same_batches(batches: StepBatches, world: World) -> None:
-    """Compares the batches of a step over the ranks that have to have the same ones, by their hash. A collective.
+    """Compares the batches of a step over the ranks that have to have the same ones, by their hash.
+    A collective.
 
-    Those are the ranks of a tensor-parallel group, of a pipeline, and those that share sequences: batches that differ
-    would train silently on a mixture of them. Raises SetupError on every rank.
+    Those are the ranks of a tensor-parallel group, of a pipeline, and those that share sequences:
+    batches that differ would train silently on a mixture of them. Raises SetupError on every rank.
     """
     if world.size == world.data_ranks:
         return
@@ -175,10 +181,12 @@ def check_same_batches(batches: StepBatches, world: World) -> None:
         found.setdefault(data_rank, set()).add(text)
     differing = [data_rank for data_rank, texts in found.items() if len(texts) > 1]
     if differing:
-        kinds = ["of a pipeline"] * (world.pipeline is not None) + ["that share matrices"] * (world.tensor is not None)
+        kinds = ["of a pipeline"] * (world.pipeline is not None) + ["that share matrices"] * (
+            world.tensor is not None
+        )
         kinds += ["that share sequences"] * (world.context is not None)
         raise SetupError(
-            f"data: the {world.size // world.data_ranks} ranks {' and '.join(kinds)} that have data rank "
-            f"{differing[0]} found different batches for the same step, expected the same; see that every machine "
-            "has the same data, tokenizer and version"
+            f"data: the {world.size // world.data_ranks} ranks {' and '.join(kinds)} that have data"
+            f" rank {differing[0]} found different batches for the same step, expected the same;"
+            " see that every machine has the same data, tokenizer and version"
         )

@@ -1,4 +1,6 @@
-"""Everything a run says while it trains, in one object: metrics.jsonl, the progress line, trackers, the summary."""
+"""Everything a run says while it trains, in one object: metrics.jsonl, the progress line, trackers,
+the summary.
+"""
 
 import dataclasses
 import importlib
@@ -29,12 +31,21 @@ from recipe_lib.report.phases import can_draw, has_unicode, hide_rows, is_in_pha
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.report.terminal import SOFT
 from recipe_lib.training.metrics import MetricsFile, write_summary
-from recipe_lib.training.output import drop_earlier, lock_output, note_written, open_output, say_kept, unlock_output
+from recipe_lib.training.output import (
+    drop_earlier,
+    lock_output,
+    note_written,
+    open_output,
+    say_kept,
+    unlock_output,
+)
 from recipe_lib.training.report_page import write_report
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_clock, format_count, format_seconds
 
-STOPPED_EARLY = "stopped early"  # all that was to be done is, since validation.patience ended the steps
+STOPPED_EARLY = (  # all that was to be done is, since validation.patience ended the steps
+    "stopped early"
+)
 SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
 RECENT = 0.9  # weight of the steps before in the mean seconds of a step
 _NOT_FINITE = "not finite"
@@ -44,7 +55,9 @@ _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
 
 class RunLog:
-    """Opens the output folder of a run and records its steps; ranks other than the main one record nothing."""
+    """Opens the output folder of a run and records its steps; ranks other than the main one record
+    nothing.
+    """
 
     def __init__(
         self,
@@ -55,8 +68,9 @@ class RunLog:
         done: int,
         data: Mapping[str, Any] | None = None,
     ):
-        """done: steps that an earlier process has trained; lines after it are cut from metrics.jsonl. data: as
-        `data_facts` counts them. A collective."""
+        """done: steps that an earlier process has trained; lines after it are cut from
+        metrics.jsonl. data: as `data_facts` counts them. A collective.
+        """
         self._cfg, self._world, self._total, self._data = cfg, world, total_steps, data
         self._folder = Path(cfg.output_dir)
         self._began = time.monotonic()
@@ -95,8 +109,10 @@ class RunLog:
             tracker.log(numbers, line["step"])
 
     def close(self, status: str, facts: Mapping[str, Any] | None = None) -> None:
-        """Ends the progress line and the trackers, and writes summary.json and report.html; with all steps done and the
-        model written, removes the run that this one replaces. status: how it ended. facts: more for the summary."""
+        """Ends the progress line and the trackers, and writes summary.json and report.html; with
+        all steps done and the model written, removes the run that this one replaces. status: how it
+        ended. facts: more for the summary.
+        """
         self._closed = True
         self._progress.close()
         for tracker in self._trackers:
@@ -130,7 +146,9 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         self._progress.close()
         if isinstance(error, Exception) and not self._closed:
             with suppress(Exception):  # the error itself is what the user reads
@@ -171,7 +189,9 @@ class Progress:
         seconds, self._last = now - self._last, now
         self._trained += 1
         # The first step is longer than others, so it counts only as long as there is no other.
-        self._seconds = seconds if self._trained <= 2 else RECENT * self._seconds + (1 - RECENT) * seconds
+        self._seconds = (
+            seconds if self._trained <= 2 else RECENT * self._seconds + (1 - RECENT) * seconds
+        )
         self._done, self._line, self._own = line["step"], line, own
         if self._shown and (self._done % self._cfg.every_n_steps == 0 or self._done == self._total):
             get_logger().info(self._plain(line))
@@ -179,8 +199,13 @@ class Progress:
     def validation(self, line: Mapping[str, Any]) -> None:
         """Shows one validation; a line of its own."""
         if self._shown:
-            rest = [name for name in line if name.startswith("validation_") and name not in _NOT_SHOWN]
-            numbers = [f"{name.removeprefix('validation_').replace('_', ' ')} {_number(line[name])}" for name in rest]
+            rest = [
+                name for name in line if name.startswith("validation_") and name not in _NOT_SHOWN
+            ]
+            numbers = [
+                f"{name.removeprefix('validation_').replace('_', ' ')} {_number(line[name])}"
+                for name in rest
+            ]
             get_logger().info(f"step {line['step']}/{self._total}  validation {'  '.join(numbers)}")
 
     def close(self) -> None:
@@ -189,8 +214,13 @@ class Progress:
         self._live = False
 
     def _plain(self, line: Mapping[str, Any]) -> str:
-        """A line; in the width of the terminal if it stands above rows that move, which show the time left."""
-        begin, end = f"step {self._done}/{self._total}  ", f"  eta {format_seconds(self._seconds_left())}"
+        """A line; in the width of the terminal if it stands above rows that move, which show the
+        time left.
+        """
+        begin, end = (
+            f"step {self._done}/{self._total}  ",
+            f"  eta {format_seconds(self._seconds_left())}",
+        )
         if not self._live:
             return begin + "  ".join(_numbers(line, self._own)) + end
         room = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
@@ -200,7 +230,9 @@ class Progress:
         return self._seconds * (self._total - self._done)
 
     def _rows(self, width: int) -> list[Text]:
-        """The bar, step and time left, which are always there; the numbers, in as much room as there is."""
+        """The bar, step and time left, which are always there; the numbers, in as much room as
+        there is.
+        """
         left = f"eta {format_clock(self._seconds_left())}" if self._trained else "eta ?"
         share = self._done / self._total if self._total else 1.0
         begin, end = f"step {self._done}/{self._total} ", f" {share:.0%}  {left}"
@@ -208,17 +240,27 @@ class Progress:
         full = "━" if has_unicode() else "="
         bar = Text(begin, style="bold")
         bar.append(full * round(room * share), style="green")
-        bar.append((full if full == "━" else "-") * (room - round(room * share)), style="bright_black")
+        bar.append(
+            (full if full == "━" else "-") * (room - round(room * share)), style="bright_black"
+        )
         bar.append(end)
         if is_in_phase():
             return [bar]
         if not self._line:
-            return [bar, Text(f"the first step began {format_clock(time.monotonic() - self._last)} ago", style=SOFT)]
+            return [
+                bar,
+                Text(
+                    f"the first step began {format_clock(time.monotonic() - self._last)} ago",
+                    style=SOFT,
+                ),
+            ]
         return [bar, Text("  ".join(_fitting(_numbers(self._line, self._own), width)))]
 
 
 def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
-    """The numbers of a step line, each named and with its unit; a recipe's own stand after the loss."""
+    """The numbers of a step line, each named and with its unit; a recipe's own stand after the
+    loss.
+    """
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
     return [
@@ -237,7 +279,9 @@ def _fitting(numbers: list[str], room: int) -> list[str]:
     kept = list(numbers)
     for name in _LEFT_OUT:
         if len("  ".join(kept)) > room:
-            kept = [number for number in kept if not (number.startswith(name) or number.endswith(name))]
+            kept = [
+                number for number in kept if not (number.startswith(name) or number.endswith(name))
+            ]
     while len(kept) > 1 and len("  ".join(kept)) > room:
         kept.pop()
     return kept
@@ -254,10 +298,11 @@ def _number(value: float | None) -> str:
 
 
 def data_facts(data: TrainingData) -> dict[str, Any]:
-    """Counts of the training data and, if there are any, of those for validation, as they were made into sequences.
+    """Counts of the training data and, if there are any, of those for validation, as they were made
+    into sequences.
 
-    packs: packed sequences of the first epoch, packed_share: how much of them is tokens, not padding; without packing
-    neither is there.
+    packs: packed sequences of the first epoch, packed_share: how much of them is tokens, not
+    padding; without packing neither is there.
     """
     found = {"training": _counts(data.dataset.report)}
     if (share := data.plan.packed_share()) is not None:
@@ -293,7 +338,10 @@ def changed_settings(cfg: Any) -> dict[str, list[str]]:
     for name, key in read_schema(schema).keys.items():
         value = reduce(getattr, name.split("."), cfg)
         if key.required or value != key.default:
-            found[name] = [value_text(value), "required" if key.required else value_text(key.default)]
+            found[name] = [
+                value_text(value),
+                "required" if key.required else value_text(key.default),
+            ]
     return found
 
 
@@ -330,12 +378,16 @@ def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
 class TensorBoard:
     """Event files in `output_dir/trackers/tensorboard`, written by torch's own SummaryWriter."""
 
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
+    ) -> None:
         _require("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
-        self._writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+        self._writer.add_text(
+            "settings", "\n".join(f"    {key}: {value}" for key, value in settings.items())
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -349,7 +401,9 @@ class TensorBoard:
 class Trackio:
     """A run in trackio's local database (TRACKIO_DIR, by default in the Hugging Face cache)."""
 
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
+    ) -> None:
         self._run: Any = _require("trackio")
         self._run.init(project=project, name=run_name, config=dict(settings))
 
@@ -364,15 +418,20 @@ class Trackio:
 class WandB(Trackio):  # whose functions are named as wandb's
     """A run at Weights & Biases; its local files are in `output_dir/trackers`."""
 
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
+    ) -> None:
         wandb = _require("wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(project=project, name=run_name, dir=str(folder), config=dict(settings))
+            self._run = wandb.init(
+                project=project, name=run_name, dir=str(folder), config=dict(settings)
+            )
         except wandb.Error as error:
             reason = " ".join(str(error).split())
             raise SetupError(
-                f"log.trackers: wandb refused to start ({reason}); run `wandb login`, or set WANDB_MODE=offline"
+                f"log.trackers: wandb refused to start ({reason}); run `wandb login`, or set"
+                " WANDB_MODE=offline"
             ) from error
 
 

@@ -1,4 +1,6 @@
-"""Around distillation: the teacher in memory, its hidden states, that its ids mean the same, and the numbers."""
+"""Around distillation: the teacher in memory, its hidden states, that its ids mean the same, and
+the numbers.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,23 +49,32 @@ def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
         check_tensor(cast(DecoderSpec, found.spec), cfg.parallel, keys.quantize_teacher)
         check_context(cast(DecoderSpec, found.spec), cfg.parallel)
         if keys.quantize_teacher != "none":
-            quantize_frozen(build_meta(found.spec, DTYPES[cfg.dtype]), keys.quantize_teacher, DTYPES[cfg.dtype])
+            quantize_frozen(
+                build_meta(found.spec, DTYPES[cfg.dtype]), keys.quantize_teacher, DTYPES[cfg.dtype]
+            )
     except (CheckpointError, ConfigError) as error:
-        named = [fault.replace("lora.quantize_base", "distill.quantize_teacher") for fault in error.faults]
-        raise type(error)(*(f"{key}: {fault.removeprefix('model.preset=')}" for fault in named)) from error
+        named = [
+            fault.replace("lora.quantize_base", "distill.quantize_teacher")
+            for fault in error.faults
+        ]
+        raise type(error)(
+            *(f"{key}: {fault.removeprefix('model.preset=')}" for fault in named)
+        ) from error
     return found
 
 
 def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData) -> None:
-    """DataError, one line with the first difference, unless a teacher's tokenizer has the same token for every id."""
+    """DataError, one line with the first difference, unless a teacher's tokenizer has the same
+    token for every id.
+    """
     if source.folder is None:
         return
     theirs = load_tokenizer(source.folder, None, by_key=False)
     difference = first_difference(tokenizer, theirs)
     if difference is not None:
         raise DataError(
-            f"distill.teacher: {theirs.place} and {tokenizer.place} differ: {difference}; expected a teacher with the "
-            "tokenizer of the model"
+            f"distill.teacher: {theirs.place} and {tokenizer.place} differ: {difference}; expected"
+            " a teacher with the tokenizer of the model"
         )
     check_vocabulary(tokenizer, source.spec.vocab_size, data.dataset, data.validation_dataset)
     warn_of_positions(source.spec.max_positions, data.dataset, data.validation_dataset)
@@ -85,9 +96,12 @@ def _text(tokenizer: Tokenizer, token: int) -> str:
         return "no token"
 
 
-def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: World) -> tuple[Decoder, Parallel]:
-    """Return a frozen teacher in this rank's memory, divided as the model is but for its own storage, without values
-    yet; it computes in dtype."""
+def place_teacher(
+    source: ResolvedModel, cfg: DistillFinetuneConfig, world: World
+) -> tuple[Decoder, Parallel]:
+    """Return a frozen teacher in this rank's memory, divided as the model is but for its own
+    storage, without values yet; it computes in dtype.
+    """
     dtype = DTYPES[cfg.dtype]
     memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher)
     settings = replace(cfg, memory=memory, matmul_dtype=None)
@@ -100,7 +114,9 @@ def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: Worl
 
 
 def load_student(model: Decoder, source: ResolvedModel, cfg: DistillFinetuneConfig) -> None:
-    """The first values of the model that learns, as of any other: a checkpoint's or random ones, and adapters'."""
+    """The first values of the model that learns, as of any other: a checkpoint's or random ones,
+    and adapters'.
+    """
     _load(model, source, derive_seed(cfg.seed, "model"))
     if cfg.trained_adapters is not None:
         init_adapters(model, derive_seed(cfg.seed, "adapters"))
@@ -123,7 +139,9 @@ def _load(model: Decoder, source: ResolvedModel, seed: int) -> None:
 
 @torch.no_grad()
 def teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
-    """What the teacher's layers make of a micro-batch, and its head: hidden states `[b, s, d]`, no logits."""
+    """What the teacher's layers make of a micro-batch, and its head: hidden states `[b, s, d]`, no
+    logits.
+    """
     with evaluated_in_parts(teacher):
         hidden = teacher.hidden_states(batch.tokens, batch.positions, batch.attention)
 
@@ -134,9 +152,12 @@ def teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
     return TeacherStates(hidden, head, batch.labels)
 
 
-def distill_means(sums: Tensor, tokens: int, keys: DistillConfig, world: World) -> dict[str, Tensor]:
-    """Loss, divergence and cross-entropy, means over label tokens. A collective. sums: `[2]`, those of this rank's
-    tokens; tokens: of all ranks."""
+def distill_means(
+    sums: Tensor, tokens: int, keys: DistillConfig, world: World
+) -> dict[str, Tensor]:
+    """Loss, divergence and cross-entropy, means over label tokens. A collective. sums: `[2]`, those
+    of this rank's tokens; tokens: of all ranks.
+    """
     divergence, cross_entropy = world.all_reduce_sum(world.sum_over_sequence(sums)) / max(1, tokens)
     loss = keys.weight * divergence + (1 - keys.weight) * cross_entropy
     return {"loss": loss, "divergence": divergence, "cross_entropy": cross_entropy}
@@ -160,7 +181,8 @@ def validation_distillation(
     keys: DistillConfig,
     world: World,
 ) -> dict[str, float]:
-    """Means over the label tokens of all validation sequences, each counted once; without dropout. Collective.
+    """Means over the label tokens of all validation sequences, each counted once; without dropout.
+    Collective.
 
     add_sums: runs a micro-batch, and adds its divergence and its cross-entropy to a tensor `[2]`.
     """
@@ -169,5 +191,7 @@ def validation_distillation(
     def add(batch: Batch) -> None:
         add_sums(batch, sums)
 
-    tokens, _ = sum_over_validation(model, parallel, data, partial(result_of_each, parallel, add), sums)
+    tokens, _ = sum_over_validation(
+        model, parallel, data, partial(result_of_each, parallel, add), sums
+    )
     return name_validation(distill_means(sums, tokens, keys, world)) | {"validation_tokens": tokens}

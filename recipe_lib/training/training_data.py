@@ -1,4 +1,6 @@
-"""A recipe's data as one object: tokenizer, datasets, which sequences each step takes, and the batches made of them."""
+"""A recipe's data as one object: tokenizer, datasets, which sequences each step takes, and the
+batches made of them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -36,10 +38,10 @@ from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, vali
 class TrainingData:
     """What `setup_data` of a recipe keeps.
 
-    tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. dataset,
-    validation_dataset (or None): datasets. plan: which sequences each step takes, a function of (seed, epoch, step)
-    alone; total_steps: of the run. questions: those of the validation that answers are generated to. best: the best
-    step until now, by its validations.
+    tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None.
+    dataset, validation_dataset (or None): datasets. plan: which sequences each step takes, a
+    function of (seed, epoch, step) alone; total_steps: of the run. questions: those of the
+    validation that answers are generated to. best: the best step until now, by its validations.
     """
 
     def __init__(
@@ -49,15 +51,21 @@ class TrainingData:
         world: World,
         prepared: PreparedData | None = None,
     ) -> None:
-        """Takes what is prepared; else tokenizes, or maps what is in the cache. Raises DataError."""
+        """Takes what is prepared; else tokenizes, or maps what is in the cache. Raises
+        DataError.
+        """
         self._cfg, self._world = cfg, world
         self.tokenizer_path = _tokenizer_path(cfg, source)
-        self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
+        self.chat_template = (
+            Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
+        )
         self.tokenizer = load_tokenizer_of(cfg, source)
         training, validation = prepared or build_datasets(cfg, self.tokenizer)
         self.dataset = as_trained(cfg, training)
         self.validation_dataset = None if validation is None else as_trained(cfg, validation)
-        check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
+        check_vocabulary(
+            self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset
+        )
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
         if note := self.dataset.report.plain_note():
@@ -75,14 +83,17 @@ class TrainingData:
         self.best = BestStep(cfg)
 
     def _questions(self) -> dict[int, Question]:
-        """What validation generates answers to. ConfigError where a metric of answers finds none to measure."""
+        """What validation generates answers to. ConfigError where a metric of answers finds none to
+        measure.
+        """
         if self.validation_dataset is None or not self.generated_metrics:
             return {}
         found = questions_of(self.validation_dataset, self.tokenizer.stop_ids)
         if not found:
             raise ConfigError(
-                f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no sequence of "
-                f"{self._cfg.validation.source} has a question before one; remove it, or choose other samples"
+                f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no"
+                f" sequence of {self._cfg.validation.source} has a question before one; remove it,"
+                " or choose other samples"
             )
         return found
 
@@ -156,20 +167,26 @@ class TrainingData:
     def report(self) -> list[str]:
         """Lines on what was read and what was left out."""
         validation = self.validation_dataset
-        found = report_lines(self.dataset.report, validation.report if validation is not None else None)
-        if self.dataset.report.template == "chat" and self.tokenizer.dated_template != self.tokenizer.chat_template:
+        found = report_lines(
+            self.dataset.report, validation.report if validation is not None else None
+        )
+        if (
+            self.dataset.report.template == "chat"
+            and self.tokenizer.dated_template != self.tokenizer.chat_template
+        ):
             found.append(
-                f"data: the chat template asks for today's date; it is {DATE:%d %b %Y} in training, and in the "
-                "template of what is exported, so that a text is the same on each day"
+                f"data: the chat template asks for today's date; it is {DATE:%d %b %Y} in training,"
+                " and in the template of what is exported, so that a text is the same on each day"
             )
         return found
 
 
 def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
-    """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process group.
+    """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process
+    group.
 
-    With several ranks what is wrong with config, model or data is returned, to be raised on all of them; alone it is
-    raised.
+    With several ranks what is wrong with config, model or data is returned, to be raised on all of
+    them; alone it is raised.
     """
     try:
         check_output(cfg)

@@ -1,4 +1,6 @@
-"""Small decoders with adapters for the tests, made as a recipe makes them; B is given values, so that all is in use."""
+"""Small decoders with adapters for the tests, made as a recipe makes them; B is given values, so
+that all is in use.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,9 +37,15 @@ class Setting:
 
 
 @contextmanager
-def adapted(spec: DecoderSpec, setting: Setting, moved: float = 0.1) -> Iterator[tuple[Decoder, World]]:
-    """The model in this rank's world; adapters are those of init_adapters, moved by random numbers of size `moved`."""
-    cfg = LoraFinetuneConfig(device="cpu", lora=setting.lora, parallel=setting.parallel, memory=setting.memory)
+def adapted(
+    spec: DecoderSpec, setting: Setting, moved: float = 0.1
+) -> Iterator[tuple[Decoder, World]]:
+    """The model in this rank's world; adapters are those of init_adapters, moved by random numbers
+    of size `moved`.
+    """
+    cfg = LoraFinetuneConfig(
+        device="cpu", lora=setting.lora, parallel=setting.parallel, memory=setting.memory
+    )
     with start_world(cfg) as world:
         model = build_meta(spec, setting.dtype)
         add_adapters(model, setting.lora, setting.dtype)
@@ -59,14 +67,24 @@ def move_adapters(model: Decoder, size: float) -> None:
     for name, parameter in adapter_parameters(model).items():
         local, offset = local_part(parameter)
         noise = torch.empty_like(local)
-        fill_random(noise, offset, parameter.shape, f"moved/{name}", lambda values, rng: values.normal_(generator=rng))
+        fill_random(
+            noise,
+            offset,
+            parameter.shape,
+            f"moved/{name}",
+            lambda values, rng: values.normal_(generator=rng),
+        )
         local.add_(noise, alpha=size)
 
 
 def mean_loss(model: Decoder, world: World, part: int = 0, parts: int = 1) -> Tensor:
-    """This rank's share of the small batch, or one of its parts, over the trained tokens of the whole batch."""
+    """This rank's share of the small batch, or one of its parts, over the trained tokens of the
+    whole batch.
+    """
     tokens, labels = small_batch()
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)
-    return model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
+    return (
+        model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
+    )

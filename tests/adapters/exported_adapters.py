@@ -1,4 +1,6 @@
-"""Tiny bases of every family, and adapters of every kind that we write for them: what PEFT has to open as trained."""
+"""Tiny bases of every family, and adapters of every kind that we write for them: what PEFT has to
+open as trained.
+"""
 
 import warnings
 from pathlib import Path
@@ -46,7 +48,8 @@ _DENSE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-# model_type -> its config: mixtures of transformers with dense layers or shared experts among the experts.
+# model_type -> its config: mixtures of transformers with dense layers or shared experts among the
+# experts.
 MIXED: dict[str, dict[str, Any]] = {
     "llama4_text": _DENSE
     | {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
@@ -57,7 +60,9 @@ MULTIMODAL = "gemma3, multimodal"
 EVERYWHERE = {f"{kind} of transformers": config for kind, config in MIXED.items()}
 EVERYWHERE |= {f"{kind} of transformers": config for kind, config in OF_TENSORS.items()}
 EVERYWHERE |= {
-    f"{kind} of transformers": settings_of(kind) for kind in OF_RUNS if f"{kind} of transformers" not in EVERYWHERE
+    f"{kind} of transformers": settings_of(kind)
+    for kind in OF_RUNS
+    if f"{kind} of transformers" not in EVERYWHERE
 }
 MOVED = 0.05
 
@@ -86,7 +91,9 @@ def read_base_spec(base: str, folder: Path) -> Any:
 
 
 def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
-    """Train a little by moving what is trained, write `out`/adapter as a run does, and the merged model `out`/model."""
+    """Train a little by moving what is trained, write `out`/adapter as a run does, and the merged
+    model `out`/model.
+    """
     spec = read_base_spec(base, folder)
     model = load_model(spec, folder, torch.float32, torch.device("cpu"), cfg)
     torch.manual_seed(6)
@@ -116,14 +123,18 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
 
 
 def open_with_peft(folder: Path, adapter: Path) -> Any:
-    """Open the adapter with PEFT on transformers' base; PEFT must have the file's tensors, and no others."""
+    """Open the adapter with PEFT on transformers' base; PEFT must have the file's tensors, and no
+    others.
+    """
     from peft import PeftModel, get_peft_model_state_dict
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = PeftModel.from_pretrained(theirs(folder), str(adapter)).eval()
     spoken = [str(warning.message) for warning in said]
-    assert not [text for text in spoken if "keys" in text or "matched" in text or "ignored" in text], spoken
+    assert not [
+        text for text in spoken if "keys" in text or "matched" in text or "ignored" in text
+    ], spoken
     with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as file:
         names = set(file.keys())
     opened = set(get_peft_model_state_dict(model, save_embedding_layers=False))

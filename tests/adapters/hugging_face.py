@@ -31,7 +31,11 @@ def config(**changes: Any) -> LoraConfig:
 
 MOVED = 0.05
 TINY: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+    },
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -61,7 +65,9 @@ def tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -75,7 +81,9 @@ def spec_of(folder: Path) -> DecoderSpec:
     return spec_from_config(read_config(folder), str(folder))
 
 
-def ours(folder: Path, cfg: LoraConfig, dtype: torch.dtype = torch.float32, moved: float = MOVED) -> Decoder:
+def ours(
+    folder: Path, cfg: LoraConfig, dtype: torch.dtype = torch.float32, moved: float = MOVED
+) -> Decoder:
     """Our model with the folder's weights and adapters that have been trained a little."""
     spec = spec_of(folder)
     model = build_meta(spec, dtype)
@@ -100,7 +108,9 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of a folder; every weight must be found, and none be left over."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
     assert not any(info.values()), info
     return model.eval()
 
@@ -111,7 +121,9 @@ def with_peft(folder: Path, adapter: Path) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message="Found (missing|unexpected)")  # PEFT goes on without what it lacks
+        warnings.filterwarnings(
+            "error", message="Found (missing|unexpected)"
+        )  # PEFT goes on without what it lacks
         return PeftModel.from_pretrained(theirs(folder), str(adapter)).eval()
 
 
@@ -136,7 +148,9 @@ def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
 @torch.no_grad()
 def difference(mine: Decoder, other: Any) -> float:
     """Largest difference of the logits of a prompt, as a share of the largest logit."""
-    tokens = torch.randint(0, mine.spec.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(
+        0, mine.spec.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2)
+    )
     expected = logits_of(other, tokens).double()
     return float((mine(tokens).double() - expected).abs().max() / expected.abs().max())
 

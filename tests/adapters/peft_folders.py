@@ -1,4 +1,6 @@
-"""Adapters that PEFT itself writes for tiny bases, and what PEFT makes of them: the truth for ours."""
+"""Adapters that PEFT itself writes for tiny bases, and what PEFT makes of them: the truth for
+ours.
+"""
 
 import copy
 import json
@@ -60,7 +62,12 @@ def train_with_peft(base: Path, out: Path, vocabulary: int | None = None, **sett
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(6)
-        fields = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]} | settings
+        fields = {
+            "task_type": "CAUSAL_LM",
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": ["q_proj"],
+        } | settings
         model = get_peft_model(load_base(base, vocabulary), LoraConfig(**fields))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -71,7 +78,9 @@ def train_with_peft(base: Path, out: Path, vocabulary: int | None = None, **sett
 
 
 @torch.no_grad()
-def ask_peft(base: Path, adapter: Path, vocabulary: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def ask_peft(
+    base: Path, adapter: Path, vocabulary: int | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of PEFT's model with the adapter, and the tensors of what it merges."""
     from peft import PeftModel
 
@@ -84,18 +93,38 @@ def ask_peft(base: Path, adapter: Path, vocabulary: int | None = None) -> tuple[
 
 @torch.no_grad()
 def read_merged(folder: Path) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """Logits, tensors and config of a merged folder, as transformers loads it; nothing may be missing or left over."""
+    """Logits, tensors and config of a merged folder, as transformers loads it; nothing may be
+    missing or left over.
+    """
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
-    return model.eval()(make_tokens(model.config.vocab_size)).logits, model.state_dict(), model.config
+    return (
+        model.eval()(make_tokens(model.config.vocab_size)).logits,
+        model.state_dict(),
+        model.config,
+    )
 
 
 def merge(base: Path, adapter: Path, out: Path, capsys: Any) -> tuple[int, str]:
     """`tune export --merge`: its exit code and what it says of an error."""
     capsys.readouterr()
-    code = main.main(["export", str(adapter), "--merge", "--base", str(base), "--out", str(out), "--dtype", "fp32"])
+    code = main.main(
+        [
+            "export",
+            str(adapter),
+            "--merge",
+            "--base",
+            str(base),
+            "--out",
+            str(out),
+            "--dtype",
+            "fp32",
+        ]
+    )
     return code, capsys.readouterr().err
 
 
@@ -109,7 +138,11 @@ def change_tensors(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) ->
     """Changes the tensors of an adapter's file in place."""
     tensors = load_file(adapter / TENSORS)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, adapter / TENSORS, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        adapter / TENSORS,
+        {"format": "pt"},
+    )
 
 
 def relative(mine: Tensor, expected: Tensor) -> float:

@@ -1,4 +1,6 @@
-"""Adapters compiled by inductor are the formula; what docs/upstream reports of it is what torch still does."""
+"""Adapters compiled by inductor are the formula; what docs/upstream reports of it is what torch
+still does.
+"""
 
 import io
 import re
@@ -20,7 +22,9 @@ SCALING = 3.0
 def adapted() -> AdaptedLinear:
     """With a B that is not zero, in float64."""
     torch.manual_seed(0)
-    settings = AdapterSettings(rank=4, scaling=SCALING, dropout=0.0, dora=False, dtype=torch.float64)
+    settings = AdapterSettings(
+        rank=4, scaling=SCALING, dropout=0.0, dora=False, dtype=torch.float64
+    )
     module = AdaptedLinear(nn.Linear(24, 16, dtype=torch.float64), settings)
     for part in (module.lora_A, module.lora_B):
         part.weight = nn.Parameter(torch.randn(part.weight.shape, dtype=torch.float64))
@@ -38,10 +42,13 @@ def test_inductor_does_what_is_reported_and_compiled_adapters_are_the_formula() 
     printed = io.StringIO()
     with redirect_stdout(printed):
         runpy.run_path(str(PAGE.with_suffix(".py")))
-    (reported,) = re.findall(r"It printed:\n\n```text\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (reported,) = re.findall(
+        r"It printed:\n\n```text\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     version, *lines = printed.getvalue().splitlines()
     assert lines == reported.splitlines()[1:], f"{version} does otherwise: note it in {PAGE}"
-    # Of flat tokens, as ranks that share matrices have them: the sum is then one of two matrix products.
+    # Of flat tokens, as ranks that share matrices have them: the sum is then one of two matrix
+    # products.
     module = adapted()
     hidden = torch.randn(5, 24, dtype=torch.float64)
     with torch.no_grad():

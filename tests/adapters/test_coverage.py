@@ -1,4 +1,6 @@
-"""The line of the log that says which layers have an adapter, against the number of layers in the model's config."""
+"""The line of the log that says which layers have an adapter, against the number of layers in the
+model's config.
+"""
 
 from typing import Any
 
@@ -17,7 +19,12 @@ TEXT: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 0,
              "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}  # fmt: skip
 # Lists of modules beside the layers: of projections, and of the layers of a vision tower.
@@ -40,7 +47,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def with_adapters(kind: str, cfg: LoraConfig) -> Any:
     """A model without values, of transformers' class or ours."""
-    spec = read_spec({**CONFIGS[kind], "model_type": kind}, kind) if kind in CONFIGS else small_spec(layers=LAYERS)
+    spec = (
+        read_spec({**CONFIGS[kind], "model_type": kind}, kind)
+        if kind in CONFIGS
+        else small_spec(layers=LAYERS)
+    )
     model = build_meta(spec, torch.float32)
     add_adapters(model, cfg, torch.float32)
     return model
@@ -49,7 +60,9 @@ def with_adapters(kind: str, cfg: LoraConfig) -> Any:
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj"]], ids=lambda names: names[0])
 @pytest.mark.parametrize("kind", ["native", *CONFIGS])
 def test_a_target_of_every_layer_is_named_alone(kind: str, targets: list[str]) -> None:
-    cfg = LoraConfig(rank=2, target_modules=["q"] if kind == "native" and targets == ["q_proj"] else targets)
+    cfg = LoraConfig(
+        rank=2, target_modules=["q"] if kind == "native" and targets == ["q_proj"] else targets
+    )
     line = describe_adapters(with_adapters(kind, cfg), cfg)
     assert "layers" not in line.partition("parameters trained")[0], line
     assert "none on ," not in line and ", ," not in line, line

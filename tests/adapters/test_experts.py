@@ -1,4 +1,6 @@
-"""Adapters of experts and routers, and experts in 4 and 8 bits: against PEFT and transformers, and against a loop."""
+"""Adapters of experts and routers, and experts in 4 and 8 bits: against PEFT and transformers, and
+against a loop.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,15 @@ from recipe_lib.models import build_meta, preset_config, read_config, spec_from_
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.grouped import group_tokens
 from recipe_lib.units import GIB
-from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, spec_of, theirs, with_peft
+from tests.adapters.hugging_face import (
+    difference,
+    ours,
+    plain,
+    save_with_peft,
+    spec_of,
+    theirs,
+    with_peft,
+)
 from tests.models.reference import reference_model
 from tests.selection import slow_but
 
@@ -45,13 +55,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path) -> Path:
-    export_adapter(model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank())
+    export_adapter(
+        model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank()
+    )
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ours_loads_in_peft_and_in_ours(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_ours_loads_in_peft_and_in_ours(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder, cfg = folders[family], config()
     model = ours(folder, cfg)
     out = write(model, folder, cfg, tmp_path / "adapter")
@@ -68,8 +82,15 @@ def test_ours_loads_in_peft_and_in_ours(family: str, folders: dict[str, Path], t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pefts_loads_in_ours(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders[family]
-    others = PARAMETERS.get(family, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"])
-    settings = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "target_parameters": others}
+    others = PARAMETERS.get(
+        family, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    )
+    settings = {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj"],
+        "target_parameters": others,
+    }
     model = save_with_peft(folder, tmp_path / "adapter", **settings)
     mine = ours(folder, config(rank=5, alpha=10.0), moved=0)
     load_adapter(mine, mine.spec, tmp_path / "adapter")
@@ -90,13 +111,20 @@ def test_pefts_loads_in_ours(family: str, folders: dict[str, Path], tmp_path: Pa
 def test_ranks_and_alphas_of_parameters_are_pefts(
     changed: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Patterns are of the parameters' names; one of the experts' two matrices has the name that both share."""
+    """Patterns are of the parameters' names; one of the experts' two matrices has the name that
+    both share.
+    """
     folder = folders["qwen3-moe"]
     every = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": every}
     model = save_with_peft(folder, tmp_path / "adapter", **settings | changed)
     merge_adapter(
-        folder, tmp_path / "adapter", tmp_path / "merged", quantize="none", dtype=torch.float32, ranks=SingleRank()
+        folder,
+        tmp_path / "adapter",
+        tmp_path / "merged",
+        quantize="none",
+        dtype=torch.float32,
+        ranks=SingleRank(),
     )
     assert difference(plain(tmp_path / "merged"), model) < 1e-5
 
@@ -112,19 +140,27 @@ def test_merged_models_load_in_transformers(
     cfg = config(quantize_base=storage)
     model = ours(folder, cfg)
     out = write(model, folder, cfg, tmp_path / "adapter")
-    merge_adapter(folder, out, tmp_path / "model", quantize=storage, dtype=torch.float32, ranks=SingleRank())
+    merge_adapter(
+        folder, out, tmp_path / "model", quantize=storage, dtype=torch.float32, ranks=SingleRank()
+    )
     assert difference(model, theirs(tmp_path / "model")) < 1e-5
     assert difference(model, theirs(folder)) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_in_both_directions(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Read by slices, written as the hub has them, and read again from the layout that transformers holds."""
+    """Read by slices, written as the hub has them, and read again from the layout that transformers
+    holds.
+    """
     folder = folders[family]
     model = plain(folder)
     assert difference(model, theirs(folder)) < 1e-5
     config_of = read_config(folder)
-    options: dict[str, Any] = {"tokenizer_folder": None, "max_shard_bytes": 40_000, "world": SingleRank()}
+    options: dict[str, Any] = {
+        "tokenizer_folder": None,
+        "max_shard_bytes": 40_000,
+        "world": SingleRank(),
+    }
     export_model(model, model.spec, config_of, tmp_path / "out", **options)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     again = plain(tmp_path / "out")
@@ -167,7 +203,9 @@ def test_the_line_says_what_was_adapted_and_quantized(folders: dict[str, Path]) 
     line = describe_adapters(ours(folder, config(quantize_base="nf4")), config(quantize_base="nf4"))
     assert "on q, v, router (in 2 of 3 layers), experts (in 2 of 3 layers): " in line
     assert "; 19 linears of the layers in nf4, but not mlp.router (" in line
-    line = describe_adapters(ours(folder, config(target_modules=["all-linear"])), config(target_modules=["all-linear"]))
+    line = describe_adapters(
+        ours(folder, config(target_modules=["all-linear"])), config(target_modules=["all-linear"])
+    )
     assert "none on experts.gate_up_proj, experts.down_proj, mlp.router (" in line
 
 
@@ -186,12 +224,17 @@ def test_a_model_without_experts(targets: list[str], words: str, realdata: Path)
 
 def test_a_linear_that_only_other_models_have(folders: dict[str, Path]) -> None:
     model = build_meta(spec_of(folders["mixtral"]), torch.float32)
-    with pytest.raises(ConfigError, match="gate: no layer .* has a linear mlp.gate_proj.*experts are named by experts"):
+    with pytest.raises(
+        ConfigError,
+        match="gate: no layer .* has a linear mlp.gate_proj.*experts are named by experts",
+    ):
         add_adapters(model, config(target_modules=["q", "gate"]), torch.float32)
     add_adapters(model, config(target_modules=["all-linear"]), torch.float32)
 
 
-def test_peft_finds_parameters_by_the_names_of_the_config(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_peft_finds_parameters_by_the_names_of_the_config(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     cfg = config(target_modules=["experts"])
     out = write(ours(folders["mixtral"], cfg), folders["mixtral"], cfg, tmp_path / "adapter")
     fields = json.loads((out / "adapter_config.json").read_text())
@@ -200,16 +243,22 @@ def test_peft_finds_parameters_by_the_names_of_the_config(folders: dict[str, Pat
 
 
 def test_what_the_page_says_of_the_numbers_of_all_experts() -> None:
-    """docs/moe.md, of rank 16 on Qwen3-30B-A3B: counted on the model; bytes of weights, gradients, AdamW's states."""
+    """docs/moe.md, of rank 16 on Qwen3-30B-A3B: counted on the model; bytes of weights, gradients,
+    AdamW's states.
+    """
     text = (ROOT / "docs" / "moe.md").read_text(encoding="utf-8")
     spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
     counts = {}
     for targets in ("experts", "all-linear"):
         model = build_meta(spec, torch.bfloat16)
         add_adapters(model, LoraConfig(rank=16, target_modules=[targets]), torch.bfloat16)
-        counts[targets] = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        counts[targets] = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
     mixture = spec.mixture
     apart = 16 * sum(mixture.layers) * mixture.num_experts * 3 * (spec.width + mixture.mlp_width)
     numbers = f"{counts['experts'] / 1e6:.0f} million", f"{apart / 1e6:.0f} million"
-    assert all(f" {number}" in text for number in (*numbers, f"{counts['all-linear'] / 1e6:.0f} million"))
+    assert all(
+        f" {number}" in text for number in (*numbers, f"{counts['all-linear'] / 1e6:.0f} million")
+    )
     assert f"in bf16 {8 * counts['experts'] / GIB:.1f} GiB" in text

@@ -1,4 +1,6 @@
-"""Bytes of a sharded model with adapters: what a rank holds, what is gathered, which gradients exist; by formula."""
+"""Bytes of a sharded model with adapters: what a rank holds, what is gathered, which gradients
+exist; by formula.
+"""
 
 from typing import Any
 
@@ -33,35 +35,51 @@ FP32, BF16 = 4, 2
 
 @pytest.mark.slow
 def test_parameters_gradients_and_states_of_a_rank() -> None:
-    """A bf16 base and fp32 adapters: (2 F + 16 A) / ranks bytes for F frozen and A adapter elements, to the byte."""
+    """A bf16 base and fp32 adapters: (2 F + 16 A) / ranks bytes for F frozen and A adapter
+    elements, to the byte.
+    """
     lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32", dora=True)
 
     def work() -> list[int]:
         memory = MemoryConfig(activation_checkpointing="full")
-        setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.bfloat16)
+        setting = Setting(
+            lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.bfloat16
+        )
         with adapted(small_spec(), setting) as (model, world):
             optimizer = build_optimizer(OptimizerConfig(), model.parameters(), world.device)
             with GatheredPeak(model) as peak:
                 mean_loss(model, world).backward()
             optimizer.step()
-            frozen = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
+            frozen = [
+                parameter for name, parameter in model.named_parameters() if not is_adapter(name)
+            ]
             adapters = list(adapter_parameters(model).values())
-            assert all(parameter.grad is None and parameter.dtype == torch.bfloat16 for parameter in frozen)
+            assert all(
+                parameter.grad is None and parameter.dtype == torch.bfloat16 for parameter in frozen
+            )
             grads = [parameter.grad for parameter in adapters if parameter.grad is not None]
             assert len(grads) == len(adapters) and {grad.dtype for grad in grads} == {torch.float32}
-            states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+            states = [
+                value
+                for state in optimizer.state.values()
+                for value in state.values()
+                if value.dim()
+            ]
             assert gathered_bytes(model) == 0
             return [local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
 
     for held, unreduced in run_ranks(work, RANKS):
         assert held == (BF16 * FROZEN + 4 * FP32 * TRAINED) // RANKS
-        # Whole gradients that are not summed yet: those of one unit's adapters, never one of a frozen weight.
+        # Whole gradients that are not summed yet: those of one unit's adapters, never one of a
+        # frozen weight.
         assert 0 < unreduced <= FP32 * (ONE_MATRIX + VOCABULARY)
 
 
 @pytest.mark.slow
 def test_an_adapted_head_is_not_gathered_for_backward() -> None:
-    """Neither is an adapted embedding: their backward passes need tokens, and what forward has made."""
+    """Neither is an adapted embedding: their backward passes need tokens, and what forward has
+    made.
+    """
 
     def work() -> list[list[str]]:
         lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)
@@ -85,7 +103,9 @@ def test_an_adapted_head_is_not_gathered_for_backward() -> None:
 def watch_gathers(model: nn.Module, seen: list[str]) -> None:
     """Writes the name of a unit into `seen` whenever its parameters are gathered from the ranks."""
     for name, module in model.named_modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
         if group is not None:
             group.unshard = noted(group.unshard, group, name, seen)
 
@@ -103,11 +123,18 @@ def noted(unshard: Any, group: Any, name: str, seen: list[str]) -> Any:
 @pytest.mark.parametrize("wrapping", ["auto", "memory_efficient"])
 def test_units_hold_the_adapters_of_their_matrices(wrapping: str, tied: bool) -> None:
     model = build_meta(small_spec(tied=tied), torch.bfloat16)
-    add_adapters(model, LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32"), torch.bfloat16)
+    add_adapters(
+        model, LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32"), torch.bfloat16
+    )
     units = {unit.names: unit.bytes for unit in resolve_wrapping(model, wrapping)}
     matrix, adapter = BF16 * MATRIX, FP32 * ONE_MATRIX
-    layers = {(f"model.layers.{index}",): BF16 * LAYER + FP32 * RANK * SIDES for index in range(LAYERS)}
-    outside: dict[tuple[str, ...], int] = {("model.embed_tokens",): matrix + adapter, ("lm_head",): matrix + adapter}
+    layers = {
+        (f"model.layers.{index}",): BF16 * LAYER + FP32 * RANK * SIDES for index in range(LAYERS)
+    }
+    outside: dict[tuple[str, ...], int] = {
+        ("model.embed_tokens",): matrix + adapter,
+        ("lm_head",): matrix + adapter,
+    }
     if tied:
         outside = {("model.embed_tokens", "lm_head"): matrix + 2 * adapter}
     assert units == layers | outside
@@ -118,9 +145,13 @@ def test_a_step_moves_adapters_and_leaves_every_frozen_bit() -> None:
     def work() -> list[float]:
         lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)
         memory = MemoryConfig(activation_checkpointing="full", cpu_offload=True)
-        setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.float32)
+        setting = Setting(
+            lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.float32
+        )
         with adapted(small_spec(tied=True), setting) as (model, world):
-            before = {name: local(parameter).clone() for name, parameter in model.named_parameters()}
+            before = {
+                name: local(parameter).clone() for name, parameter in model.named_parameters()
+            }
             optimizer = build_optimizer(OptimizerConfig(lr=0.01), model.parameters(), world.device)
             losses = []
             for _ in range(3):

@@ -1,10 +1,18 @@
-"""Adapters over several ranks, with every lever: losses and gradients equal those of one plain model in float64."""
+"""Adapters over several ranks, with every lever: losses and gradients equal those of one plain
+model in float64.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
-from recipe_lib.adapters import adapter_parameters, adapters_off, add_adapters, init_adapters, is_adapter
+from recipe_lib.adapters import (
+    adapter_parameters,
+    adapters_off,
+    add_adapters,
+    init_adapters,
+    is_adapter,
+)
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
@@ -41,8 +49,11 @@ def expected() -> Reference:
     return {case: kept(*made) for case, made in cases.items()}
 
 
-def worst_difference(tied: bool, setting: Setting, reference: Reference, steps: tuple[int, ...] = (1, 2)) -> float:
-    """The largest difference of this rank's parts of the gradients, relative to each gradient's largest number.
+def worst_difference(
+    tied: bool, setting: Setting, reference: Reference, steps: tuple[int, ...] = (1, 2)
+) -> float:
+    """The largest difference of this rank's parts of the gradients, relative to each gradient's
+    largest number.
 
     steps: micro-batches of each; in a second step of two, gradients accumulate.
     """
@@ -60,15 +71,22 @@ def worst_difference(tied: bool, setting: Setting, reference: Reference, steps: 
         return gradient_difference(model, grads)
 
 
-@pytest.mark.parametrize(("lora", "tied"), slow_but([(LORA, False), (DORA, True)], 1), ids=["lora", "dora, tied"])
-def test_two_ranks_with_every_lever_equal_one_plain_model(lora: LoraConfig, tied: bool, expected: Reference) -> None:
+@pytest.mark.parametrize(
+    ("lora", "tied"), slow_but([(LORA, False), (DORA, True)], 1), ids=["lora", "dora, tied"]
+)
+def test_two_ranks_with_every_lever_equal_one_plain_model(
+    lora: LoraConfig, tied: bool, expected: Reference
+) -> None:
     efficient = ParallelConfig(fsdp_wrap_policy="memory_efficient")
     levers = [
         (efficient, MemoryConfig(cpu_offload=True)),
         (efficient, MemoryConfig(activation_checkpointing="full")),
         (efficient, MemoryConfig(activation_checkpointing="selective")),
         (ParallelConfig(fsdp_wrap_policy="layers"), MemoryConfig()),
-        (ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False), MemoryConfig()),
+        (
+            ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False),
+            MemoryConfig(),
+        ),
         (
             ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2),
             MemoryConfig(activation_checkpointing="full"),
@@ -88,16 +106,21 @@ def test_compiled_checkpointed_and_sharded() -> None:
     lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True)
     reference = {(True, True): kept(small_spec(tied=True, layers=LAYERS), lora)}
     memory = MemoryConfig(activation_checkpointing="full")
-    setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, compiler="eager")
+    setting = Setting(
+        lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, compiler="eager"
+    )
     import_compiler()
-    # Micro-batches of one size: that layers are compiled for others is tests/parallel/test_compile_lengths, test_dpo.
+    # Micro-batches of one size: that layers are compiled for others is
+    # tests/parallel/test_compile_lengths, test_dpo.
     for error in run_ranks(lambda: worst_difference(True, setting, reference, (2,)), 2):
         assert error < 1e-11
 
 
 @pytest.mark.slow
 def test_hybrid_sharding_on_two_by_two_ranks(expected: Reference) -> None:
-    setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2))
+    setting = Setting(
+        DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2)
+    )
 
     for error in run_ranks(lambda: worst_difference(True, setting, expected), 4):
         assert error < 1e-11
@@ -106,7 +129,11 @@ def test_hybrid_sharding_on_two_by_two_ranks(expected: Reference) -> None:
 def whole(model: Decoder) -> dict[str, Tensor]:
     """The adapters' values; sharded ones are gathered."""
     return {
-        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+        name: (
+            (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter)
+            .detach()
+            .clone()
+        )
         for name, parameter in adapter_parameters(model).items()
     }
 
@@ -116,8 +143,13 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
     def work(ranks: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for tied in (False, True):
-            parallel, memory = ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig(cpu_offload=tied)
-            with adapted(small_spec(tied=tied, layers=LAYERS), Setting(DORA, parallel, memory), moved=0) as (
+            parallel, memory = (
+                ParallelConfig(fsdp_wrap_policy="memory_efficient"),
+                MemoryConfig(cpu_offload=tied),
+            )
+            with adapted(
+                small_spec(tied=tied, layers=LAYERS), Setting(DORA, parallel, memory), moved=0
+            ) as (
                 model,
                 world,
             ):
@@ -135,11 +167,16 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
 
 @pytest.mark.slow
 def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -> None:
-    """What preference optimization does: the frozen model without gradients, then the adapted one with them."""
+    """What preference optimization does: the frozen model without gradients, then the adapted one
+    with them.
+    """
 
     def work() -> list[float]:
         found = []
-        for tied, memory in ((False, MemoryConfig()), (True, MemoryConfig(activation_checkpointing="full"))):
+        for tied, memory in (
+            (False, MemoryConfig()),
+            (True, MemoryConfig(activation_checkpointing="full")),
+        ):
             spec = small_spec(tied=tied, layers=LAYERS)
             plain = build_meta(spec, torch.float64).to_empty(device="cpu")
             init_weights(plain, 3, spec)
@@ -153,7 +190,10 @@ def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -
                 mean_loss(model, world).backward()
                 grads, wanted = gradients(model), expected[tied, True][1]
                 assert grads.keys() == wanted.keys()
-                found += [float((grads[name] - grad).abs().max() / grad.abs().max()) for name, grad in wanted.items()]
+                found += [
+                    float((grads[name] - grad).abs().max() / grad.abs().max())
+                    for name, grad in wanted.items()
+                ]
         return found
 
     for errors in run_ranks(work, 2):
@@ -182,10 +222,14 @@ def test_logits_can_be_trained_on_too() -> None:
 
     def work() -> dict[str, Tensor]:
         with adapted(small_spec(layers=LAYERS), setting) as (model, world):
-            mean_loss(model, world).backward()  # with labels first: the choice is made anew for each forward
+            mean_loss(
+                model, world
+            ).backward()  # with labels first: the choice is made anew for each forward
             model.zero_grad(set_to_none=True)
             rows = 8 // world.size
-            model(small_batch()[0][world.rank * rows : (world.rank + 1) * rows]).square().sum().backward()
+            model(
+                small_batch()[0][world.rank * rows : (world.rank + 1) * rows]
+            ).square().sum().backward()
             return gradients(model)
 
     [wanted] = run_ranks(work, 1)
@@ -196,7 +240,9 @@ def test_logits_can_be_trained_on_too() -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_of_tokens() -> None:
-    """Preference optimization: an adapted head projects again in backward, with a weight that is gathered again."""
+    """Preference optimization: an adapted head projects again in backward, with a weight that is
+    gathered again.
+    """
     _, labels = small_batch()
     setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
 
@@ -218,9 +264,13 @@ def test_log_probabilities_of_tokens() -> None:
 
 @pytest.mark.slow
 def test_dora_beside_quantized_weights() -> None:
-    """Lengths begin as those of the weights that are in use, the quantized ones; and two ranks equal one."""
+    """Lengths begin as those of the weights that are in use, the quantized ones; and two ranks
+    equal one.
+    """
     lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True, quantize_base="nf4")
-    setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
+    setting = Setting(
+        lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32
+    )
 
     def work() -> list[dict[str, Tensor]]:
         with adapted(small_spec(layers=LAYERS), setting, moved=0) as (model, world):
@@ -245,7 +295,9 @@ def test_dora_beside_quantized_weights() -> None:
 def test_fp32_adapters_over_a_bf16_base() -> None:
     """Two types in one unit; what is trained is summed in its own."""
     lora = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True, dtype="fp32")
-    setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.bfloat16)
+    setting = Setting(
+        lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.bfloat16
+    )
 
     def work() -> dict[str, Tensor]:
         with adapted(small_spec(tied=True), setting) as (model, world):
@@ -268,9 +320,13 @@ def test_new_adapters_do_not_change_the_model() -> None:
             plain = build_meta(spec, torch.float64).to_empty(device="cpu")
             init_weights(plain, 3, spec)
             with adapted(spec, Setting(lora), moved=0) as (model, world):
-                found.append(abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach())))
+                found.append(
+                    abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach()))
+                )
                 init_adapters(model, 8)
-                found.append(abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach())))
+                found.append(
+                    abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach()))
+                )
         return found
 
     for errors in run_ranks(work, 2):

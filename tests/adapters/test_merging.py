@@ -17,19 +17,34 @@ from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.parallel import start_world
-from tests.adapters.hugging_face import VARIANTS, config, difference, ours, plain, save_with_peft, theirs, tiny_folder
+from tests.adapters.hugging_face import (
+    VARIANTS,
+    config,
+    difference,
+    ours,
+    plain,
+    save_with_peft,
+    theirs,
+    tiny_folder,
+)
 from tests.distributed.ranks import run_ranks
 
 
 def trained(folder: Path, cfg: LoraConfig, out: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A model with adapters, which are also written to `out`."""
     model = ours(folder, cfg, dtype)
-    export_adapter(model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank())
+    export_adapter(
+        model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank()
+    )
     return model
 
 
-def merge(folder: Path, adapter: Path, out: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Path:
-    merge_adapter(folder, adapter, out, **({"quantize": "none", "ranks": SingleRank()} | more), dtype=dtype)
+def merge(
+    folder: Path, adapter: Path, out: Path, dtype: torch.dtype = torch.float32, **more: Any
+) -> Path:
+    merge_adapter(
+        folder, adapter, out, **({"quantize": "none", "ranks": SingleRank()} | more), dtype=dtype
+    )
     return out
 
 
@@ -57,7 +72,9 @@ def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_a_quantized_base_is_merged_as_it_was_trained(kind: str, family: str, tmp_path: Path) -> None:
+def test_a_quantized_base_is_merged_as_it_was_trained(
+    kind: str, family: str, tmp_path: Path
+) -> None:
     folder = tiny_folder(tmp_path / "base", family)
     cfg = config(quantize_base=kind, target_modules=["q", "v", "down"])
     model = trained(folder, cfg, tmp_path / "adapter")
@@ -71,7 +88,13 @@ def test_a_quantized_base_is_merged_as_it_was_trained(kind: str, family: str, tm
 def test_fused_adapters_merge_as_peft_merges_them(kind: dict, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "base", "phi3")
     model = save_with_peft(
-        folder, tmp_path / "adapter", r=3, lora_alpha=5, target_modules="all-linear", rank_pattern={"o_proj": 2}, **kind
+        folder,
+        tmp_path / "adapter",
+        r=3,
+        lora_alpha=5,
+        target_modules="all-linear",
+        rank_pattern={"o_proj": 2},
+        **kind,
     )
     out = merge(folder, tmp_path / "adapter", tmp_path / "model")
     expected = model.merge_and_unload().state_dict()
@@ -84,10 +107,15 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "base", "llama")
     trained(folder, config(target_modules=["q"]), tmp_path / "adapter")
     wide = load_file(
-        merge(folder, tmp_path / "adapter", tmp_path / "wide", torch.bfloat16, out_dtype=torch.float32)
+        merge(
+            folder, tmp_path / "adapter", tmp_path / "wide", torch.bfloat16, out_dtype=torch.float32
+        )
         / "model.safetensors"
     )
-    narrow = load_file(merge(folder, tmp_path / "adapter", tmp_path / "narrow", torch.bfloat16) / "model.safetensors")
+    narrow = load_file(
+        merge(folder, tmp_path / "adapter", tmp_path / "narrow", torch.bfloat16)
+        / "model.safetensors"
+    )
     for name, tensor in narrow.items():
         assert tensor.dtype == torch.bfloat16 and wide[name].dtype == torch.float32
         assert torch.equal(wide[name].bfloat16(), tensor)
@@ -108,7 +136,9 @@ def test_ranks_share_the_files(tmp_path: Path) -> None:
 
     def work() -> None:
         with start_world(FullFinetuneConfig(device="cpu")) as world:
-            merge(folder, tmp_path / "adapter", tmp_path / "two", ranks=world, max_shard_bytes=20_000)
+            merge(
+                folder, tmp_path / "adapter", tmp_path / "two", ranks=world, max_shard_bytes=20_000
+            )
 
     run_ranks(work, 2)
     assert len(list(one.glob("*.safetensors"))) > 3
@@ -142,20 +172,30 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError) as error:
         merge(other, tmp_path / "adapter", tmp_path / "model")
-    assert str(error.value) == (
-        f"{tmp_path / 'adapter'}: was trained on other weights than those of {other}; use its own base model, {folder}"
+    assert (
+        str(error.value)
+        == f"{tmp_path / 'adapter'}: was trained on other weights than those of {other}; use its"
+        f" own base model, {folder}"
     )
     assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
-def test_pieces_of_rows_are_the_formula(by_column: bool, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_rows_are_the_formula(
+    by_column: bool, dora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(merged, "_PIECE_ELEMENTS", 20)
     torch.manual_seed(0)
-    weight, first, second = torch.randn(7, 5).double(), torch.randn(2, 5).double(), torch.randn(7, 2).double()
+    weight, first, second = (
+        torch.randn(7, 5).double(),
+        torch.randn(2, 5).double(),
+        torch.randn(7, 2).double(),
+    )
     lengths = torch.rand(5 if by_column else 7).double() if dora else None
-    pieces = list(merge_rows(lambda a, b: weight[a:b], 7, Update(first, second, math.pi, lengths, by_column)))
+    pieces = list(
+        merge_rows(lambda a, b: weight[a:b], 7, Update(first, second, math.pi, lengths, by_column))
+    )
     expected = weight + math.pi * second @ first
     if lengths is not None:
         norms = expected.norm(dim=0 if by_column else 1)

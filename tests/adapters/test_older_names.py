@@ -1,4 +1,6 @@
-"""Adapters that were made with transformers 4: mapped to the present names, or refused with the reason."""
+"""Adapters that were made with transformers 4: mapped to the present names, or refused with the
+reason.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,8 @@ from recipe_lib.models import read_config
 from tests.adapters.hugging_face import difference, ours, plain, spec_of, theirs, with_peft
 from tests.models.reference import SMALL, reference_model
 
-# The block of a mixture in transformers 4, whose router was a linear called `gate`, and an expert's three linears.
+# The block of a mixture in transformers 4, whose router was a linear called `gate`, and an expert's
+# three linears.
 BLOCKS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3-moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -28,22 +31,37 @@ WIDTH, LAYERS, RANK = SMALL["hidden_size"], SMALL["num_hidden_layers"], 4
 
 
 def write_older(folder: Path, base: Path, family: str, ends: list[str]) -> Path:
-    """An adapter as PEFT saved it with transformers 4: of linears of the mixture, by their names in a layer."""
+    """An adapter as PEFT saved it with transformers 4: of linears of the mixture, by their names in
+    a layer.
+    """
     tensors = {}
     generator = torch.Generator().manual_seed(3)
     spec = spec_of(base)
     block, (gate, up, down) = BLOCKS[family]
     assert spec.mixture is not None
     inner = spec.mixture.mlp_width
-    shapes = {"gate": (spec.mixture.num_experts, WIDTH), gate: (inner, WIDTH), up: (inner, WIDTH), down: (WIDTH, inner)}
+    shapes = {
+        "gate": (spec.mixture.num_experts, WIDTH),
+        gate: (inner, WIDTH),
+        up: (inner, WIDTH),
+        down: (WIDTH, inner),
+    }
     for layer in (number for number in range(LAYERS) if spec.mixture.layers[number]):
         for end in ends:
-            middles = [block] if end == "gate" else [f"{block}.experts.{at}" for at in range(spec.mixture.num_experts)]
+            middles = (
+                [block]
+                if end == "gate"
+                else [f"{block}.experts.{at}" for at in range(spec.mixture.num_experts)]
+            )
             for middle in middles:
                 rows, columns = shapes[end]
                 name = f"base_model.model.model.layers.{layer}.{middle}.{end}"
-                tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.1
-                tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.1
+                tensors[f"{name}.lora_A.weight"] = (
+                    torch.randn(RANK, columns, generator=generator) * 0.1
+                )
+                tensors[f"{name}.lora_B.weight"] = (
+                    torch.randn(rows, RANK, generator=generator) * 0.1
+                )
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 8, "target_modules": ends,
@@ -72,7 +90,9 @@ def test_a_router_of_transformers_4_is_the_one_of_transformers_5(
     model = ours(base, LoraConfig(rank=RANK, alpha=8.0, target_modules=["router"]), moved=0)
     load_adapter(model, model.spec, adapter)
     assert difference(model, expected) < 1e-5
-    merge_adapter(base, adapter, tmp_path / "merged", quantize="none", dtype=torch.float32, ranks=SingleRank())
+    merge_adapter(
+        base, adapter, tmp_path / "merged", quantize="none", dtype=torch.float32, ranks=SingleRank()
+    )
     assert difference(plain(tmp_path / "merged"), expected) < 1e-5
     assert difference(model, theirs(tmp_path / "merged")) < 1e-5
 
@@ -86,9 +106,13 @@ def test_what_cannot_be_mapped_is_refused_with_the_reason(
     spec = spec_of(base) if implementation == "native" else read_spec(read_config(base), family)
     names = BLOCKS[family][1]
     experts = read_adapter(write_older(tmp_path / "experts", base, family, [*names, "gate"]))
-    with pytest.raises(CheckpointError, match=r"adapts the linears of each expert .*, as transformers 4 has them"):
+    with pytest.raises(
+        CheckpointError, match=r"adapts the linears of each expert .*, as transformers 4 has them"
+    ):
         check_fits(experts, spec)
     if implementation == "transformers":
         router = read_adapter(write_older(tmp_path / "router", base, family, ["gate"]))
-        with pytest.raises(CheckpointError, match=r"mlp\.gate and \d more are no linear of this model"):
+        with pytest.raises(
+            CheckpointError, match=r"mlp\.gate and \d more are no linear of this model"
+        ):
             check_fits(router, spec)

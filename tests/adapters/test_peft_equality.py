@@ -1,4 +1,6 @@
-"""Training with adapters equals PEFT on transformers: the same weights, beginnings, batches and AdamW, step by step."""
+"""Training with adapters equals PEFT on transformers: the same weights, beginnings, batches and
+AdamW, step by step.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,12 @@ CASES = {
     "rslora of embedding and head, which are tied": LoraConfig(
         rank=4, alpha=3, target_modules=["q", "embedding", "head"], rslora=True
     ),
-    "dora of embedding and head": LoraConfig(rank=4, alpha=8, target_modules=["q", "embedding", "head"], dora=True),
-    "dora with dropout": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dora=True, dropout=0.1),
+    "dora of embedding and head": LoraConfig(
+        rank=4, alpha=8, target_modules=["q", "embedding", "head"], dora=True
+    ),
+    "dora with dropout": LoraConfig(
+        rank=8, alpha=16, target_modules=LINEARS, dora=True, dropout=0.1
+    ),
 }
 Losses = list[tuple[float, float]]
 
@@ -39,7 +45,9 @@ Losses = list[tuple[float, float]]
 def batches(realdata: Path) -> list[Tensor]:
     """A batch `[ROWS, LENGTH]` of tokens for every step."""
     text = (realdata / "datasets/text/tinyshakespeare.txt").read_text()[:40_000]
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(realdata / "stories260K-hf/tokenizer.model"))
+    tokenizer = sentencepiece.SentencePieceProcessor(
+        model_file=str(realdata / "stories260K-hf/tokenizer.model")
+    )
     tokens = torch.tensor(tokenizer.encode(text))
     return list(tokens[: STEPS * ROWS * LENGTH].view(STEPS, ROWS, LENGTH))
 
@@ -57,7 +65,9 @@ def peft_model(folder: Path, cfg: LoraConfig) -> nn.Module:
         use_dora=cfg.dora,
     )
     torch.manual_seed(11)
-    model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), settings)
+    model = peft.get_peft_model(
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), settings
+    )
     return model.train()
 
 
@@ -128,6 +138,8 @@ def test_twenty_steps_equal_those_of_peft(case: str, realdata: Path) -> None:
     assert sum(loss for loss, _ in wanted[:5]) - sum(loss for loss, _ in wanted[-5:]) > 0.5, (
         "the reference does not learn: the comparison would say little"
     )
-    for step, ((loss, norm), (their_loss, their_norm)) in enumerate(zip(found, wanted, strict=True)):
+    for step, ((loss, norm), (their_loss, their_norm)) in enumerate(
+        zip(found, wanted, strict=True)
+    ):
         assert abs(loss - their_loss) < 1e-4, (step, loss, their_loss)
         assert abs(norm - their_norm) < 1e-3, (step, norm, their_norm)

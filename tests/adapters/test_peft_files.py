@@ -18,14 +18,31 @@ from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.models import read_config, spec_from_config
 from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
-from tests.adapters.hugging_face import VARIANTS, config, difference, ours, save_with_peft, tiny_folder, with_peft
+from tests.adapters.hugging_face import (
+    VARIANTS,
+    config,
+    difference,
+    ours,
+    save_with_peft,
+    tiny_folder,
+    with_peft,
+)
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_spec
 from tests.selection import slow_but
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
-    export_adapter(model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank(), **more)
+    export_adapter(
+        model,
+        model.spec,
+        cfg,
+        out,
+        base=str(folder),
+        base_folder=folder,
+        world=SingleRank(),
+        **more,
+    )
     return out
 
 
@@ -77,10 +94,16 @@ def test_pefts_loads_in_ours(theirs: dict, mine: dict, realdata: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "targets", slow_but([LINEARS, ["q", "v", "up"], ["o"], ["k"]], 1), ids=lambda targets: "-".join(targets)
+    "targets",
+    slow_but([LINEARS, ["q", "v", "up"], ["o"], ["k"]], 1),
+    ids=lambda targets: "-".join(targets),
 )
-@pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
-def test_fused_projections_are_stacked_exactly(targets: list[str], kind: dict, phi: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"]
+)
+def test_fused_projections_are_stacked_exactly(
+    targets: list[str], kind: dict, phi: Path, tmp_path: Path
+) -> None:
     cfg = config(target_modules=targets, **kind)
     model = ours(phi, cfg)
     out = write(model, phi, cfg, tmp_path / "adapter")
@@ -93,7 +116,9 @@ def test_fused_projections_are_stacked_exactly(targets: list[str], kind: dict, p
 
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_pefts_fused_adapter_loads_in_ours(kind: dict, phi: Path, tmp_path: Path) -> None:
-    model = save_with_peft(phi, tmp_path / "a", r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"], **kind)
+    model = save_with_peft(
+        phi, tmp_path / "a", r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"], **kind
+    )
     cfg = config(target_modules=["q", "k", "v", "gate", "up"], dora=bool(kind))
     own = ours(phi, cfg, moved=0)
     check_adapter(tmp_path / "a", own.spec, cfg, phi)
@@ -109,12 +134,16 @@ def test_servers_see_one_scaling_and_room_for_the_largest_rank(phi: Path, tmp_pa
     assert fields["rank_pattern"] == {"o_proj": 4, "gate_up_proj": 4}
     assert fields["alpha_pattern"] == {"o_proj": 8, "gate_up_proj": 8}
     with safe_open(str(out / "adapter_model.safetensors"), "pt") as file:
-        assert file.get_slice(f"{PREFIX}model.layers.1.self_attn.qkv_proj.lora_A.weight").get_shape() == [12, 32]
+        assert file.get_slice(
+            f"{PREFIX}model.layers.1.self_attn.qkv_proj.lora_A.weight"
+        ).get_shape() == [12, 32]
         assert file.metadata()["format"] == "pt"
 
 
 def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
-    """Checked on the modules that transformers makes, with a vision tower that has projections of the same names."""
+    """Checked on the modules that transformers makes, with a vision tower that has projections of
+    the same names.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
     from transformers import AutoModelForImageTextToText, Gemma3Config
@@ -123,32 +152,59 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
         "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "max_position_embeddings": 64,
     }  # fmt: skip
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    settings = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    settings = Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
     outer = settings.to_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
     spec, cfg = spec_from_config(outer, "tiny"), config(target_modules=["q", "down"])
     with adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
-        export_adapter(model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer)
+        export_adapter(
+            model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer
+        )
     fields = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     with torch.device("meta"):
         theirs = AutoModelForImageTextToText.from_config(settings)
-        theirs = get_peft_model(theirs, PeftConfig(r=4, target_modules=fields["target_modules"], task_type="CAUSAL_LM"))
-    names = {name.replace(".default", "") for name, _ in theirs.named_parameters() if "lora_" in name}
+        theirs = get_peft_model(
+            theirs, PeftConfig(r=4, target_modules=fields["target_modules"], task_type="CAUSAL_LM")
+        )
+    names = {
+        name.replace(".default", "") for name, _ in theirs.named_parameters() if "lora_" in name
+    }
     assert names == load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
     check_adapter(tmp_path / "a", spec, cfg)
 
 
-@pytest.mark.parametrize("name", ["model.language_model.layers.1", "language_model.model.layers.1", "model.layers.1"])
+@pytest.mark.parametrize(
+    "name", ["model.language_model.layers.1", "language_model.model.layers.1", "model.layers.1"]
+)
 def test_patterns_may_name_the_modules_of_a_multimodal_model(name: str) -> None:
-    patterns = {"rank_pattern": {f"{name}.mlp.up_proj": 2}, "alpha_pattern": {f"{name}.mlp.up_proj": 3.0}}
+    patterns = {
+        "rank_pattern": {f"{name}.mlp.up_proj": 2},
+        "alpha_pattern": {f"{name}.mlp.up_proj": 3.0},
+    }
     settings = AdapterConfig(rank=4, alpha=8.0, rslora=False, dora=False, **patterns)
-    first, second = (FileModule(f"model.layers.{number}.mlp.up_proj", 8, 8, ()) for number in (0, 1))
+    first, second = (
+        FileModule(f"model.layers.{number}.mlp.up_proj", 8, 8, ()) for number in (0, 1)
+    )
     assert settings.rank_of(second) == 2
     assert (settings.scaling_of(first), settings.scaling_of(second)) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(
-    "layout", ["gemma-2b-it", "llama-2-7b-chat", "mistral-7b-instruct-v0.3", "qwen2.5-14b-cogito", "phi-3-mini-merge"]
+    "layout",
+    [
+        "gemma-2b-it",
+        "llama-2-7b-chat",
+        "mistral-7b-instruct-v0.3",
+        "qwen2.5-14b-cogito",
+        "phi-3-mini-merge",
+    ],
 )
 def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path) -> None:
     folder = realdata / "hf-layouts" / layout
@@ -163,7 +219,9 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
 def test_two_ranks_write_and_read_what_one_does(tmp_path: Path) -> None:
     spec = small_spec()
     cfg = config(target_modules=EVERYWHERE, dora=True, rank=3)
-    setting = Setting(cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
+    setting = Setting(
+        cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32
+    )
 
     def export(out: Path) -> None:
         with adapted(spec, setting) as (model, world):
@@ -177,7 +235,9 @@ def test_two_ranks_write_and_read_what_one_does(tmp_path: Path) -> None:
     export(tmp_path / "one")
     run_ranks(export, 2, tmp_path / "two")
     run_ranks(read, 2, tmp_path / "one", tmp_path / "again")
-    one, two, again = (tmp_path / name / "adapter_model.safetensors" for name in ("one", "two", "again"))
+    one, two, again = (
+        tmp_path / name / "adapter_model.safetensors" for name in ("one", "two", "again")
+    )
     files = [load_file(file) for file in (one, two)]
     for name, tensor in files[0].items():
         if "magnitude" in name:  # lengths are sums in another order

@@ -1,4 +1,6 @@
-"""Every key of PEFT's own config: read as PEFT reads it, known to change nothing, or refused by name."""
+"""Every key of PEFT's own config: read as PEFT reads it, known to change nothing, or refused by
+name.
+"""
 
 import dataclasses
 import json
@@ -124,7 +126,9 @@ def test_another_value_is_used_as_peft_uses_it_or_refused_by_name(
 TYPED = [*sorted(READ), "auto_mapping", "arrow_config"]
 
 
-@pytest.mark.parametrize("key", slow_except(TYPED, ["layers_to_transform", "r", "trainable_token_indices"]))
+@pytest.mark.parametrize(
+    "key", slow_except(TYPED, ["layers_to_transform", "r", "trainable_token_indices"])
+)
 def test_a_wrong_type_is_one_line(
     key: str, base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -158,10 +162,14 @@ def test_a_missing_key_has_peft_s_default_or_is_one_line(
     assert relative(read_merged(tmp_path / "out")[0], logits) < 1e-5
 
 
-def test_a_key_that_nobody_knows(base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_key_that_nobody_knows(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     change_config(adapter, use_new_feature={"a": 1})
     code, err = merge(base, adapter, tmp_path / "out", capsys)
-    assert code == 2 and "use_new_feature" in err and "remove the key" in err and err.count("\n") == 1
+    assert (
+        code == 2 and "use_new_feature" in err and "remove the key" in err and err.count("\n") == 1
+    )
     change_config(adapter, use_new_feature=None)
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
 
@@ -174,7 +182,11 @@ SELECTIONS: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.0\..*"},
     {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]},
     {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
-    {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": ["h", "model.layers"]},
+    {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [0],
+        "layers_pattern": ["h", "model.layers"],
+    },
     {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "h"},
     {"target_modules": ["q_proj", "up_proj", "lm_head"], "modules_to_save": ["mlp", "lm_head"]},
     {"target_modules": ["embed_tokens", "lm_head", "o_proj"], "modules_to_save": ["tokens"]},
@@ -186,10 +198,14 @@ def test_the_modules_that_peft_selects(fields: dict[str, Any], base: Path) -> No
     from peft.tuners.tuners_utils import check_target_module_exists
 
     selection = {key: value for key, value in fields.items() if key != "modules_to_save"}
-    config = AdapterConfig(4, 8, False, False, saved=tuple(fields.get("modules_to_save", ())), selection=selection)
+    config = AdapterConfig(
+        4, 8, False, False, saved=tuple(fields.get("modules_to_save", ())), selection=selection
+    )
     theirs = PeftConfig(**fields)
     for name in file_modules(spec_of(base)):
-        assert (find_unselected(config, [name]) is None) == bool(check_target_module_exists(theirs, name)), name
+        assert (find_unselected(config, [name]) is None) == bool(
+            check_target_module_exists(theirs, name)
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -202,12 +218,16 @@ def test_the_modules_that_peft_selects(fields: dict[str, Any], base: Path) -> No
     ],
     ids=str,
 )
-def test_parameters_of_linears_are_selected_by_their_own_key(fields: dict[str, Any], base: Path) -> None:
+def test_parameters_of_linears_are_selected_by_their_own_key(
+    fields: dict[str, Any], base: Path
+) -> None:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     ends = ["v_proj.weight"]
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), PeftConfig(**fields, target_parameters=ends))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), PeftConfig(**fields, target_parameters=ends)
+    )
     adapted = {name.partition(".lora_A")[0] for name in model.state_dict() if ".lora_A" in name}
     names = [name.removeprefix("base_model.model.") for name in adapted]
     assert any(name.endswith("layers.0.self_attn.v_proj") for name in names)

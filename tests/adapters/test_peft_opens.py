@@ -1,4 +1,6 @@
-"""Every kind of adapter that we write, of every family: PEFT itself opens it as trained, and as we merge it."""
+"""Every kind of adapter that we write, of every family: PEFT itself opens it as trained, and as we
+merge it.
+"""
 
 import re
 from dataclasses import replace
@@ -41,7 +43,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts and router": {"target_modules": ["q", "v", "router", "experts"]},
     "all of it": {"target_modules": ["all-linear", "embedding", "head", "router", "experts"]},
 }
-QUICK = ["qwen3_moe, one dense layer: all of it", "phi3: DoRA", "deepseek_v3 of transformers: all-linear"]
+QUICK = [
+    "qwen3_moe, one dense layer: all of it",
+    "phi3: DoRA",
+    "deepseek_v3 of transformers: all-linear",
+]
 CASES = [
     *QUICK, "llama, tied: embedding", "llama, biases: all-linear, dropout", "qwen2: q and v, rsLoRA",
     "qwen3: MLPs", "gemma2: one matrix of the MLPs", "gemma3: head", "phi3: head alone, DoRA",
@@ -70,11 +76,15 @@ def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
     written = write_adapter(base, folder, settings(kind), tmp_path)
     merged = compute_logits(theirs(written / "model"))
     assert relative(compute_logits(open_with_peft(folder, written / "adapter")), merged) < 1e-5
-    assert relative(compute_logits(theirs(folder)), merged) > 1e-3, "the adapter changes next to nothing"
+    assert relative(compute_logits(theirs(folder)), merged) > 1e-3, (
+        "the adapter changes next to nothing"
+    )
 
 
 @pytest.mark.parametrize("base", DENSE_AMONG_EXPERTS)
-def test_dora_of_dense_layers_among_experts_is_refused_before_training(base: str, tmp_path: Path) -> None:
+def test_dora_of_dense_layers_among_experts_is_refused_before_training(
+    base: str, tmp_path: Path
+) -> None:
     """PEFT has them by target_parameters alone, which go with no lengths; the remedies work."""
     spec = read_base_spec(base, make_base(base, tmp_path))
     cfg = LoraFinetuneConfig(device="cpu", lora=settings("DoRA"))
@@ -83,5 +93,7 @@ def test_dora_of_dense_layers_among_experts_is_refused_before_training(base: str
     assert "\n" not in str(fault.value)
     remedy = re.search(r"lora.target_modules=\[([\w,]+)\]$", str(fault.value))
     assert remedy is not None
-    validate_parallelism(replace(cfg, lora=replace(cfg.lora, target_modules=remedy[1].split(","))), spec)
+    validate_parallelism(
+        replace(cfg, lora=replace(cfg.lora, target_modules=remedy[1].split(","))), spec
+    )
     validate_parallelism(replace(cfg, lora=replace(cfg.lora, dora=False)), spec)

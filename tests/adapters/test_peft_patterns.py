@@ -1,4 +1,6 @@
-"""Regular expressions of adapter_config.json: matched as PEFT matches them, and never without end."""
+"""Regular expressions of adapter_config.json: matched as PEFT matches them, and never without
+end.
+"""
 
 import json
 import re
@@ -46,7 +48,9 @@ def test_each_pattern_matches_what_peft_matches() -> None:
 
     for pattern in PATTERNS:
         expected = [get_pattern_key([pattern], name) == pattern for name in MODULES]
-        assert [match == 0 for match in first_matches((pattern,), tuple(MODULES))] == expected, pattern
+        assert [match == 0 for match in first_matches((pattern,), tuple(MODULES))] == expected, (
+            pattern
+        )
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
@@ -54,14 +58,19 @@ def test_the_first_pattern_that_matches_counts() -> None:
 
     for order in (PATTERNS, PATTERNS[::-1], sorted(PATTERNS, key=len)):
         used = [pattern for pattern in order if pattern not in ("", ".*")]
-        found = [None if match is None else used[match] for match in first_matches(tuple(used), tuple(MODULES))]
+        found = [
+            None if match is None else used[match]
+            for match in first_matches(tuple(used), tuple(MODULES))
+        ]
         keys = [get_pattern_key(used, name) for name in MODULES]
         assert found == [key if key in used and key != name or key == "lm_head" else None
                          for key, name in zip(keys, MODULES, strict=True)]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", slow_except(["(q_proj", "(?i)q_proj"], ["(q_proj"]))
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
+@pytest.mark.parametrize(
+    "key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"]
+)
 def test_what_is_no_regular_expression(key: str, pattern: str, tmp_path: Path, capsys: Any) -> None:
     base = make_base(tmp_path / "base", "llama")
     adapter = train_with_peft(base, tmp_path / "adapter")
@@ -90,15 +99,23 @@ def test_a_pattern_without_end_is_refused_by_name(
 SETTINGS: dict[str, dict[str, Any]] = {
     "rank": {"rank_pattern": {r".*layers\.1\..*q_proj": 2}},
     "alpha": {"alpha_pattern": {r".*v_proj": 64}},
-    "order": {"rank_pattern": {r"layers\.0\..*": 2, "q_proj": 6}, "alpha_pattern": {"q_proj": 3, r".*\.1\..*": 9}},
+    "order": {
+        "rank_pattern": {r"layers\.0\..*": 2, "q_proj": 6},
+        "alpha_pattern": {"q_proj": 3, r".*\.1\..*": 9},
+    },
     "anchored": {"rank_pattern": {r"^model\.layers\.[01]\.self_attn\.q_proj": 2, "^q_proj": 7}},
-    "alternatives, rslora": {"alpha_pattern": {r"layers\.\d+\.self_attn\.(q|v)_proj": 12}, "use_rslora": True},
+    "alternatives, rslora": {
+        "alpha_pattern": {r"layers\.\d+\.self_attn\.(q|v)_proj": 12},
+        "use_rslora": True,
+    },
     "dora": {"rank_pattern": {r".*(q|k)_proj": 2}, "use_dora": True},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_merged_generated_with_and_trained_on_as_peft_does(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_merged_generated_with_and_trained_on_as_peft_does(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
     base = make_base(tmp_path / "base", "llama")
     adapter, settings = tmp_path / "adapter", {"r": 4, "lora_alpha": 8} | SETTINGS[name]
     model = save_with_peft(base, adapter, target_modules=["q_proj", "v_proj"], **settings)
@@ -128,7 +145,11 @@ def test_merged_generated_with_and_trained_on_as_peft_does(name: str, tmp_path: 
 PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     "of the parameter": (
         "llama",
-        {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj.weight": 2}, "alpha_pattern": {"q_proj": 3}},
+        {
+            "target_parameters": ["q_proj.weight"],
+            "rank_pattern": {"q_proj.weight": 2},
+            "alpha_pattern": {"q_proj": 3},
+        },
     ),
     "beside modules": (
         "qwen2",
@@ -140,16 +161,25 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "of dense layers among experts": (
         "qwen3_moe",
-        {"target_parameters": ["mlp.gate_proj.weight"], "rank_pattern": {"gate_proj": 2, "gate_proj.weight": 3}},
+        {
+            "target_parameters": ["mlp.gate_proj.weight"],
+            "rank_pattern": {"gate_proj": 2, "gate_proj.weight": 3},
+        },
     ),
 }
 
 
 @pytest.mark.parametrize("name", slow_except(PARAMETERS, ["of the parameter"]))
-def test_patterns_of_parameters_are_compared_with_their_whole_names(name: str, tmp_path: Path, capsys: Any) -> None:
-    """PEFT compares the name of what has the adapter, `....q_proj.weight`, where that is named by a parameter."""
+def test_patterns_of_parameters_are_compared_with_their_whole_names(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
+    """PEFT compares the name of what has the adapter, `....q_proj.weight`, where that is named by a
+    parameter.
+    """
     family, settings = PARAMETERS[name]
-    base = make_base(tmp_path / "base", family, **({"mlp_only_layers": [1]} if family == "qwen3_moe" else {}))
+    base = make_base(
+        tmp_path / "base", family, **({"mlp_only_layers": [1]} if family == "qwen3_moe" else {})
+    )
     adapter = train_with_peft(base, tmp_path / "adapter", **({"target_modules": []} | settings))
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
     assert relative(read_merged(tmp_path / "out")[0], ask_peft(base, adapter)[0]) < 1e-5
@@ -158,5 +188,11 @@ def test_patterns_of_parameters_are_compared_with_their_whole_names(name: str, t
 def test_an_embedding_that_is_a_parameter_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
     base = make_base(tmp_path / "base", "llama")
     settings = {"target_modules": [], "target_parameters": ["embed_tokens.weight"]}
-    code, err = merge(base, train_with_peft(base, tmp_path / "adapter", **settings), tmp_path / "out", capsys)
-    assert code == 2 and "target_parameters: found the embedding's weight" in err and err.count("\n") == 1
+    code, err = merge(
+        base, train_with_peft(base, tmp_path / "adapter", **settings), tmp_path / "out", capsys
+    )
+    assert (
+        code == 2
+        and "target_parameters: found the embedding's weight" in err
+        and err.count("\n") == 1
+    )

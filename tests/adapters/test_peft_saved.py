@@ -1,4 +1,6 @@
-"""What an adapter's file has besides A and B: merged and generated with as PEFT does, over families and kinds."""
+"""What an adapter's file has besides A and B: merged and generated with as PEFT does, over families
+and kinds.
+"""
 
 import json
 from pathlib import Path
@@ -39,12 +41,18 @@ KINDS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "embedding of more tokens": (100, {"modules_to_save": ["embed_tokens"]}),
     "more tokens alone": (100, {}),
     "adapted, more tokens": (100, {"target_modules": ["q_proj", *WHOLE]}),
-    "adapted with DoRA, more tokens": (100, {"target_modules": ["q_proj", *WHOLE], "use_dora": True}),
+    "adapted with DoRA, more tokens": (
+        100,
+        {"target_modules": ["q_proj", *WHOLE], "use_dora": True},
+    ),
     "norms": (None, {"modules_to_save": ["norm", "input_layernorm"]}),
     "linears": (None, {"modules_to_save": ["o_proj", "down_proj"]}),
     "a block": (None, {"modules_to_save": ["self_attn"], "target_modules": ["down_proj"]}),
     "rows of tokens": (None, {"trainable_token_indices": [3, 90]}),
-    "rows of both": (None, {"trainable_token_indices": {"embed_tokens": [3, 90], "lm_head": [90, 5]}}),
+    "rows of both": (
+        None,
+        {"trainable_token_indices": {"embed_tokens": [3, 90], "lm_head": [90, 5]}},
+    ),
     "rows of new tokens": (100, {"trainable_token_indices": [97, 99]}),
     "all biases": (None, {"bias": "all"}),
     "adapted biases": (None, {"bias": "lora_only", "target_modules": ["q_proj", "o_proj"]}),
@@ -52,7 +60,8 @@ KINDS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "router": (None, {"modules_to_save": ["gate"]}),
 }
 NAMES = {"phi3": {"q_proj": "qkv_proj"}}
-# PEFT has no such adapter, or no such model: experts are no linears, and what has no bias cannot take one up.
+# PEFT has no such adapter, or no such model: experts are no linears, and what has no bias cannot
+# take one up.
 CANNOT = {("qwen3_moe", "linears"), ("qwen3_moe", "a block")}
 CANNOT |= {(family, "router") for family in FAMILIES if family != "qwen3_moe"}
 CANNOT |= {(family, "biases of adapters") for family in FAMILIES if family != "qwen2"}
@@ -63,7 +72,12 @@ CASES = [*QUICK, "llama: norms", "llama: both, tied again", "phi3: both of fewer
          "gemma: embedding of more tokens", "gemma: more tokens alone", "qwen2: adapted, more tokens",
          "qwen3_moe: adapted with DoRA, more tokens", "gemma: a block", "phi3: rows of new tokens",
          "gemma: adapted biases"]  # fmt: skip
-GENERATED = ["llama: both", "qwen2: rows of both", "qwen2: biases of adapters", "qwen2: adapted, more tokens"]
+GENERATED = [
+    "llama: both",
+    "qwen2: rows of both",
+    "qwen2: biases of adapters",
+    "qwen2: adapted, more tokens",
+]
 
 
 def make_case(case: str, folder: Path) -> tuple[Path, Path, int | None]:
@@ -72,7 +86,9 @@ def make_case(case: str, folder: Path) -> tuple[Path, Path, int | None]:
     base = make_base(folder / "base", family)
     vocabulary, settings = KINDS[kind]
     targets = settings.get("target_modules", ["q_proj"])
-    settings = settings | {"target_modules": [NAMES.get(family, {}).get(name, name) for name in targets]}
+    settings = settings | {
+        "target_modules": [NAMES.get(family, {}).get(name, name) for name in targets]
+    }
     return base, train_with_peft(base, folder / "adapter", vocabulary, **settings), vocabulary
 
 
@@ -89,7 +105,10 @@ def test_merged_as_peft_does(case: str, tmp_path: Path, capsys: pytest.CaptureFi
     own_logits, own_tensors, config = read_merged(tmp_path / "out")
     assert relative(own_logits, logits) < 1e-5
     assert config.vocab_size == logits.shape[-1]
-    shared = {"model.embed_tokens.weight", "lm_head.weight"}  # PEFT itself makes one of the two matrices of a tied base
+    shared = {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }  # PEFT itself makes one of the two matrices of a tied base
     for name, tensor in tensors.items():
         if name not in shared:
             assert relative(own_tensors[name], tensor) < 1e-5, name
@@ -106,7 +125,11 @@ def test_generated_with_as_peft_does(case: str, tmp_path: Path) -> None:
         assert relative(model(make_tokens(vocabulary)), logits) < 1e-5
 
 
-ROWS = {("llama", "q_proj"): "", ("phi3", "qkv_proj"): "several matrices", ("qwen2", "k_proj"): "a bias"}
+ROWS = {
+    ("llama", "q_proj"): "",
+    ("phi3", "qkv_proj"): "several matrices",
+    ("qwen2", "k_proj"): "a bias",
+}
 
 
 @pytest.mark.parametrize(("family", "linear"), ROWS)
@@ -119,7 +142,12 @@ def test_rows_of_a_linear_are_merged_or_refused(
     code, said = merge(base, adapter, tmp_path / "out", capsys)
     why_not = ROWS[family, linear]
     if why_not:
-        assert code == 2 and said.count("error: ") == 1 and "trainable_token_indices" in said and why_not in said, said
+        assert (
+            code == 2
+            and said.count("error: ") == 1
+            and "trainable_token_indices" in said
+            and why_not in said
+        ), said
         assert not (tmp_path / "out").exists()
     else:
         assert (code, said) == (0, "")
@@ -127,7 +155,9 @@ def test_rows_of_a_linear_are_merged_or_refused(
 
 
 @pytest.mark.slow
-def test_what_was_tied_stays_one_matrix_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_was_tied_stays_one_matrix_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     kinds = {"both, tied again": True, "both": False}
     for kind, tied in kinds.items():
         base, adapter, _ = make_case(f"qwen2: {kind}", tmp_path / kind)
@@ -142,7 +172,9 @@ def test_the_base_alone_is_still_the_base(tmp_path: Path) -> None:
     from tests.adapters.hugging_face import plain
 
     base, adapter, _ = make_case("qwen2: rows of both", tmp_path)
-    model = load_source(find_source(str(adapter), str(base)), torch.float32, torch.device("cpu"), "none")
+    model = load_source(
+        find_source(str(adapter), str(base)), torch.float32, torch.device("cpu"), "none"
+    )
     with adapters_off(model):
         assert torch.equal(model(make_tokens()), plain(base)(make_tokens()).detach())
     with torch.no_grad():
@@ -156,15 +188,21 @@ def test_such_an_adapter_is_merged_before_it_is_trained_on(
 ) -> None:
     base, adapter, _ = make_case(f"qwen2: {kind}", tmp_path)
     with pytest.raises(CheckpointError, match="tune export .* --merge"):
-        check_adapter(adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base)
+        check_adapter(
+            adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base
+        )
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
 
 
-def test_a_module_that_is_named_and_not_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_module_that_is_named_and_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     base, adapter, _ = make_case("llama: both", tmp_path)
     change_tensors(adapter, lambda tensors: tensors.pop("base_model.model.lm_head.weight"))
     code, err = merge(base, adapter, tmp_path / "out", capsys)
-    assert code == 2 and "modules_to_save" in err and "lm_head.weight" in err and err.count("\n") == 1
+    assert (
+        code == 2 and "modules_to_save" in err and "lm_head.weight" in err and err.count("\n") == 1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -186,7 +224,9 @@ def test_only_what_works_with_such_an_adapter_is_done_or_named(
 ) -> None:
     base, adapter, _ = make_case(case, tmp_path)
     words = ["export", str(adapter), "--adapter", "--base", str(base)]
-    assert main.main([*words, "--out", str(tmp_path / "out")]) == 2  # a copy would lose what was saved
+    assert (
+        main.main([*words, "--out", str(tmp_path / "out")]) == 2
+    )  # a copy would lose what was saved
     err = capsys.readouterr().err
     assert "brings model." in err or "brings lm_head" in err
     assert "--merge" in err and not (tmp_path / "out").exists()
@@ -198,5 +238,7 @@ def test_only_what_works_with_such_an_adapter_is_done_or_named(
 
 def test_an_adapter_in_gguf_has_no_place_for_it(tmp_path: Path) -> None:
     base, adapter, _ = make_case("llama: rows of tokens", tmp_path)
-    with pytest.raises(CheckpointError, match="brings model.embed_tokens.weight of the base along.*--merge"):
+    with pytest.raises(
+        CheckpointError, match="brings model.embed_tokens.weight of the base along.*--merge"
+    ):
         write_gguf_adapter(adapter, base, tmp_path / "out.gguf", "f32", name="x")

@@ -1,4 +1,6 @@
-"""Numbers of no dimension in an adapter's file (modules_to_save): of a user's own model, merged and computed with."""
+"""Numbers of no dimension in an adapter's file (modules_to_save): of a user's own model, merged and
+computed with.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,9 @@ class ScaledLlama(LlamaForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.post_attention_layernorm.scale = Scale()
-            layer.post_attention_layernorm.register_forward_hook(lambda norm, _, hidden: norm.scale(hidden))
+            layer.post_attention_layernorm.register_forward_hook(
+                lambda norm, _, hidden: norm.scale(hidden)
+            )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +71,9 @@ def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
     adapted = make_adapter(tmp_path)
     expected = logits_of(adapted, make_tokens())
     spec = read_spec(read_config(tmp_path / "base"), "base", "scaled")
-    model, filled = model_of_adapter(tmp_path / "adapter", spec, tmp_path / "base", torch.float32, CPU)
+    model, filled = model_of_adapter(
+        tmp_path / "adapter", spec, tmp_path / "base", torch.float32, CPU
+    )
     assert filled == 2 and relative(model(make_tokens()), expected) < 1e-5
     with adapters_off(model), adapted.disable_adapter():
         assert relative(model(make_tokens()), logits_of(adapted, make_tokens())) < 1e-5
@@ -80,4 +86,7 @@ def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
         dtype=torch.float32,
         ranks=SingleRank(),
     )
-    assert relative(load_model(spec, tmp_path / "model", torch.float32, CPU)(make_tokens()), expected) < 1e-5
+    assert (
+        relative(load_model(spec, tmp_path / "model", torch.float32, CPU)(make_tokens()), expected)
+        < 1e-5
+    )

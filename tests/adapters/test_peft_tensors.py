@@ -1,4 +1,6 @@
-"""Every tensor of an adapter's file: renamed, added, left out or broken in turn; never left aside in silence."""
+"""Every tensor of an adapter's file: renamed, added, left out or broken in turn; never left aside
+in silence.
+"""
 
 import json
 import shutil
@@ -48,9 +50,14 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, in
 
 
 def try_change(
-    case: tuple[Path, Path, int | None], change: Callable[[dict[str, Tensor]], Any], capsys: Any, config: Any = None
+    case: tuple[Path, Path, int | None],
+    change: Callable[[dict[str, Tensor]], Any],
+    capsys: Any,
+    config: Any = None,
 ) -> int:
-    """Merges a changed copy: it is what PEFT makes of it, or one line names one of its tensors or keys."""
+    """Merges a changed copy: it is what PEFT makes of it, or one line names one of its tensors or
+    keys.
+    """
     base, adapter, vocabulary = case
     copy, out = adapter.with_name("changed"), adapter.with_name("out")
     for folder in (copy, out):
@@ -72,21 +79,38 @@ def try_change(
     return 0
 
 
-@pytest.mark.parametrize("case", slow_except(["saved", "dora", "resized, tied", "rows"], ["saved"]), indirect=True)
-def test_each_tensor_left_out(case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "case", slow_except(["saved", "dora", "resized, tied", "rows"], ["saved"]), indirect=True
+)
+def test_each_tensor_left_out(
+    case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture
+) -> None:
     for name in load_file(case[1] / TENSORS):
         try_change(case, lambda tensors, name=name: tensors.pop(name), capsys)
 
 
-@pytest.mark.parametrize("case", slow_except(["saved", "biases", "fused"], ["saved"]), indirect=True)
-def test_each_tensor_renamed(case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "case", slow_except(["saved", "biases", "fused"], ["saved"]), indirect=True
+)
+def test_each_tensor_renamed(
+    case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture
+) -> None:
     def rename(tensors: dict[str, Tensor], old: str, new: str) -> None:
         tensors[new] = tensors.pop(old)
 
     for name in load_file(case[1] / TENSORS):
-        for new in (name.replace("base_model.model.", "", 1), f"{name}_x", name.replace("model.model.", "model.mode.")):
+        for new in (
+            name.replace("base_model.model.", "", 1),
+            f"{name}_x",
+            name.replace("model.model.", "model.mode."),
+        ):
             if new != name:
-                assert try_change(case, lambda tensors, old=name, new=new: rename(tensors, old, new), capsys) == 2, new
+                assert (
+                    try_change(
+                        case, lambda tensors, old=name, new=new: rename(tensors, old, new), capsys
+                    )
+                    == 2
+                ), new
 
 
 ADDED = [
@@ -116,11 +140,17 @@ def test_each_kind_of_tensor_added(tmp_path: Path, capsys: pytest.CaptureFixture
     case = base, train_with_peft(base, tmp_path / "adapter"), None
     for name in ADDED:
         shape = (32,) if "norm" in name else (32, 32)
-        try_change(case, lambda tensors, name=name, shape=shape: tensors.update({name: torch.ones(shape)}), capsys)
+        try_change(
+            case,
+            lambda tensors, name=name, shape=shape: tensors.update({name: torch.ones(shape)}),
+            capsys,
+        )
 
 
 @pytest.mark.parametrize(
-    ("number", "case"), slow_but([(float("nan"), "saved"), (float("inf"), "dora")], 1), indirect=["case"]
+    ("number", "case"),
+    slow_but([(float("nan"), "saved"), (float("inf"), "dora")], 1),
+    indirect=["case"],
 )
 def test_numbers_that_are_none(
     number: float, case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture
@@ -128,9 +158,13 @@ def test_numbers_that_are_none(
     base, adapter, _ = case
     original = (adapter / TENSORS).read_bytes()
     for name in load_file(adapter / TENSORS):
-        change_tensors(adapter, lambda tensors, name=name: tensors[name].view(-1)[-1:].fill_(number))
+        change_tensors(
+            adapter, lambda tensors, name=name: tensors[name].view(-1)[-1:].fill_(number)
+        )
         code, err = merge(base, adapter, adapter.with_name("out"), capsys)
-        assert code == 2 and f"{adapter}/{TENSORS}: {name} holds NaN or infinite numbers" in err, err
+        assert code == 2 and f"{adapter}/{TENSORS}: {name} holds NaN or infinite numbers" in err, (
+            err
+        )
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             find_source(str(adapter), str(base))
         (adapter / TENSORS).write_bytes(original)
@@ -141,7 +175,9 @@ def test_training_says_so_too(tmp_path: Path) -> None:
     adapter = train_with_peft(base, tmp_path / "adapter")
     change_tensors(adapter, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
     with pytest.raises(CheckpointError, match="NaN or infinite"):
-        check_adapter(adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base)
+        check_adapter(
+            adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""QLoRA over ranks: the same bits and losses for any number of them, bytes per rank, and memory while loading."""
+"""QLoRA over ranks: the same bits and losses for any number of them, bytes per rank, and memory
+while loading.
+"""
 
 import hashlib
 import json
@@ -35,7 +37,9 @@ ROWS, LENGTH, STEPS = 4, 16, 6
 
 
 @contextmanager
-def qlora(folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.float32) -> Iterator[tuple[Decoder, World]]:
+def qlora(
+    folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Decoder, World]]:
     """A model as the recipe makes it, its frozen weights from the folder."""
     with start_world(cfg) as world:
         spec = spec_from_config(read_config(folder), str(folder))
@@ -51,8 +55,12 @@ def qlora(folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.floa
 
 def config(quantize: str = "nf4", **options: Any) -> LoraFinetuneConfig:
     lora = LoraConfig(rank=4, quantize_base=quantize, dora=options.pop("dora", False))
-    parallel = ParallelConfig(fsdp_wrap_policy="layers", reshard_after_forward=options.pop("reshard", True))
-    return LoraFinetuneConfig(device="cpu", lora=lora, parallel=parallel, memory=MemoryConfig(**options))
+    parallel = ParallelConfig(
+        fsdp_wrap_policy="layers", reshard_after_forward=options.pop("reshard", True)
+    )
+    return LoraFinetuneConfig(
+        device="cpu", lora=lora, parallel=parallel, memory=MemoryConfig(**options)
+    )
 
 
 def frozen_bits(model: nn.Module) -> str:
@@ -75,11 +83,14 @@ def rows_of_text(realdata: Path) -> Tensor:
     """Tokens of two batches `[2, ROWS, LENGTH + 1]`."""
     tokenizer = load_tokenizer(realdata / "stories260K-hf")
     lines = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()[:2000]
-    return torch.tensor(tokenizer.encode(lines)[: 2 * ROWS * (LENGTH + 1)]).view(2, ROWS, LENGTH + 1)
+    return torch.tensor(tokenizer.encode(lines)[: 2 * ROWS * (LENGTH + 1)]).view(
+        2, ROWS, LENGTH + 1
+    )
 
 
 def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
-    """Losses of some AdamW steps on the same rows for any number of ranks; frozen bits must come out unchanged.
+    """Losses of some AdamW steps on the same rows for any number of ranks; frozen bits must come
+    out unchanged.
 
     text: `[batches, ROWS, LENGTH + 1]`.
     """
@@ -90,7 +101,9 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
         found = []
         for step in range(STEPS):
             mine = text[step % 2].chunk(world.size)[world.rank]
-            loss = model(mine[:, :-1], labels=mine[:, 1:], head_loss=CrossEntropy(2)) / (ROWS * LENGTH)
+            loss = model(mine[:, :-1], labels=mine[:, 1:], head_loss=CrossEntropy(2)) / (
+                ROWS * LENGTH
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -120,7 +133,9 @@ def lost(
     dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
     settings = {name: SETTINGS[name] for name in selected(request, "name")}
     kinds = dict.fromkeys(map(plain, settings.values()))
-    alone = run_ranks(lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1)[0]
+    alone = run_ranks(
+        lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1
+    )[0]
     both = run_ranks(lambda: {name: losses(folder, cfg, text) for name, cfg in settings.items()}, 2)
     return dict(zip(kinds, alone, strict=True)), both
 
@@ -138,7 +153,9 @@ def bits_of(module: QuantizedLinear) -> list[Tensor]:
 
 
 def test_any_number_of_ranks_makes_the_same_bits() -> None:
-    """Shards that end within rows, uneven ones, empty ones; sharded four ways, and two copies sharded two ways."""
+    """Shards that end within rows, uneven ones, empty ones; sharded four ways, and two copies
+    sharded two ways.
+    """
 
     def fill(kind: str, shape: tuple[int, int], dims: tuple[int, ...]) -> list[Tensor]:
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
@@ -147,14 +164,18 @@ def test_any_number_of_ranks_makes_the_same_bits() -> None:
         if dims:
             names = ("copies", "shards")[-len(dims) :]
             fully_shard(module, mesh=init_device_mesh("cpu", dims, mesh_dim_names=names))
-        module.to_empty(device="cpu").fill_weight(lambda start, stop, columns: weight[start:stop, columns])
+        module.to_empty(device="cpu").fill_weight(
+            lambda start, stop, columns: weight[start:stop, columns]
+        )
         if isinstance(module, FSDPModule):
             module.unshard()
         return bits_of(module)
 
     cases = list(product(("nf4", "int8"), ((43, 64), (2, 64), (30, 96))))
     expected = [fill(*case, ()) for case in cases]
-    for found in run_ranks(lambda: [[fill(*case, dims) for dims in ((4,), (2, 2))] for case in cases], 4):
+    for found in run_ranks(
+        lambda: [[fill(*case, dims) for dims in ((4,), (2, 2))] for case in cases], 4
+    ):
         for case, both, one in zip(cases, found, expected, strict=True):
             for parts in both:
                 assert all(torch.equal(*pair) for pair in zip(parts, one, strict=True)), case
@@ -162,7 +183,9 @@ def test_any_number_of_ranks_makes_the_same_bits() -> None:
 
 @pytest.mark.slow
 def test_bytes_per_rank_are_those_of_the_formula(realdata: Path) -> None:
-    """Two ranks, stories260K: 5 layers of width 64, keys 32, MLP 172, vocabulary 512, tied; rank 4, AdamW, fp32."""
+    """Two ranks, stories260K: 5 layers of width 64, keys 32, MLP 172, vocabulary 512, tied; rank 4,
+    AdamW, fp32.
+    """
     matrices = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
     matrices |= {"gate": (172, 64), "up": (172, 64), "down": (64, 172)}
 
@@ -189,11 +212,22 @@ def test_bytes_per_rank_are_those_of_the_formula(realdata: Path) -> None:
             reshard(model)
             held = set(model.parameters())
             tensors = [*held, *(parameter.grad for parameter in held if parameter.grad is not None)]
-            tensors += [state for states in optimizer.state.values() for state in states.values() if state.dim()]
+            tensors += [
+                state
+                for states in optimizer.state.values()
+                for state in states.values()
+                if state.dim()
+            ]
             storages = {tensor.to_local().untyped_storage() for tensor in tensors}
             bytes_of = {storage.data_ptr(): storage.nbytes() for storage in storages}
-            grads = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-            return sum(bytes_of.values()), sum(tensor.to_local().nbytes for tensor in tensors), grads
+            grads = [
+                name for name, parameter in model.named_parameters() if parameter.grad is not None
+            ]
+            return (
+                sum(bytes_of.values()),
+                sum(tensor.to_local().nbytes for tensor in tensors),
+                grads,
+            )
 
     for allocated, used, gradients in run_ranks(measure, 2):
         assert allocated == expected
@@ -210,11 +244,16 @@ CONFIG = {
 
 @pytest.fixture
 def wide(tmp_path: Path) -> Path:
-    """A model whose largest matrices take 1.5 MB each in fp32; the MLP's blocks end within rows of the down matrix."""
+    """A model whose largest matrices take 1.5 MB each in fp32; the MLP's blocks end within rows of
+    the down matrix.
+    """
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     model = build_meta(spec_from_config(CONFIG, "wide"), torch.float32).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(value.shape, generator=generator) for name, value in model.named_parameters()}
+    tensors = {
+        name: torch.randn(value.shape, generator=generator)
+        for name, value in model.named_parameters()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -241,8 +280,11 @@ def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> No
         largest, read, peak, bits = pieces[rank]
         assert bits == one_piece[rank][3]
         assert largest <= piece + 2 * 2000
-        assert read <= model_elements / 2 * (1 if quantize == "int8" else 1.6)  # rows in two pieces are read twice
-        # Some copies of a piece, which may begin and end within rows; nf4: maxima and scales of the whole matrix.
+        assert read <= model_elements / 2 * (
+            1 if quantize == "int8" else 1.6
+        )  # rows in two pieces are read twice
+        # Some copies of a piece, which may begin and end within rows; nf4: maxima and scales of the
+        # whole matrix.
         bound = 4 * 6 * (piece + 2 * 2000) + (4 * 8 * 192 * 2000 // 64 if quantize == "nf4" else 0)
         assert peak <= bound < one_piece[rank][2] / 2
 

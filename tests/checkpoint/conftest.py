@@ -1,4 +1,6 @@
-"""A folder in memory for the tests that save hundreds of times: a disk's flushes would be most of their time."""
+"""A folder in memory for the tests that save hundreds of times: a disk's flushes would be most of
+their time.
+"""
 
 import os
 import tempfile

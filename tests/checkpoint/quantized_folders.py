@@ -1,4 +1,6 @@
-"""Checkpoints that are quantized already, made by torchao's and transformers' quantizers, and what they stand for."""
+"""Checkpoints that are quantized already, made by torchao's and transformers' quantizers, and what
+they stand for.
+"""
 
 import json
 from collections.abc import Callable
@@ -17,14 +19,24 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.models.reference import reference_model
 from tests.torchao_oracle import mxfp4_codes
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+WIDE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 Tensors = dict[str, Tensor]
 
 
 def fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[str, Any]:
     """The section quantization_config of FP8 with scales of such blocks."""
-    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
     return said | more
 
 
@@ -40,7 +52,9 @@ def mxfp4_folder(folder: Path) -> Path:
                 continue
             matrices = value.transpose(1, 2)
             codes = [mxfp4_codes(matrix) for matrix in matrices]
-            found[f"{name}_blocks"], found[f"{name}_scales"] = map(torch.stack, zip(*codes, strict=True))
+            found[f"{name}_blocks"], found[f"{name}_scales"] = map(
+                torch.stack, zip(*codes, strict=True)
+            )
         return found
 
     return rewrite(folder, quantize, MXFP4)
@@ -56,7 +70,9 @@ def fp8_folder(
     fused: bool = False,
     **changes: Any,
 ) -> Path:
-    """A model whose matrices transformers has quantized, but for those with one of `left` in their names."""
+    """A model whose matrices transformers has quantized, but for those with one of `left` in their
+    names.
+    """
     model = reference_model(case, dtype=torch.bfloat16, **WIDE | changes)
     model.save_pretrained(folder, save_original_format=not fused)
     kind = "ue8m0" if scales == torch.float8_e8m0fnu else "float"
@@ -88,9 +104,13 @@ def twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         for name, value in tensors.items():
             if name.endswith("_blocks"):
                 bare = name.removesuffix("_blocks")
-                found[bare] = convert_moe_packed_tensors(value, tensors[f"{bare}_scales"], dtype=dtype)
+                found[bare] = convert_moe_packed_tensors(
+                    value, tensors[f"{bare}_scales"], dtype=dtype
+                )
             elif f"{name}_scale_inv" in tensors:
-                found[name] = fp8_numbers(value, tensors[f"{name}_scale_inv"], section["weight_block_size"], dtype)
+                found[name] = fp8_numbers(
+                    value, tensors[f"{name}_scale_inv"], section["weight_block_size"], dtype
+                )
             elif not name.endswith(("_scales", "_scale_inv")):
                 found[name] = value.to(dtype)
         return found
@@ -99,7 +119,9 @@ def twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def fp8_numbers(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
-    """What transformers makes of FP8; it knows whole blocks alone, so that others are made so before."""
+    """What transformers makes of FP8; it knows whole blocks alone, so that others are made so
+    before.
+    """
     rows, columns = codes.shape[-2:]
     bits = F.pad(codes.view(torch.uint8), (0, -columns % block[1], 0, -rows % block[0]))
     whole = Fp8Dequantize(None)._dequantize_one(bits.view(torch.float8_e4m3fn), scales, dtype)
@@ -107,7 +129,9 @@ def fp8_numbers(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dt
 
 
 def _with_config(block: tuple[int, int], kind: str) -> SimpleNamespace:
-    return SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=block, scale_fmt=kind))
+    return SimpleNamespace(
+        quantization_config=FineGrainedFP8Config(weight_block_size=block, scale_fmt=kind)
+    )
 
 
 def copy(folder: Path, out: Path) -> Path:
@@ -119,11 +143,15 @@ def copy(folder: Path, out: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors], section: Any) -> Path:
-    """Changes a folder's tensors, and what its config.json says of quantized weights (None: nothing)."""
+    """Changes a folder's tensors, and what its config.json says of quantized weights (None:
+    nothing).
+    """
     tensors = change(load_file(folder / "model.safetensors"))
     contiguous = {name: value.contiguous() for name, value in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": section} if section else {})))
+    (folder / "config.json").write_text(
+        json.dumps(config | ({"quantization_config": section} if section else {}))
+    )
     return folder

@@ -30,13 +30,17 @@ _BY_HAND: dict[str, dict[str, Any]] = {
     "phi3.5-short": {"rope_scaling": {**CASES["phi3.5-short"][1]["rope_scaling"], "type": "longrope"}},
 }  # fmt: skip
 for _scaled in ("phi3.5-long", "phi3.5-short"):
-    del _BY_HAND[_scaled]["rope_scaling"]["rope_type"]  # Phi 3's class of transformers 4 takes three keys, no other
+    del _BY_HAND[_scaled]["rope_scaling"][
+        "rope_type"
+    ]  # Phi 3's class of transformers 4 takes three keys, no other
 
 
 def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return a case's config.json as transformers 4 writes it. written: by transformers 5."""
     options = CASES[case][1]
-    kept = {key: value for key, value in written.items() if key not in NEWER or is_shared(written, key)}
+    kept = {
+        key: value for key, value in written.items() if key not in NEWER or is_shared(written, key)
+    }
     older = {"rope_theta": 10000.0} | SMALL | options | _BY_HAND.get(case, {})
     older.pop("rope_parameters", None)
     return kept | older | {"torch_dtype": "float32"}
@@ -44,8 +48,13 @@ def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
 
 def leave_out(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return a config.json and its parts without the names of one release."""
-    kept = {key: value for key, value in config.items() if key not in names or is_shared(config, key)}
-    return {key: leave_out(value, names) if key.endswith("_config") else value for key, value in kept.items()}
+    kept = {
+        key: value for key, value in config.items() if key not in names or is_shared(config, key)
+    }
+    return {
+        key: leave_out(value, names) if key.endswith("_config") else value
+        for key, value in kept.items()
+    }
 
 
 def is_shared(config: Mapping[str, Any], key: str) -> bool:

@@ -1,4 +1,6 @@
-"""Models divided as a recipe divides them, with optimizer states, and what all ranks hold of them, by name."""
+"""Models divided as a recipe divides them, with optimizer states, and what all ranks hold of them,
+by name.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,9 +18,17 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfi
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.models.language_model import all_runs, ordered, own_parts
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.parallel import World, materialize, shard_model, shard_tensors, split_pipeline, start_world
+from recipe_lib.parallel import (
+    World,
+    materialize,
+    shard_model,
+    shard_tensors,
+    split_pipeline,
+    start_world,
+)
 
-# Four layers for as many ranks, and what a tensor-parallel group of two can share; a vocabulary that 4 do not divide.
+# Four layers for as many ranks, and what a tensor-parallel group of two can share; a vocabulary
+# that 4 do not divide.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -35,12 +45,16 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# By a name: how many ranks it takes, and the section `parallel`; further layers would be the last stage's.
+# By a name: how many ranks it takes, and the section `parallel`; further layers would be the last
+# stage's.
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "stages": (2, {"pipeline": 2, "pipeline_layers_per_stage": [3, 1]}),
     "shards": (2, {}),
-    "folded": (2, {"pipeline": 2, "pipeline_layers_per_stage": [1, 1, 1, 1], "pipeline_schedule": "zbv"}),
+    "folded": (
+        2,
+        {"pipeline": 2, "pipeline_layers_per_stage": [1, 1, 1, 1], "pipeline_schedule": "zbv"},
+    ),
     "four stages": (4, {"pipeline": 4, "pipeline_layers_per_stage": [1, 1, 1, 1]}),
     "stages of shards": (4, {"pipeline": 2, "pipeline_layers_per_stage": [1, 3]}),
     "stages of tensors": (4, {"pipeline": 2, "pipeline_layers_per_stage": [2, 2], "tensor": 2}),
@@ -60,9 +74,15 @@ def world_of(name: str) -> Iterator[tuple[FullFinetuneConfig, World]]:
 
 
 def build(
-    cfg: FullFinetuneConfig, world: World, spec: DecoderSpec, lora: LoraConfig | None = None, seed: int | None = 3
+    cfg: FullFinetuneConfig,
+    world: World,
+    spec: DecoderSpec,
+    lora: LoraConfig | None = None,
+    seed: int | None = 3,
 ) -> Decoder:
-    """This rank's part of a model in fp32 with weights from the seed; None: NaN where it is trained."""
+    """This rank's part of a model in fp32 with weights from the seed; None: NaN where it is
+    trained.
+    """
     parallel, memory = replace(cfg.parallel), MemoryConfig()
     if parallel.pipeline_layers_per_stage is not None:
         *others, _ = parallel.pipeline_layers_per_stage
@@ -86,7 +106,9 @@ def build(
 
 
 @contextmanager
-def staged(name: str, spec: DecoderSpec, lora: LoraConfig | None = None) -> Iterator[tuple[Decoder, World]]:
+def staged(
+    name: str, spec: DecoderSpec, lora: LoraConfig | None = None
+) -> Iterator[tuple[Decoder, World]]:
     """The model in one of WORLDS."""
     with world_of(name) as (cfg, world):
         yield build(cfg, world, spec, lora), world
@@ -99,7 +121,9 @@ def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
 
 
 def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """An optimizer step with gradients that follow from a parameter's name and the step's number alone."""
+    """An optimizer step with gradients that follow from a parameter's name and the step's number
+    alone.
+    """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -113,8 +137,11 @@ def _normal(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return values.normal_(generator=generator)
 
 
-def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup) -> dict[str, str]:
-    """SHA-256 of every trained parameter and its states of the whole model, by name, in the file's order. Collective.
+def held(
+    model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup
+) -> dict[str, str]:
+    """SHA-256 of every trained parameter and its states of the whole model, by name, in the file's
+    order. Collective.
 
     Where several ranks hold the same, they have to hold it alike.
     """
@@ -127,11 +154,15 @@ def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGro
             found = whole(value)
             found = ordered(found, all_runs(model).get(name)) if found.dim() else found
             content = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            own[f"{key}/{name}"] = hashlib.sha256(f"{found.dtype} {tuple(found.shape)}".encode() + content).hexdigest()
+            own[f"{key}/{name}"] = hashlib.sha256(
+                f"{found.dtype} {tuple(found.shape)}".encode() + content
+            ).hexdigest()
     merged: dict[str, str] = {}
     for part in world.gather_json(own):
         for name, content in part.items():
-            assert merged.setdefault(name, content) == content, f"{name} is not the same on two ranks"
+            assert merged.setdefault(name, content) == content, (
+                f"{name} is not the same on two ranks"
+            )
     return merged
 
 

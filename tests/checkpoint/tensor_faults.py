@@ -1,4 +1,6 @@
-"""Checkpoint folders with one thing wrong or unusual, and what loading them comes to, here and in transformers."""
+"""Checkpoint folders with one thing wrong or unusual, and what loading them comes to, here and in
+transformers.
+"""
 
 import json
 import logging
@@ -26,10 +28,11 @@ _TOKENS = torch.arange(3, 17).view(2, 7)
 
 @dataclass
 class Fault:
-    """A folder's change. change: the tensors and the config, in place. names: what a refusal or a line has to name.
+    """A folder's change. change: the tensors and the config, in place. names: what a refusal or a
+    line has to name.
 
-    files: more files of the folder, by name; `b""` stands for a copy of the weights. shards: tensors of each file, in
-    place of one file; index: what the index says otherwise than the files.
+    files: more files of the folder, by name; `b""` stands for a copy of the weights. shards:
+    tensors of each file, in place of one file; index: what the index says otherwise than the files.
     """
 
     change: Callable[[Tensors, dict[str, Any]], None] = lambda tensors, config: None
@@ -104,19 +107,27 @@ def load_theirs(folder: Path) -> Tensor:
 
 
 def why_not_accounted(folder: Path, fault: Fault, implementation: str = "native") -> str | None:
-    """Why the outcome is none that a user can rely on; None: all is used as transformers does, said, or refused."""
+    """Why the outcome is none that a user can rely on; None: all is used as transformers does,
+    said, or refused.
+    """
     outcome = load(folder, implementation)
     if outcome.refused:
         text = "\n".join(outcome.refused)
         if not any(name in text for name in fault.names):
             return f"refused without a name of {fault.names}: {text}"
-        return None if all("; " in line for line in outcome.refused) else f"refused without a remedy: {text}"
+        return (
+            None
+            if all("; " in line for line in outcome.refused)
+            else f"refused without a remedy: {text}"
+        )
     assert outcome.logits is not None
     theirs = load_theirs(folder)
     difference = float((outcome.logits - theirs).abs().max())
     if not difference <= 1e-5 * max(1.0, float(theirs.abs().max())):
         return f"other logits than transformers', by {difference}; said {outcome.said}"
-    lines = [line for line in outcome.said if "left out" in line or "not read" in line or "keep" in line]
+    lines = [
+        line for line in outcome.said if "left out" in line or "not read" in line or "keep" in line
+    ]
     shown = "\n".join(lines)
     said = any(re.sub(r"\.\d+\.", ".*.", name) in shown or name in shown for name in fault.names)
     if fault.names and not said and not _is_used(outcome, folder, fault, implementation):
@@ -125,7 +136,9 @@ def why_not_accounted(folder: Path, fault: Fault, implementation: str = "native"
 
 
 def _is_used(outcome: Outcome, folder: Path, fault: Fault, implementation: str) -> bool:
-    """Whether the tensors that the fault is about are what the model has: other numbers in them, other logits."""
+    """Whether the tensors that the fault is about are what the model has: other numbers in them,
+    other logits.
+    """
     files = [path for path in folder.glob("model*.safetensors") if path.name not in fault.files]
     for path in files:
         tensors = load_file(path)

@@ -1,4 +1,6 @@
-"""States of runs that train adapters: the adapters alone, and never beside weights or settings that are others."""
+"""States of runs that train adapters: the adapters alone, and never beside weights or settings that
+are others.
+"""
 
 import json
 from dataclasses import replace
@@ -29,7 +31,9 @@ def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
     return torch.optim.AdamW(adapter_parameters(model).values(), lr=0.01)
 
 
-def train(model: Decoder, optimizer: torch.optim.Optimizer, world: World, steps: int) -> list[float]:
+def train(
+    model: Decoder, optimizer: torch.optim.Optimizer, world: World, steps: int
+) -> list[float]:
     """Losses; every rank has the whole batch, and gradients are sums over ranks."""
     tokens, labels = small_batch()
     losses = []
@@ -79,17 +83,27 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(memory_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved_by", "read_by", "kind"), [(2, 1, {}), (1, 2, {"quantize_base": "nf4"})], ids=["plain", "nf4"]
+    ("saved_by", "read_by", "kind"),
+    [(2, 1, {}), (1, 2, {"quantize_base": "nf4"})],
+    ids=["plain", "nf4"],
 )
-def test_any_number_of_ranks_reads_it(saved_by: int, read_by: int, kind: dict, memory_path: Path) -> None:
+def test_any_number_of_ranks_reads_it(
+    saved_by: int, read_by: int, kind: dict, memory_path: Path
+) -> None:
     lora, setting = replace(LORA, **kind), {"dtype": torch.float32 if kind else torch.float64}
 
     def run(work: Any, ranks: int, path: Path) -> list[float]:
-        return run_ranks(lambda: work(path, lora, **setting), ranks)[0] if ranks > 1 else work(path, lora, **setting)
+        return (
+            run_ranks(lambda: work(path, lora, **setting), ranks)[0]
+            if ranks > 1
+            else work(path, lora, **setting)
+        )
 
     expected = run(save, saved_by, memory_path / "state")
     found = run(resume, read_by, memory_path / "state" / "step_2")
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5 if kind else 1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(found), torch.tensor(expected), rtol=1e-5 if kind else 1e-12, atol=0
+    )
 
 
 def test_the_mark_is_the_same_for_every_sharding() -> None:
@@ -123,13 +137,20 @@ def test_the_mark_tells_one_changed_number() -> None:
         ({"rank": 2, "alpha": 4.0}, "was saved with lora rank 3, found rank 2"),
         ({"alpha": 12.0}, "was saved with lora scaling 2.0, found scaling 4.0"),
         ({"dora": True}, "was saved with lora dora False, found dora True"),
-        ({"target_modules": ["q", "up"]}, "was saved with lora targets q, up, head, found targets q, up"),
+        (
+            {"target_modules": ["q", "up"]},
+            "was saved with lora targets q, up, head, found targets q, up",
+        ),
         ({"quantize_base": "int8"}, "was saved with lora quantize none, found quantize int8"),
     ],
 )
 def test_other_settings_are_refused(changes: dict, what: str, state: Path) -> None:
     with pytest.raises(CheckpointError) as error:
-        resume(state, replace(LORA, **changes), dtype=torch.float32 if "quantize_base" in changes else torch.float64)
+        resume(
+            state,
+            replace(LORA, **changes),
+            dtype=torch.float32 if "quantize_base" in changes else torch.float64,
+        )
     assert str(error.value) == f"{state}: {what}; resume with the run's own section lora"
 
 
@@ -144,8 +165,8 @@ def test_another_base_is_refused_by_all_ranks(state: Path) -> None:
         return "loaded"
 
     line = (
-        f"{state}: was saved with other frozen weights than this run has loaded; resume with the run's own model, "
-        "dtype and lora.quantize_base"
+        f"{state}: was saved with other frozen weights than this run has loaded; resume with the"
+        " run's own model, dtype and lora.quantize_base"
     )
     assert work() == line
     assert run_ranks(work, 2)[0] == line
@@ -156,11 +177,15 @@ def test_full_and_adapted_runs_do_not_mix(state: Path, memory_path: Path) -> Non
         whole = build_meta(SPEC, torch.float64).to_empty(device="cpu")
         init_weights(whole, 3, SPEC)
         everything = torch.optim.SGD(whole.parameters(), lr=0.1)
-        with pytest.raises(CheckpointError, match="of a run that trained adapters, this run trains all weights"):
+        with pytest.raises(
+            CheckpointError, match="of a run that trained adapters, this run trains all weights"
+        ):
             load_state(state, whole, everything, world)
         path = save_state(memory_path / "full", 1, whole, everything, {}, world, keep=1)
         assert not holds_adapters(path)
-        with pytest.raises(CheckpointError, match="of a run that trained all weights, this run trains adapters"):
+        with pytest.raises(
+            CheckpointError, match="of a run that trained all weights, this run trains adapters"
+        ):
             load_state(path, model, optimizer_of(model), world)
 
 
@@ -168,7 +193,10 @@ def test_the_model_alone_can_be_read(state: Path) -> None:
     def read(world: World, model: Decoder) -> dict[str, torch.Tensor]:
         assert find_state(state.parent, str(state), world) == state
         load_state(state, model, None, world)
-        return {name: full(parameter.detach()).clone() for name, parameter in adapter_parameters(model).items()}
+        return {
+            name: full(parameter.detach()).clone()
+            for name, parameter in adapter_parameters(model).items()
+        }
 
     with adapted(SPEC, Setting(LORA)) as (model, world):
         found = read(world, model)
@@ -176,4 +204,8 @@ def test_the_model_alone_can_be_read(state: Path) -> None:
         load_state(state, model, optimizer, world)
         for name, parameter in adapter_parameters(model).items():
             assert torch.equal(found[name], parameter)
-    assert json.loads((state / "state.json").read_bytes())["adapters"]["targets"] == ["q", "up", "head"]
+    assert json.loads((state / "state.json").read_bytes())["adapters"]["targets"] == [
+        "q",
+        "up",
+        "head",
+    ]

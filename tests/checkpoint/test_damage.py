@@ -1,4 +1,6 @@
-"""Damaged states are noticed before a tensor of them is used, and the previous good one is taken."""
+"""Damaged states are noticed before a tensor of them is used, and the previous good one is
+taken.
+"""
 
 import json
 import logging
@@ -64,7 +66,9 @@ def flip_bits(folder: Path, draw: random.Random) -> None:
 def flip_bit_of_a_tensor(folder: Path, draw: random.Random) -> None:
     path = folder / SHARD
     data = bytearray(path.read_bytes())
-    data[draw.randrange(8 + int.from_bytes(data[:8], "little"), len(data))] ^= 1 << draw.randrange(8)
+    data[draw.randrange(8 + int.from_bytes(data[:8], "little"), len(data))] ^= 1 << draw.randrange(
+        8
+    )
     path.write_bytes(data)
 
 
@@ -127,7 +131,10 @@ def test_a_hundred_damaged_states(
         warnings_seen.clear()
         assert find_state(root, "latest", world) == root / "step_1", (number, damage.__name__)
         assert len(warnings_seen) == 2
-        assert warnings_seen[0].startswith(f"warning: {root / 'step_2'}: ") and "\n" not in warnings_seen[0]
+        assert (
+            warnings_seen[0].startswith(f"warning: {root / 'step_2'}: ")
+            and "\n" not in warnings_seen[0]
+        )
         assert warnings_seen[1] == f"warning: resuming from {root / 'step_1'}"
         with pytest.raises(CheckpointError, match=f"^resume={root / 'step_2'}: "):
             find_state(root, str(root / "step_2"), world)
@@ -169,9 +176,11 @@ def test_none_is_good(saved: tuple[Path, str], tmp_path: Path, world: World) -> 
     (root / "step_2" / MANIFEST).unlink()
     with pytest.raises(CheckpointError) as raised:
         find_state(root, "latest", world)
-    assert str(raised.value) == (
-        f"{root}: no intact checkpoint ({root / 'step_2'}: manifest.json is missing; {root / 'step_1'}: {SHARD} is "
-        "missing); to start over set overwrite_output_dir=true or another output_dir"
+    assert (
+        str(raised.value)
+        == f"{root}: no intact checkpoint ({root / 'step_2'}: manifest.json is missing;"
+        f" {root / 'step_1'}: {SHARD} is missing); to start over set overwrite_output_dir=true"
+        " or another output_dir"
     )
 
 
@@ -187,7 +196,9 @@ def test_a_newer_format_says_so(saved: tuple[Path, str], tmp_path: Path, world: 
     shutil.copytree(saved[0] / "step_1", tmp_path / "step_1")
     fields = json.loads((tmp_path / "step_1" / MANIFEST).read_text())
     (tmp_path / "step_1" / MANIFEST).write_text(json.dumps(fields | {"format": 7}))
-    with pytest.raises(CheckpointError, match="manifest.json has format 7, this release reads up to 1"):
+    with pytest.raises(
+        CheckpointError, match="manifest.json has format 7, this release reads up to 1"
+    ):
         find_state(tmp_path, "latest", world)
 
 
@@ -229,7 +240,9 @@ def test_ranks_share_the_check_and_agree(tmp_path: Path) -> None:
 def test_a_file_for_more_ranks_than_ever_saved_is_no_pickle(
     saved: tuple[Path, str], tmp_path: Path, world: World
 ) -> None:
-    """A hostile pickle put in the place of a shard, under a manifest that lists it, is not opened as one."""
+    """A hostile pickle put in the place of a shard, under a manifest that lists it, is not opened
+    as one.
+    """
 
     class Hostile:
         def __reduce__(self) -> tuple:

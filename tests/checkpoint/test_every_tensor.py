@@ -1,4 +1,6 @@
-"""Every tensor of a checkpoint is read as transformers reads it, left out by a line that names it, or refused."""
+"""Every tensor of a checkpoint is read as transformers reads it, left out by a line that names it,
+or refused.
+"""
 
 import re
 from collections.abc import Callable
@@ -12,7 +14,15 @@ from safetensors.torch import load_file
 
 from recipe_lib.models import read_config, read_spec
 from recipe_lib.models.weight_names import weight_map
-from tests.checkpoint.tensor_faults import SINGLE, Fault, Tensors, load, load_theirs, make_folder, why_not_accounted
+from tests.checkpoint.tensor_faults import (
+    SINGLE,
+    Fault,
+    Tensors,
+    load,
+    load_theirs,
+    make_folder,
+    why_not_accounted,
+)
 from tests.models.reference import reference_model
 from tests.selection import slow_but, slow_except
 
@@ -31,7 +41,18 @@ EXTERNAL: dict[str, dict[str, Any]] = {
         "v_head_dim": 8, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
-NATIVE = ["llama3.1", "llama-biases", "qwen2.5", "qwen3", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral", "gpt-oss"]
+NATIVE = [
+    "llama3.1",
+    "llama-biases",
+    "qwen2.5",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "qwen3-moe",
+    "mixtral",
+    "gpt-oss",
+]
 
 
 @pytest.fixture(scope="session")
@@ -56,22 +77,31 @@ def drop(held: dict[str, Any], name: str) -> None:
 
 
 def faults_of_each(tensors: Tensors) -> dict[str, Fault]:
-    """Every tensor renamed, copied under a foreign name, left out, longer by a row, of another type.
+    """Every tensor renamed, copied under a foreign name, left out, longer by a row, of another
+    type.
 
     Of layers and experts that have the same tensors, those of the last one.
     """
     faults = {}
     for name in {re.sub(r"\.\d+\.", ".*.", name): name for name in tensors}.values():
         foreign, wrapped = f"{name}.other", f"_orig_mod.{name}"
-        longer = (name, lambda value: torch.cat((value, value[:1])) if value.dim() else value.repeat(2))
+        longer = (
+            name,
+            lambda value: torch.cat((value, value[:1])) if value.dim() else value.repeat(2),
+        )
         integers = (name, lambda value: value.to(torch.int8))
         faults |= {
-            f"{name} renamed": Fault(lambda held, _, name=name, new=foreign: rename(held, name, new), (name,)),
+            f"{name} renamed": Fault(
+                lambda held, _, name=name, new=foreign: rename(held, name, new), (name,)
+            ),
             f"{name} copied": Fault(
-                lambda held, _, name=name, new=wrapped: held.update({new: held[name].clone()}), (wrapped,)
+                lambda held, _, name=name, new=wrapped: held.update({new: held[name].clone()}),
+                (wrapped,),
             ),
             f"{name} left out": Fault(lambda held, _, name=name: drop(held, name), (name,)),
-            f"{name} longer": Fault(lambda held, _, new=longer: held.update({new[0]: new[1](held[new[0]])}), (name,)),
+            f"{name} longer": Fault(
+                lambda held, _, new=longer: held.update({new[0]: new[1](held[new[0]])}), (name,)
+            ),
             f"{name} of integers": Fault(
                 lambda held, _, new=integers: held.update({new[0]: new[1](held[new[0]])}), (name,)
             ),
@@ -122,14 +152,19 @@ def with_head(scale: float) -> Fault:
     return Fault(lambda tensors, _: tensors.update({head: tensors[embedding] * scale}), (head,))
 
 
-def split(more: Callable[[Tensors], Tensors] | None = None) -> Callable[[Tensors], dict[str, Tensors]]:
+def split(
+    more: Callable[[Tensors], Tensors] | None = None,
+) -> Callable[[Tensors], dict[str, Tensors]]:
     """Two files; more: tensors that the second has too."""
 
     def shards(tensors: Tensors) -> dict[str, Tensors]:
         names = sorted(tensors)
         first, second = ({name: tensors[name] for name in names[at::2]} for at in (0, 1))
         second |= {} if more is None else more(first)
-        return {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
+        return {
+            "model-00001-of-00002.safetensors": first,
+            "model-00002-of-00002.safetensors": second,
+        }
 
     return shards
 
@@ -159,27 +194,42 @@ LISTED: dict[str, tuple[str, Fault]] = {
     "a classifier": ("llama3.1", add("classifier.weight", torch.ones(2, 48))),
     "scales": ("llama3.1", add(f"{LAYER}.mlp.up_proj.weight_scale", torch.ones(1))),
     "scales of blocks": ("llama3.1", add(f"{UP}_scale_inv", torch.ones(1, 1))),
-    "codes of GPTQ": ("llama3.1", add(f"{LAYER}.mlp.up_proj.qweight", torch.ones(4, 4, dtype=torch.int32))),
+    "codes of GPTQ": (
+        "llama3.1",
+        add(f"{LAYER}.mlp.up_proj.qweight", torch.ones(4, 4, dtype=torch.int32)),
+    ),
     "scales of activations": ("llama3.1", add(f"{LAYER}.mlp.up_proj.input_scale", torch.ones(1))),
-    "factors of an adapter": ("llama3.1", add(f"{ATTENTION}.q_proj.lora_A.weight", torch.ones(2, 48))),
+    "factors of an adapter": (
+        "llama3.1",
+        add(f"{ATTENTION}.q_proj.lora_A.weight", torch.ones(2, 48)),
+    ),
     "fused beside parts": ("llama3.1", add(f"{ATTENTION}.qkv_proj.weight", torch.ones(96, 48))),
     "parts beside fused": ("phi3", add(f"{ATTENTION}.q_proj.weight", torch.ones(48, 48))),
     "fused experts beside others": (
         "qwen3-moe",
-        Fault(add(f"{LAYER}.mlp.experts.gate_up_proj", torch.ones(6, 48, 48)).change, (f"{LAYER}.mlp.experts.",)),
+        Fault(
+            add(f"{LAYER}.mlp.experts.gate_up_proj", torch.ones(6, 48, 48)).change,
+            (f"{LAYER}.mlp.experts.",),
+        ),
     ),
     "an expert more": (
         "qwen3-moe",
         add(f"{LAYER}.mlp.experts.6.up_proj.weight", f"{LAYER}.mlp.experts.0.up_proj.weight"),
     ),
-    "a correction of the router": ("qwen3-moe", add(f"{LAYER}.mlp.gate.e_score_correction_bias", torch.ones(6))),
+    "a correction of the router": (
+        "qwen3-moe",
+        add(f"{LAYER}.mlp.gate.e_score_correction_bias", torch.ones(6)),
+    ),
     "eight bits": ("llama3.1", put(UP, lambda value: value.to(torch.float8_e4m3fn))),
     "integers": ("llama3.1", put(UP, lambda value: value.to(torch.int8))),
     "64 bits": ("llama3.1", put(UP, lambda value: value.double())),
     "16 bits": ("llama3.1", put(UP, lambda value: value.half())),
     "an empty tensor more": ("llama3.1", add("model.empty", torch.ones(0))),
     "an empty weight": ("llama3.1", put(UP, lambda value: value[:0])),
-    "a padded vocabulary": ("qwen2.5", put("model.embed_tokens.weight", lambda value: torch.cat((value, value[:3])))),
+    "a padded vocabulary": (
+        "qwen2.5",
+        put("model.embed_tokens.weight", lambda value: torch.cat((value, value[:3]))),
+    ),
     "the same tensor in two files": (
         "llama3.1",
         Fault(shards=split(lambda first: {DOWN: first[DOWN].clone()}), names=()),
@@ -188,7 +238,10 @@ LISTED: dict[str, tuple[str, Fault]] = {
         "llama3.1",
         Fault(shards=split(lambda first: {DOWN: first[DOWN] + 1}), names=(DOWN,)),
     ),
-    "an unnamed weight": ("llama3.1", Fault(shards=split(), index=lambda names: drop(names, UP), names=(UP,))),
+    "an unnamed weight": (
+        "llama3.1",
+        Fault(shards=split(), index=lambda names: drop(names, UP), names=(UP,)),
+    ),
     "an unnamed tensor": (
         "llama3.1",
         Fault(
@@ -216,7 +269,9 @@ LISTED: dict[str, tuple[str, Fault]] = {
     ),
     "shards that are not read": (
         "llama3.1",
-        Fault(files=("model-00001-of-00001.safetensors",), names=("model-00001-of-00001.safetensors",)),
+        Fault(
+            files=("model-00001-of-00001.safetensors",), names=("model-00001-of-00001.safetensors",)
+        ),
     ),
     "a file of the config's": (
         "llama3.1",
@@ -250,8 +305,13 @@ def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
     entries = weight_map(read_spec(read_config(folder), str(folder), implementation), tensors)
     parameters = {entry.file_name: entry.our_name for entry in entries}
     for at, (name, fault) in enumerate(faults_of_each(tensors).items()):
-        if implementation != "native":  # where transformers has another name, or makes one of several, that is named
-            fault.names += (parameters.get(name.split()[0], name), f"{name.partition('.experts.')[0]}.experts.")
+        if (
+            implementation != "native"
+        ):  # where transformers has another name, or makes one of several, that is named
+            fault.names += (
+                parameters.get(name.split()[0], name),
+                f"{name.partition('.experts.')[0]}.experts.",
+            )
         make_folder(folder, fault, tmp_path / str(at))
         why = why_not_accounted(tmp_path / str(at), fault, implementation)
         if why is not None:
@@ -280,7 +340,9 @@ def test_what_its_class_in_transformers_does_not_read_is_left_out(tmp_path: Path
     config = transformers.AutoConfig.for_model("gpt_neox", **EXTERNAL["gpt_neox"])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "saved")
     layer = "gpt_neox.layers.0.attention"
-    fault = add(f"{layer}.masked_bias", torch.ones(2, 2))  # by its class' pattern, whatever its shape
+    fault = add(
+        f"{layer}.masked_bias", torch.ones(2, 2)
+    )  # by its class' pattern, whatever its shape
     make_folder(tmp_path / "saved", fault, tmp_path / "model")
     assert why_not_accounted(tmp_path / "model", fault, "transformers") is None
     assert not load(tmp_path / "model", "transformers").refused
@@ -291,7 +353,9 @@ def test_what_its_class_in_transformers_does_not_read_is_left_out(tmp_path: Path
 def test_the_remedy_of_a_head_of_its_own(
     case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """transformers does not tie what differs: with the key that the refusal names we have its logits."""
+    """transformers does not tie what differs: with the key that the refusal names we have its
+    logits.
+    """
     make_folder(models(case), with_head(1.1), tmp_path / "tied")
     assert "set tie_word_embeddings to false" in load(tmp_path / "tied", implementation).refused[0]
     fault = Fault(lambda _, config: config.update(tie_word_embeddings=False))
@@ -306,15 +370,24 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 with vision, whose config.json says twice that the head is tied."""
     text = reference_model("gemma3", num_hidden_layers=2).config
     vision = transformers.SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
     )
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
     folder = tmp_path_factory.mktemp("multimodal") / "model"
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
 
-TIES: dict[str, tuple[bool | None, bool | None, bool]] = {  # outer key, the text's key; whether it loads
+TIES: dict[
+    str, tuple[bool | None, bool | None, bool]
+] = {  # outer key, the text's key; whether it loads
     "differs": (None, None, False),
     "outer": (False, True, True),
     "text": (True, False, False),
@@ -324,7 +397,9 @@ TIES: dict[str, tuple[bool | None, bool | None, bool]] = {  # outer key, the tex
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("case", slow_except(TIES, ["outer"]))
-def test_the_head_of_a_multimodal_model(case: str, implementation: str, multimodal: Path, tmp_path: Path) -> None:
+def test_the_head_of_a_multimodal_model(
+    case: str, implementation: str, multimodal: Path, tmp_path: Path
+) -> None:
     """transformers reads the outer key."""
     outer, text, loads = TIES[case]
     embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
@@ -332,14 +407,20 @@ def test_the_head_of_a_multimodal_model(case: str, implementation: str, multimod
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         tensors[head] = tensors[embedding] * 1.1
         if outer is not None:
-            config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, text
+            config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = (
+                outer,
+                text,
+            )
 
     fault = Fault(change, (head,))
     make_folder(multimodal, fault, tmp_path / "model")
     assert why_not_accounted(tmp_path / "model", fault, implementation) is None
     outcome = load(tmp_path / "model", implementation)
     assert bool(outcome.refused) is not loads
-    assert loads or f"{head} differs from {embedding}, and config.json ties the two" in outcome.refused[0]
+    assert (
+        loads
+        or f"{head} differs from {embedding}, and config.json ties the two" in outcome.refused[0]
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Extra parameters in files: written by the ranks that have them, read by others, refused where they differ."""
+"""Extra parameters in files: written by the ranks that have them, read by others, refused where
+they differ.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ from tests.checkpoint.staged import CONFIG, WORLDS, build, spec_of, world_of
 from tests.checkpoint.tiny import full
 from tests.distributed.ranks import run_ranks
 
-KINDS = [lambda: nn.BatchNorm1d(8), lambda: nn.Linear(8, 7)]  # with a counter, and rows that two ranks do not share
+KINDS = [
+    lambda: nn.BatchNorm1d(8),
+    lambda: nn.Linear(8, 7),
+]  # with a counter, and rows that two ranks do not share
 SHARD_BYTES = 900
 
 
@@ -38,12 +43,18 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def export(model: Decoder, out: Path, world: World, save: bool = True) -> None:
-    options: dict[str, Any] = {"tokenizer_folder": None, "max_shard_bytes": SHARD_BYTES, "save_extra": save}
+    options: dict[str, Any] = {
+        "tokenizer_folder": None,
+        "max_shard_bytes": SHARD_BYTES,
+        "save_extra": save,
+    }
     export_model(model, model.spec, CONFIG, out, world=world, **options)
 
 
 def in_and_out(root: Path, name: str) -> dict[str, torch.Tensor]:
-    """Exports what was read from the export of one process; returns the extra tensors that were read, whole."""
+    """Exports what was read from the export of one process; returns the extra tensors that were
+    read, whole.
+    """
     with world_of(name) as (cfg, world):
         model = build(cfg, world, spec_of(CONFIG), seed=None)
         if name == "one":
@@ -57,13 +68,17 @@ def in_and_out(root: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_round_trip(memory_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_round_trip(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     with world_of("one") as (cfg, world):
         export(build(cfg, world, spec_of(CONFIG)), memory_path / "plain", world, save=False)
     request.getfixturevalue("added")
     expected = in_and_out(memory_path, "one")
     kinds = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
-    names = {f"model.layers.0.extra.{kind}" for kind in kinds} | {f"model.layers.2.extra.{kind}" for kind in kinds[:2]}
+    names = {f"model.layers.0.extra.{kind}" for kind in kinds} | {
+        f"model.layers.2.extra.{kind}" for kind in kinds[:2]
+    }
     assert expected.keys() == names
     assert expected["model.layers.0.extra.num_batches_tracked"].dtype == torch.int64
     check_weights(spec_of(CONFIG), memory_path / "one")  # before there is a model
@@ -74,7 +89,9 @@ def test_round_trip(memory_path: Path, monkeypatch: pytest.MonkeyPatch, request:
         ranks = run_ranks(in_and_out, WORLDS[name][0], memory_path, name)
         read = {key: value for rank in ranks for key, value in rank.items()}
         assert read.keys() == names
-        assert all(torch.equal(value, expected[key]) for rank in ranks for key, value in rank.items())
+        assert all(
+            torch.equal(value, expected[key]) for rank in ranks for key, value in rank.items()
+        )
         for file in sorted((memory_path / "one").glob("*.safetensors")):
             other = load_file(memory_path / name / file.name)
             for key, value in load_file(file).items():
@@ -84,17 +101,26 @@ def test_round_trip(memory_path: Path, monkeypatch: pytest.MonkeyPatch, request:
 def test_faults(tmp_path: Path, added: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with world_of("one") as (cfg, world):
         model = build(cfg, world, spec_of(CONFIG))
-        line = "found model.layers.0.extra.bias and 6 more, which the recipe added .* checkpoint.extra_parameters=save"
+        line = (
+            "found model.layers.0.extra.bias and 6 more, which the recipe added .*"
+            " checkpoint.extra_parameters=save"
+        )
         with pytest.raises(CheckpointError, match=line):
             export(model, tmp_path / "refused", world, save=False)
         assert not (tmp_path / "refused").exists()
         export(model, tmp_path / "one", world)
         monkeypatch.undo()
         plain = build(cfg, world, spec_of(CONFIG))
-        with pytest.raises(CheckpointError, match="holds model.layers.0.extra.bias and 6 more, which a recipe added"):
+        with pytest.raises(
+            CheckpointError,
+            match="holds model.layers.0.extra.bias and 6 more, which a recipe added",
+        ):
             load_weights(plain, plain.spec, tmp_path / "one")
         other = build_meta(spec_of(CONFIG), torch.float32)
-        other.model.layers[0].extra, other.model.layers[2].extra = nn.BatchNorm1d(8), nn.Linear(8, 6)
+        other.model.layers[0].extra, other.model.layers[2].extra = (
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 6),
+        )
         line = r"layers.2.extra.\w+ has shape .*, the recipe makes it .*1 more of another shape"
         with pytest.raises(CheckpointError, match=line):
             load_weights(other, other.spec, tmp_path / "one")

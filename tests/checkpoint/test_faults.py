@@ -1,4 +1,6 @@
-"""A save that stops, by an error or by the end of the process, at each of its operations on the disk."""
+"""A save that stops, by an error or by the end of the process, at each of its operations on the
+disk.
+"""
 
 import errno
 import gc
@@ -19,10 +21,21 @@ from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.checkpoint.tensor_files import PlannedTensor
 from recipe_lib.errors import StorageError
 from recipe_lib.parallel.world import World
-from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train, tree
+from tests.checkpoint.tiny import (
+    CONFIG,
+    OPTIMIZERS,
+    fingerprint,
+    tiny_model,
+    tiny_spec,
+    tiny_world,
+    train,
+    tree,
+)
 
 Operation = tuple[str, str]
-SMALL = tiny_spec(num_hidden_layers=1)  # a save writes each tensor: fewer tensors, fewer operations to stop at
+SMALL = tiny_spec(
+    num_hidden_layers=1
+)  # a save writes each tensor: fewer tensors, fewer operations to stop at
 
 
 def build(step: int, world: World) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -60,17 +73,22 @@ def operations_of(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -
     """Every operation that the action does on the disk."""
     seen: list[Operation] = []
     with monkeypatch.context() as patch:
-        patch.setattr(files, "before_operation", lambda operation, path: seen.append((operation, path.name)))
+        patch.setattr(
+            files, "before_operation", lambda operation, path: seen.append((operation, path.name))
+        )
         action()
     return seen
 
 
 def places_to_stop(operations: list[Operation]) -> list[int]:
-    """Return the numbers of the operations to stop at: of writes in a row to one file the first and the last."""
+    """Return the numbers of the operations to stop at: of writes in a row to one file the first and
+    the last.
+    """
     return [
         number
         for number, operation in enumerate(operations)
-        if operations[number - 1 : number] != [operation] or operations[number + 1 : number + 2] != [operation]
+        if operations[number - 1 : number] != [operation]
+        or operations[number + 1 : number + 2] != [operation]
     ]
 
 
@@ -96,7 +114,9 @@ def end_process(operation: str, path: Path) -> None:
 
 
 def in_child(action: Callable[[], None]) -> int:
-    """Runs the action in a fork; returns its exit code. The parent has imported everything, and holds no group."""
+    """Runs the action in a fork; returns its exit code. The parent has imported everything, and
+    holds no group.
+    """
     child = os.fork()
     if child == 0:
         gc.freeze()  # what is the parent's must not be collected here
@@ -117,14 +137,23 @@ def first(memory_root: Path) -> Path:
     return root
 
 
-def test_the_order_of_a_save(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files before the manifest, the manifest before the name, the name before anything old goes."""
+def test_the_order_of_a_save(
+    first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files before the manifest, the manifest before the name, the name before anything old
+    goes.
+    """
     root = memory_path / "state"
     shutil.copytree(first, root)
     seen = operations_of(lambda: save(root, 2), monkeypatch)
     flushed = [name for operation, name in seen if operation == "flush"]
     temporary = next(name for operation, name in seen if operation == "make")
-    assert flushed[:4] == ["shard-00001-of-00001.safetensors", "rng-00001.safetensors", "state.json", "manifest.json"]
+    assert flushed[:4] == [
+        "shard-00001-of-00001.safetensors",
+        "rng-00001.safetensors",
+        "state.json",
+        "manifest.json",
+    ]
     assert flushed[4:6] == [temporary, "state"]
     assert [step[0] for step in seen[seen.index(("flush", temporary)) :]] == [
         "flush", "rename", "flush", "rename", "flush", "remove",
@@ -134,7 +163,9 @@ def test_the_order_of_a_save(first: Path, memory_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_every_operation(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_every_operation(
+    first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = {1: expected(1), 2: expected(2)}
     shutil.copytree(first, memory_path / "count")
     places = places_to_stop(operations_of(lambda: save(memory_path / "count", 2), monkeypatch))
@@ -163,7 +194,9 @@ def test_the_end_of_the_process_at_every_operation(
     good = {1: expected(1), 2: expected(2)}
     shutil.copytree(first, memory_path / "count")
     steps = []
-    for number in places_to_stop(operations_of(lambda: save(memory_path / "count", 2), monkeypatch)):
+    for number in places_to_stop(
+        operations_of(lambda: save(memory_path / "count", 2), monkeypatch)
+    ):
         root = memory_path / f"state{number}"
         shutil.copytree(first, root)
 
@@ -174,7 +207,9 @@ def test_the_end_of_the_process_at_every_operation(
         assert in_child(save_and_end) == 9
         step, found = latest(root)
         assert found == good[step]
-        assert all(path.name in ("step_1", "step_2") for path in root.iterdir()), "leftovers outlive the next start"
+        assert all(path.name in ("step_1", "step_2") for path in root.iterdir()), (
+            "leftovers outlive the next start"
+        )
         steps.append(step)
     assert steps == sorted(steps) and set(steps) == {1, 2}
 
@@ -188,7 +223,9 @@ def naive_save(root: Path, step: int) -> None:
             (root / name).write_bytes(value.numpy().tobytes())
 
 
-def test_a_naive_save_fails_the_same_test(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_naive_save_fails_the_same_test(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control: the harness sees a writer that loses its only state."""
     naive_save(memory_path, 1)
     good = [tree(memory_path)]
@@ -242,14 +279,18 @@ def test_an_export_that_ends_at_every_operation(
             assert tree(root / "model") in whole, "neither the old model nor the new one is there"
         else:
             models = [root / "model", *root.glob(".model.*.old")]
-            assert any(tree(model) in whole for model in models), "neither the old model nor the new one is left"
+            assert any(tree(model) in whole for model in models), (
+                "neither the old model nor the new one is left"
+            )
         export(1, root)
         assert tree(root / "model") == whole[-1]
         assert sorted(path.name for path in root.iterdir()) == ["model", "written.json"]
         check_weights(SMALL, root / "model")
 
 
-def test_the_disk_refuses_in_other_ways(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_refuses_in_other_ways(
+    first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = {
         errno.EROFS: "Read-only file system; make it writable, or choose another place",
         errno.EACCES: "Permission denied; make it writable, or choose another place",
@@ -273,7 +314,9 @@ def test_a_file_is_replaced_whole(memory_path: Path, monkeypatch: pytest.MonkeyP
     path = memory_path / "config.yaml"
     files.replace_text(path, "one: 1\n")
     assert path.read_text() == "one: 1\n"
-    for number in range(len(operations_of(lambda: files.replace_text(path, "two: 2\n"), monkeypatch))):
+    for number in range(
+        len(operations_of(lambda: files.replace_text(path, "two: 2\n"), monkeypatch))
+    ):
         path.write_text("one: 1\n")
 
         def replace_and_end(number: int = number) -> None:
@@ -297,12 +340,18 @@ def test_a_full_disk_is_one_line_while_another_rank_removes_the_folder(
         return shutil._ntuple_diskusage(10, 7, 3)
 
     monkeypatch.setattr(files.shutil, "disk_usage", disk_usage)
-    line = files.describe_fault(OSError(errno.ENOSPC, "No space left on device", str(gone / "shard.safetensors")))
-    assert line.startswith(f"{gone / 'shard.safetensors'}: No space left on device (3 B free); free some space")
+    line = files.describe_fault(
+        OSError(errno.ENOSPC, "No space left on device", str(gone / "shard.safetensors"))
+    )
+    assert line.startswith(
+        f"{gone / 'shard.safetensors'}: No space left on device (3 B free); free some space"
+    )
 
 
 def test_what_other_ranks_wait_for_is_gathered_after_a_fault(memory_path: Path) -> None:
-    """Each tensor's gather is a collective: rank 0 takes part in those after the one that failed, and says which."""
+    """Each tensor's gather is a collective: rank 0 takes part in those after the one that failed,
+    and says which.
+    """
     gathered = []
 
     def gather(number: int) -> Iterator[torch.Tensor]:
@@ -313,5 +362,7 @@ def test_what_other_ranks_wait_for_is_gathered_after_a_fault(memory_path: Path) 
 
     plan = [PlannedTensor(str(number), torch.float32, (2,)) for number in range(4)]
     with pytest.raises(ValueError, match="tensor 1"):
-        write_gathered(memory_path / "x", plan, chain.from_iterable(map(gather, range(4))), {}, SingleRank())
+        write_gathered(
+            memory_path / "x", plan, chain.from_iterable(map(gather, range(4))), {}, SingleRank()
+        )
     assert gathered == [0, 1, 2, 3]

@@ -1,4 +1,6 @@
-"""A manifest that somebody else has written, with a seal that fits: it names plain files and counts, or is damaged."""
+"""A manifest that somebody else has written, with a seal that fits: it names plain files and
+counts, or is damaged.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,9 @@ def state(folder: Path, **changes: Any) -> Path:
     write_manifest(folder, 3, 1, 1, [FileRecord("shard-0", 1, sha256_of(folder / "shard-0"))])
     fields = json.loads((folder / MANIFEST).read_text()) | changes
     fields.pop("manifest_sha256")
-    (folder / MANIFEST).write_text(json.dumps(fields | {"manifest_sha256": run_files._seal(fields)}))
+    (folder / MANIFEST).write_text(
+        json.dumps(fields | {"manifest_sha256": run_files._seal(fields)})
+    )
     return folder
 
 
@@ -25,7 +29,9 @@ def test_a_whole_state(tmp_path: Path):
     assert check_presence(state(tmp_path)).step == 3
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", 5, None, ["x"]])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", 5, None, ["x"]]
+)
 def test_names_that_are_not_plain(name: Any, tmp_path: Path):
     with pytest.raises(DamagedState, match="which is not a plain file name"):
         check_presence(state(tmp_path, files=[{"name": name, "size": 1, "sha256": "0" * 64}]))

@@ -1,4 +1,6 @@
-"""SIGKILL at random moments of a run that saves, prunes and exports all the time: every start goes on, bitwise."""
+"""SIGKILL at random moments of a run that saves, prunes and exports all the time: every start goes
+on, bitwise.
+"""
 
 import gc
 import json
@@ -16,15 +18,27 @@ from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
 from recipe_lib.checkpoint.run_files import RECORD, OutputRecord, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
+from tests.checkpoint.tiny import (
+    CONFIG,
+    OPTIMIZERS,
+    fingerprint,
+    tiny_model,
+    tiny_spec,
+    tiny_world,
+    train,
+)
 
 STEPS = 12
 KILLS = 3
-DISK_SECONDS = 0.002  # that each change of the disk takes: in memory hardly a kill would fall into a save
+DISK_SECONDS = (
+    0.002  # that each change of the disk takes: in memory hardly a kill would fall into a save
+)
 
 
 def run(root: Path) -> None:
-    """A run: goes on from the latest state; saves after every step, keeps two, exports now and then and at the end."""
+    """A run: goes on from the latest state; saves after every step, keeps two, exports now and then
+    and at the end.
+    """
     files.remove_leftovers(root, RECORD)
     if not (root / RECORD).exists():
         write_record(root, OutputRecord())
@@ -39,12 +53,16 @@ def run(root: Path) -> None:
             [loss] = train(model, optimizer, 1, step)
             with open(root / "log.jsonl", "a") as log:
                 log.write(json.dumps([step, loss, float(torch.rand(()))]) + "\n")
-            save_state(root / "state", step + 1, model, optimizer, {"step": step + 1}, world, keep=2)
+            save_state(
+                root / "state", step + 1, model, optimizer, {"step": step + 1}, world, keep=2
+            )
             if step % 3 == 1:
                 export_model(model, tiny_spec(), CONFIG, root / "model", **options)
         export_model(model, tiny_spec(), CONFIG, root / "model", **options)
         (root / "fingerprint").write_text(fingerprint(model, optimizer))
-        (root / "fingerprint").rename(root / "done")  # a kill may come between the file and its text
+        (root / "fingerprint").rename(
+            root / "done"
+        )  # a kill may come between the file and its text
 
 
 def start(root: Path) -> int:
@@ -66,7 +84,11 @@ def lines_of(path: Path) -> list[list]:
     """Whole lines of a log; a kill may cut the last one."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("]\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("]\n")
+    ]
 
 
 def test_kills_change_nothing(memory_path: Path) -> None:
@@ -89,7 +111,9 @@ def test_kills_change_nothing(memory_path: Path) -> None:
             time.sleep(draw.uniform(0, seconds * 0.7))
             os.kill(child, signal.SIGKILL)
             status = os.waitpid(child, 0)[1]
-            assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0, "a resumed run failed"
+            assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0, (
+                "a resumed run failed"
+            )
             kills += os.WIFSIGNALED(status)
             saves_cut += any((root / "state").glob(".*.tmp"))
             if (root / "model").exists():

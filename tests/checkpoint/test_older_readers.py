@@ -1,4 +1,6 @@
-"""What is exported says all that transformers 5 has renamed under both names, and means the same by either."""
+"""What is exported says all that transformers 5 has renamed under both names, and means the same by
+either.
+"""
 
 import json
 import logging
@@ -28,7 +30,9 @@ def newer_config(case: str, folder: Path) -> dict[str, Any]:
     """A case's config.json as transformers 5 writes it."""
     class_name, options = CASES[case]
     made = getattr(transformers, class_name)(**SMALL | options)
-    made.architectures = [class_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
+    made.architectures = [
+        class_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    ]
     made.dtype = "float32"
     made.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
@@ -53,7 +57,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_either_name_means_what_was_trained(case: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_either_name_means_what_was_trained(
+    case: str, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     newer = newer_config(case, tmp_path)
     older = write_older(case, newer)
     expected = read_by_transformers(newer | {"dtype": "bfloat16"})
@@ -67,17 +73,31 @@ def test_either_name_means_what_was_trained(case: str, tmp_path: Path, said: pyt
             config = leave_out(exported, left_out)
             assert spec_from_config(config, case) == spec
             read = read_by_transformers(config)
-            differing = {key: (value, read.get(key)) for key, value in expected.items() if read.get(key) != value}
+            differing = {
+                key: (value, read.get(key))
+                for key, value in expected.items()
+                if read.get(key) != value
+            }
             assert not differing
-    assert [record.getMessage() for record in said.records if record.name.startswith("transformers")] == []
+    assert [
+        record.getMessage() for record in said.records if record.name.startswith("transformers")
+    ] == []
 
 
 def write_base(folder: Path) -> Path:
-    """A Llama whose rotary embedding is scaled, as transformers 5 writes it, with the demo's tokenizer."""
+    """A Llama whose rotary embedding is scaled, as transformers 5 writes it, with the demo's
+    tokenizer.
+    """
     torch.manual_seed(0)
     scaling = CASES["llama3.1"][1]["rope_scaling"] | {"rope_theta": 500000.0}
     config = transformers.LlamaConfig(
-        **SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "rope_parameters": scaling},
+        **SMALL
+        | {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "rope_parameters": scaling,
+        },
         initializer_range=0.3,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -92,12 +112,21 @@ WHOLE = ("reward.trainable=all", "checkpoint.save_model=true")  # of a reward mo
 
 def train(base: Path, output: Path, recipe: str, *more: str) -> Path:
     """One step of a recipe on the base; returns the folder of the model that it leaves."""
-    given = [f"model.path={base}", f"tokenizer.path={base}", "dtype=fp32", "device=cpu", "max_steps=1"]
+    given = [
+        f"model.path={base}",
+        f"tokenizer.path={base}",
+        "dtype=fp32",
+        "device=cpu",
+        "max_steps=1",
+    ]
     if recipe == REWARD:
         words = labeled_runs.arguments(write_margins(base.parent), output, recipe, *WHOLE)
         words = [word for word in words if not word.startswith("model.preset")]
     else:
-        words = [*arguments(output, "demo/lora" if recipe == LORA else "demo/full"), "~model.preset"]
+        words = [
+            *arguments(output, "demo/lora" if recipe == LORA else "demo/full"),
+            "~model.preset",
+        ]
     run = run_here(latest(*words, *given, *more), recipe=recipe)
     assert run.code == 0, run.said
     return output / "model"
@@ -109,7 +138,11 @@ def export(*words: Any) -> None:
 
 def write_kind(kind: str, base: Path, folder: Path) -> Path:
     """What this kind of export leaves of the base."""
-    external = ["model.implementation=transformers", "data.packing=false"] if "transformers" in kind else []
+    external = (
+        ["model.implementation=transformers", "data.packing=false"]
+        if "transformers" in kind
+        else []
+    )
     if kind.startswith("full"):
         return train(base, folder / "run", FULL, *external)
     if kind == "reward":
@@ -135,9 +168,16 @@ def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_pa
         folder = write_kind(kind, base, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500000.0
-    assert config["rope_scaling"].items() <= config["rope_parameters"].items() and config["rope_scaling"]["factor"] == 8
+    assert (
+        config["rope_scaling"].items() <= config["rope_parameters"].items()
+        and config["rope_scaling"]["factor"] == 8
+    )
     assert config["dtype"] == config["torch_dtype"] == "float32"
-    opener = transformers.AutoModelForSequenceClassification if kind == "reward" else transformers.AutoModelForCausalLM
+    opener = (
+        transformers.AutoModelForSequenceClassification
+        if kind == "reward"
+        else transformers.AutoModelForCausalLM
+    )
     expected = opener.from_pretrained(folder).eval()(probe()).logits
     for left_out in (NEWER, OLDER):
         (folder / "config.json").write_text(json.dumps(leave_out(config, left_out)))
@@ -147,12 +187,27 @@ def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_pa
 
 def has_key(config: dict[str, Any], key: str) -> bool:
     """Whether a config.json or a part of it has a key."""
-    parts = [value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+    parts = [
+        value
+        for name, value in config.items()
+        if name.endswith("_config") and isinstance(value, dict)
+    ]
     return bool(config.get(key)) or any(has_key(part, key) for part in parts)
 
 
-# Families with names of their own for the rotary embedding, or with parts. A scaling of the first one is said too.
-EXTERNAL = ["gemma3", "gpt_neox", "llama4_text", "modernbert-decoder", "olmo2", "phi", "phi3", "qwen3_moe", "stablelm"]
+# Families with names of their own for the rotary embedding, or with parts. A scaling of the first
+# one is said too.
+EXTERNAL = [
+    "gemma3",
+    "gpt_neox",
+    "llama4_text",
+    "modernbert-decoder",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen3_moe",
+    "stablelm",
+]
 
 
 @pytest.mark.parametrize("family", EXTERNAL)
@@ -160,32 +215,55 @@ def test_what_a_class_of_transformers_reads_stays_the_same(family: str) -> None:
     config = json.loads(transformers.AutoConfig.for_model(family).to_json_string())
     spelled = spell_config(config, family)
     assert has_key(spelled, "rope_parameters")
-    theta = {"gpt_neox": "rotary_emb_base", "modernbert-decoder": "local_rope_theta"}.get(family, "rope_theta")
+    theta = {"gpt_neox": "rotary_emb_base", "modernbert-decoder": "local_rope_theta"}.get(
+        family, "rope_theta"
+    )
     assert has_key(spelled, theta)
     expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
     for left_out in (set(), OLDER, NEWER):
         read = transformers.AutoConfig.for_model(**leave_out(spelled, left_out)).to_dict()
-        assert not {key for key, value in expected.items() if read.get(key) != value and key not in OLDER}
+        assert not {
+            key for key, value in expected.items() if read.get(key) != value and key not in OLDER
+        }
 
 
-_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
+_LONG = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 24,
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 0.7},
-    "llama3": {"factor": 4.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
     "longrope": _LONG,
 }
 # Families that take a longrope alone -> what it has besides.
-OF_PHI: dict[str, dict[str, Any]] = {"phi3": {}, "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2}}
+OF_PHI: dict[str, dict[str, Any]] = {
+    "phi3": {},
+    "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2},
+}
 SCALED = [(family, kind) for family in ("llama", "qwen3_moe", "glm", "olmo2") for kind in SCALINGS]
 SCALED += [(family, "longrope") for family in OF_PHI]
 
 
 @pytest.mark.parametrize(("family", "kind"), SCALED)
 def test_every_scaling_is_said_in_older_names_too(family: str, kind: str) -> None:
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 777.0} | SCALINGS[kind] | OF_PHI.get(family, {})
-    sizes = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "max_position_embeddings": 128}
+    rope: dict[str, Any] = (
+        {"rope_type": kind, "rope_theta": 777.0} | SCALINGS[kind] | OF_PHI.get(family, {})
+    )
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
     beside = {"original_max_position_embeddings": 24} if family in OF_PHI else {}
     made = transformers.AutoConfig.for_model(family, **sizes, **beside, rope_parameters=rope)
     config = json.loads(made.to_json_string())
@@ -212,7 +290,9 @@ def test_no_family_of_transformers_fails() -> None:
             expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
         except (ValueError, TypeError, StrictDataclassError):  # no config without arguments
             continue
-        read = transformers.AutoConfig.for_model(**json.loads(json.dumps(spell_config(config, family)))).to_dict()
+        read = transformers.AutoConfig.for_model(
+            **json.loads(json.dumps(spell_config(config, family)))
+        ).to_dict()
         if any(read.get(key) != value for key, value in expected.items()):
             differing.append(family)
     assert not differing

@@ -1,4 +1,6 @@
-"""States of few bits, master weights and momenta: saved and resumed on any number of ranks, bit for bit."""
+"""States of few bits, master weights and momenta: saved and resumed on any number of ranks, bit for
+bit.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,13 @@ from tests.selection import slow_except
 
 CFG = OptimizerConfig(lr=0.01, weight_decay=0.1)
 # Rows of 128 and 64 numbers; 31 rows of the embedding leave its parts uneven.
-SPEC = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 33}
+SPEC = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 33,
+}
 CASES: dict[str, tuple[OptimizerConfig, torch.dtype]] = {
     "8 bits": (replace(CFG, state_bits=8), torch.float32),
     "4 bits": (replace(CFG, state_bits=4), torch.bfloat16),
@@ -67,7 +75,9 @@ def begin(roots: dict[str, Path], steps: int = 2) -> dict[str, str]:
 
 
 def go_on(roots: dict[str, Path]) -> dict[str, tuple[str, str]]:
-    """Loads each case into a model of NaNs; what everything is then, and after a step that is saved too. Collective."""
+    """Loads each case into a model of NaNs; what everything is then, and after a step that is saved
+    too. Collective.
+    """
     found = {}
     for case, root in roots.items():
         with tiny_world() as world:
@@ -82,9 +92,13 @@ def go_on(roots: dict[str, Path]) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("cases", slow_except([["8 bits"], OF_OTHER_KINDS], [["8 bits"]]), ids=["8 bits", "others"])
+@pytest.mark.parametrize(
+    "cases", slow_except([["8 bits"], OF_OTHER_KINDS], [["8 bits"]]), ids=["8 bits", "others"]
+)
 def test_two_ranks_one_rank_two_ranks_bit_for_bit(tmp_path: Path, cases: list[str]) -> None:
-    """What is loaded is what was saved; and a step further the number of ranks still shows nowhere."""
+    """What is loaded is what was saved; and a step further the number of ranks still shows
+    nowhere.
+    """
     roots = {case: tmp_path / case.replace(" ", "-") for case in cases}
     saved = run_ranks(begin, 2, roots)
     assert saved[0] == saved[1]
@@ -95,7 +109,9 @@ def test_two_ranks_one_rank_two_ranks_bit_for_bit(tmp_path: Path, cases: list[st
         case: after for case, (_, after) in one.items()
     }
     again = run_ranks(go_on_from, 2, roots, 2)
-    assert again[0] == {case: after for case, (_, after) in one.items()}  # the step that one rank did, on two
+    assert again[0] == {
+        case: after for case, (_, after) in one.items()
+    }  # the step that one rank did, on two
 
 
 def go_on_from(roots: dict[str, Path], step: int) -> dict[str, str]:
@@ -113,16 +129,31 @@ def go_on_from(roots: dict[str, Path], step: int) -> dict[str, str]:
 
 
 OTHERS = {
-    "fewer bits": ("8 bits", replace(CFG, state_bits=4), "is uint8 [33, 128], this run's is uint8 [33, 64]"),
+    "fewer bits": (
+        "8 bits",
+        replace(CFG, state_bits=4),
+        "is uint8 [33, 128], this run's is uint8 [33, 64]",
+    ),
     "no bits": ("8 bits", CFG, "is uint8 [33, 128], its parameter float32 [33, 128]"),
-    "no master weights": ("master weights", replace(CFG, state_bits=8), "master of model.embed_tokens.weight, which"),
+    "no master weights": (
+        "master weights",
+        replace(CFG, state_bits=8),
+        "master of model.embed_tokens.weight, which",
+    ),
     "torch's": ("by chance", CFG, "is float32 [33, 128], its parameter bfloat16 [33, 128]"),
     "fp32 states for bf16": (
         "master weights, 16 bits",
         replace(CFG, master_weights=True),
-        "is bfloat16 [33, 128], this run's is float32 [33, 128]; resume with optimizer.state_bits=16",
+        (
+            "is bfloat16 [33, 128], this run's is float32 [33, 128]; resume with"
+            " optimizer.state_bits=16"
+        ),
     ),
-    "adamw for muon": ("muon", replace(CFG, state_bits=4), "holds optimizer state momentum_buffer_codes of"),
+    "adamw for muon": (
+        "muon",
+        replace(CFG, state_bits=4),
+        "holds optimizer state momentum_buffer_codes of",
+    ),
 }
 
 
@@ -140,7 +171,9 @@ def test_another_optimizers_state_is_refused_in_one_line(tmp_path: Path, name: s
 
 
 def test_what_such_a_line_says_resumes(tmp_path: Path) -> None:
-    """A run saved without state_bits, when its states were of its dtype, goes on with those 16 bits."""
+    """A run saved without state_bits, when its states were of its dtype, goes on with those 16
+    bits.
+    """
     case = "master weights, 16 bits"
     with tiny_world() as world:
         model, optimizer = model_and_optimizer(world, case, 0)
@@ -161,7 +194,8 @@ def test_torchs_state_is_refused_by_ours(tmp_path: Path) -> None:
         save_state(tmp_path, 1, model, optimizer, {}, world, keep=1)
         model, optimizer = model_and_optimizer(world, "8 bits", None)
         with pytest.raises(
-            CheckpointError, match=r"which this run's optimizer does not keep; resume with .*state_bits"
+            CheckpointError,
+            match=r"which this run's optimizer does not keep; resume with .*state_bits",
         ):
             load_state(tmp_path / "step_1", model, optimizer, world)
 
@@ -171,5 +205,8 @@ def test_states_without_a_step_yet_are_told_apart_too(tmp_path: Path) -> None:
         model, optimizer = model_and_optimizer(world, "8 bits", 0)
         save_state(tmp_path, 0, model, optimizer, {}, world, keep=1)
         plain = build_optimizer(CFG, model.named_parameters(), world.device)
-        with pytest.raises(CheckpointError, match=r"by another optimizer \(it has state_bits\); .*state_bits, master_"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"by another optimizer \(it has state_bits\); .*state_bits, master_",
+        ):
             load_state(tmp_path / "step_0", model, plain, world)

@@ -1,4 +1,6 @@
-"""States of pipelines: whole, the same as those of one process, and gone on from by pipelines of any other size."""
+"""States of pipelines: whole, the same as those of one process, and gone on from by pipelines of
+any other size.
+"""
 
 import json
 from contextlib import suppress
@@ -18,12 +20,26 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
 from recipe_lib.parallel import World
-from tests.checkpoint.staged import CONFIG, WORLDS, build, held, optimizer_of, spec_of, staged, step, world_of
+from tests.checkpoint.staged import (
+    CONFIG,
+    WORLDS,
+    build,
+    held,
+    optimizer_of,
+    spec_of,
+    staged,
+    step,
+    world_of,
+)
 from tests.checkpoint.tiny import tree
 from tests.distributed.ranks import run_ranks
 from tests.selection import slow_except
 
-QUANTIZED = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}  # nf4 takes blocks of 64
+QUANTIZED = CONFIG | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+}  # nf4 takes blocks of 64
 EXPERTS = CONFIG | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
                     "num_experts_per_tok": 2}  # fmt: skip
 TARGETS = ["q", "up", "embedding", "head"]
@@ -31,10 +47,22 @@ CASES: dict[str, tuple[dict[str, Any], LoraConfig | None]] = {
     "untied": (CONFIG, None),
     "tied": (CONFIG | {"tie_word_embeddings": True}, None),
     "adapters": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS, dora=True)),
-    "tied adapters": (CONFIG | {"tie_word_embeddings": True}, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS)),
-    "experts": (EXPERTS, None),  # whose ranks of a tensor group have parts of gate above parts of up
-    "ends": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=["embedding", "head"])),  # some ranks train nothing
-    "quantized": (QUANTIZED, LoraConfig(rank=2, alpha=4.0, target_modules=["q", "up"], quantize_base="nf4")),
+    "tied adapters": (
+        CONFIG | {"tie_word_embeddings": True},
+        LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS),
+    ),
+    "experts": (
+        EXPERTS,
+        None,
+    ),  # whose ranks of a tensor group have parts of gate above parts of up
+    "ends": (
+        CONFIG,
+        LoraConfig(rank=2, alpha=4.0, target_modules=["embedding", "head"]),
+    ),  # some ranks train nothing
+    "quantized": (
+        QUANTIZED,
+        LoraConfig(rank=2, alpha=4.0, target_modules=["q", "up"], quantize_base="nf4"),
+    ),
 }
 # Which of WORLDS a case has.
 USED = {
@@ -101,13 +129,19 @@ def save_alone(root: Path, case: str, name: str = "one") -> Path:
     return root / name / "step_2"
 
 
-def work_in(name: str, case: str, root: Path, saves: bool, saved_by: list[str]) -> dict[str, list[dict[str, str]]]:
-    """What is held in one of WORLDS after it has saved a state (by its own name), and after it went on from others."""
+def work_in(
+    name: str, case: str, root: Path, saves: bool, saved_by: list[str]
+) -> dict[str, list[dict[str, str]]]:
+    """What is held in one of WORLDS after it has saved a state (by its own name), and after it went
+    on from others.
+    """
     config, lora = CASES[case]
     found = {}
     with world_of(name) as (cfg, world):
         if saves:
-            found[f"{name} saves"] = save(root, case, name, build(cfg, world, spec_of(config), lora), world)
+            found[f"{name} saves"] = save(
+                root, case, name, build(cfg, world, spec_of(config), lora), world
+            )
         for other in saved_by:
             model = build(cfg, world, spec_of(config), lora, seed=None)
             found[f"{other} to {name}"] = load(root, other, model, world)
@@ -123,7 +157,9 @@ def test_a_pipeline_of_another_size_goes_on_from_a_state(case: str, memory_path:
     def work(ranks: int, saves: bool, saved_by: set[int]) -> dict[str, list[dict[str, str]]]:
         todo = {}
         for name in (name for name in used if size[name] == ranks):
-            others = [there for there, here in crossings if here == name and size[there] in saved_by]
+            others = [
+                there for there, here in crossings if here == name and size[there] in saved_by
+            ]
             if saves or others:
                 todo[name] = others
 
@@ -137,7 +173,9 @@ def test_a_pipeline_of_another_size_goes_on_from_a_state(case: str, memory_path:
 
     found = work(1, True, set()) | work(2, True, {1, 2}) | work(4, True, {1, 2, 4})
     found |= work(2, False, {4}) | work(1, False, {1, 2, 4})
-    assert found.keys() == {f"{name} saves" for name in used} | {f"{there} to {here}" for there, here in crossings}
+    assert found.keys() == {f"{name} saves" for name in used} | {
+        f"{there} to {here}" for there, here in crossings
+    }
     expected = found["one saves"]
     assert expected[0] != expected[1]
     for what, held_then in found.items():
@@ -155,17 +193,23 @@ def compare_folders(case: str, folders: dict[str, Path]) -> None:
         assert total == size, name
         mine = json.loads((folder / "state.json").read_bytes())
         cut = case == "experts" and name == "stages of tensors"
-        assert len(mine.pop("runs")) == (4 if cut else 0), name  # of all layers, whichever stage has them
+        assert len(mine.pop("runs")) == (4 if cut else 0), (
+            name
+        )  # of all layers, whichever stage has them
         assert mine == {key: value for key, value in written.items() if key != "runs"}, name
         # Each rank wrote its own part, where it has any.
-        assert len(list(folder.glob("shard-*"))) == (2 if case == "ends" and name != "one" else WORLDS[name][0])
+        assert len(list(folder.glob("shard-*"))) == (
+            2 if case == "ends" and name != "one" else WORLDS[name][0]
+        )
 
 
 def tensors(folder: Path) -> tuple[set[str], int]:
     """Names of all tensors of a state, and their bytes."""
     headers = [read_header(path).tensors for path in folder.glob("shard-*")]
     entries = [entry for header in headers for entry in header.values()]
-    return {name for header in headers for name in header}, sum(entry.end - entry.start for entry in entries)
+    return {name for header in headers for name in header}, sum(
+        entry.end - entry.start for entry in entries
+    )
 
 
 @pytest.mark.slow
@@ -187,14 +231,21 @@ def test_names_are_in_the_order_of_the_whole_model() -> None:
 
 
 def refusals(path: Path, world_name: str) -> list[str]:
-    """What each attempt to go on from a state of case `untied` with something else is refused with, in this world."""
+    """What each attempt to go on from a state of case `untied` with something else is refused with,
+    in this world.
+    """
     found = []
 
     def attempt(
-        config: dict[str, Any], lora: LoraConfig | None = None, plain: bool = False, half: bool = False
+        config: dict[str, Any],
+        lora: LoraConfig | None = None,
+        plain: bool = False,
+        half: bool = False,
     ) -> None:
         with staged(world_name, spec_of(config), lora) as (model, world):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if plain else optimizer_of(model)
+            optimizer = (
+                torch.optim.SGD(model.parameters(), lr=0.1) if plain else optimizer_of(model)
+            )
             if half and model.lm_head is not None:
                 model.lm_head.weight.data = model.lm_head.weight.data.to(torch.bfloat16)
             try:
@@ -264,9 +315,13 @@ def test_a_stage_that_cannot_write_stops_all_and_nothing_changes(memory_path: Pa
     assert tree(memory_path) == before
 
 
-def test_the_room_that_is_asked_for_is_that_of_all_stages(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_that_is_asked_for_is_that_of_all_stages(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(state.files, "require_space", lambda folder, needed, purpose: asked.append(needed))
+    monkeypatch.setattr(
+        state.files, "require_space", lambda folder, needed, purpose: asked.append(needed)
+    )
 
     def work(name: str) -> int:
         asked.clear()

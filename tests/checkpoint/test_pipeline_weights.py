@@ -1,4 +1,6 @@
-"""Weights into and out of pipelines: each rank reads its stages' alone, and a folder is that of one process."""
+"""Weights into and out of pipelines: each rank reads its stages' alone, and a folder is that of one
+process.
+"""
 
 import json
 import weakref
@@ -20,7 +22,17 @@ from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World
-from tests.checkpoint.staged import CONFIG, WORLDS, build, held, optimizer_of, spec_of, staged, step, world_of
+from tests.checkpoint.staged import (
+    CONFIG,
+    WORLDS,
+    build,
+    held,
+    optimizer_of,
+    spec_of,
+    staged,
+    step,
+    world_of,
+)
 from tests.checkpoint.test_weights_in import count_reads
 from tests.checkpoint.tiny import tree
 from tests.distributed.ranks import run_ranks
@@ -47,11 +59,21 @@ USED = {
 
 
 def export(model: Decoder, config: dict[str, Any], out: Path, world: World) -> None:
-    export_model(model, model.spec, config, out, tokenizer_folder=None, max_shard_bytes=SHARD_BYTES, world=world)
+    export_model(
+        model,
+        model.spec,
+        config,
+        out,
+        tokenizer_folder=None,
+        max_shard_bytes=SHARD_BYTES,
+        world=world,
+    )
 
 
 def in_and_out(root: Path, case: str, name: str) -> None:
-    """In one of WORLDS: an export, and one of what was read from the export of one process; the same of adapters."""
+    """In one of WORLDS: an export, and one of what was read from the export of one process; the
+    same of adapters.
+    """
     config, lora = CONFIGS[case], ADAPTERS[case]
     spec = spec_of(config)
     with world_of(name) as (cfg, world):
@@ -81,7 +103,9 @@ def test_folders_are_those_of_one_process(case: str, memory_path: Path) -> None:
         assert tree(memory_path / name) == expected, name
 
 
-def test_no_rank_holds_more_than_a_parameter_or_a_piece(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_holds_more_than_a_parameter_or_a_piece(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 128)
 
     def work() -> tuple[int, int, int]:
@@ -109,7 +133,11 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(memory_path: Path, monke
         return most, largest, received - (own if world.rank == 2 else 0)
 
     [first, second, third, fourth] = run_ranks(work, 4)
-    total = sum(load.numel() * 4 for path in memory_path.glob("out/*.safetensors") for load in load_file(path).values())
+    total = sum(
+        load.numel() * 4
+        for path in memory_path.glob("out/*.safetensors")
+        for load in load_file(path).values()
+    )
     with staged("one", spec_of(CONFIG)) as (model, _):
         assert total == sum(value.numel() * 4 for value in model.parameters())
     assert first[:2] == (1, 128)
@@ -127,7 +155,10 @@ def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
         read = count_reads()
         with staged("stages of shards", spec_of(config)) as (model, _):
             load_weights(model, model.spec, memory_path)
-            return [sum(read), sum(local_part(parameter)[0].numel() * 4 for parameter in model.parameters())]
+            return [
+                sum(read),
+                sum(local_part(parameter)[0].numel() * 4 for parameter in model.parameters()),
+            ]
 
     for read, own in run_ranks(work, 4):
         assert read == own > 0
@@ -136,7 +167,9 @@ def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
 FAULTS = {
     "missing": lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight"),
     "missing first": lambda tensors: tensors.pop("model.embed_tokens.weight"),
-    "unknown": lambda tensors: tensors.update({"model.layers.4.mlp.up_proj.weight": torch.zeros(12, 8)}),
+    "unknown": lambda tensors: tensors.update(
+        {"model.layers.4.mlp.up_proj.weight": torch.zeros(12, 8)}
+    ),
     "shape": lambda tensors: tensors.update({"lm_head.weight": torch.zeros(30, 9)}),
     "kind": lambda tensors: tensors.update({"model.norm.weight": torch.zeros(8, dtype=torch.int8)}),
 }
@@ -146,7 +179,13 @@ FAULTS = {
 def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_path: Path) -> None:
     with staged("one", spec_of(CONFIG)) as (model, world):
         export_model(
-            model, model.spec, CONFIG, memory_path / "whole", tokenizer_folder=None, max_shard_bytes=2**30, world=world
+            model,
+            model.spec,
+            CONFIG,
+            memory_path / "whole",
+            tokenizer_folder=None,
+            max_shard_bytes=2**30,
+            world=world,
         )
     for fault, spoil in FAULTS.items():
         tensors = load_file(memory_path / "whole" / "model.safetensors")
@@ -165,7 +204,9 @@ def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_pat
         return found
 
     expected = told("one")
-    assert "model.layers.3.mlp.up_proj.weight is missing; download the folder again" in expected[0][0]
+    assert (
+        "model.layers.3.mlp.up_proj.weight is missing; download the folder again" in expected[0][0]
+    )
     assert len({faults[0] for faults in expected}) == len(FAULTS)
     assert run_ranks(told, 2, "stages") == [expected] * 2
 
@@ -177,7 +218,10 @@ def test_the_room_that_is_looked_for_is_that_of_the_whole_model(memory_path: Pat
             raise StorageError(str(needed))
 
         files.require_space = tell
-        with staged(name, spec_of(CONFIGS["tied"])) as (model, world), pytest.raises(StorageError) as raised:
+        with (
+            staged(name, spec_of(CONFIGS["tied"])) as (model, world),
+            pytest.raises(StorageError) as raised,
+        ):
             check_room(model, memory_path / "out" / "model", world)
         return str(raised.value)
 
@@ -193,7 +237,10 @@ def test_rank_0_cannot_write_what_another_stage_sends_and_no_rank_hangs(memory_p
                 raise OSError(28, "No space left on device", str(path))
 
         files.before_operation = fail
-        with staged("stages", spec_of(CONFIG)) as (model, world), pytest.raises(StorageError) as raised:
+        with (
+            staged("stages", spec_of(CONFIG)) as (model, world),
+            pytest.raises(StorageError) as raised,
+        ):
             export(model, CONFIG, memory_path / "out", world)
         return str(raised.value)
 

@@ -1,4 +1,6 @@
-"""What is written of a model that was read from quantized files: whole models, adapters, and their mark of the base."""
+"""What is written of a model that was read from quantized files: whole models, adapters, and their
+mark of the base.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,14 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config
 from tests.adapters.hugging_face import difference, ours, plain, spec_of, theirs, with_peft
-from tests.checkpoint.quantized_folders import Tensors, copy, fp8_folder, mxfp4_folder, rewrite, twin
+from tests.checkpoint.quantized_folders import (
+    Tensors,
+    copy,
+    fp8_folder,
+    mxfp4_folder,
+    rewrite,
+    twin,
+)
 from tests.selection import slow_but
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,23 +57,35 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_transformers_opens_the_export(folders: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+def test_transformers_opens_the_export(
+    folders: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
     folder, out = folders(name), tmp_path / "out"
     model = plain(folder)
-    options: dict[str, Any] = {"tokenizer_folder": None, "max_shard_bytes": 60_000, "world": SingleRank()}
+    options: dict[str, Any] = {
+        "tokenizer_folder": None,
+        "max_shard_bytes": 60_000,
+        "world": SingleRank(),
+    }
     export_model(model, model.spec, read_config(folder), out, **options)
-    assert "quantization_config" in read_config(folder) and "quantization_config" not in read_config(out)
+    assert "quantization_config" in read_config(
+        folder
+    ) and "quantization_config" not in read_config(out)
     assert difference(model, theirs(out)) < 1e-5
     assert difference(model, theirs(folder / "twin")) < 1e-5
     assert difference(plain(out), model) == 0
-    stored = {value.dtype for file in out.glob("*.safetensors") for value in load_file(file).values()}
+    stored = {
+        value.dtype for file in out.glob("*.safetensors") for value in load_file(file).values()
+    }
     assert stored == {torch.float32}
 
 
 def adapter_of(folder: Path, out: Path, cfg: LoraConfig) -> Any:
     """The model with adapters that have been trained a little, and their folder `out`."""
     model = ours(folder, cfg)
-    export_adapter(model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank())
+    export_adapter(
+        model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank()
+    )
     return model
 
 
@@ -78,27 +99,47 @@ def test_adapters_are_merged_into_what_codes_stand_for(
 ) -> None:
     folder = folders(name)
     targets = TARGETS.get(name, ["q", "v", "router", "experts"])
-    model = adapter_of(folder, tmp_path / "adapter", LoraConfig(4, 8.0, target_modules=targets, quantize_base=storage))
+    model = adapter_of(
+        folder,
+        tmp_path / "adapter",
+        LoraConfig(4, 8.0, target_modules=targets, quantize_base=storage),
+    )
     merge_adapter(
-        folder, tmp_path / "adapter", tmp_path / "model", quantize=storage, dtype=torch.float32, ranks=SingleRank()
+        folder,
+        tmp_path / "adapter",
+        tmp_path / "model",
+        quantize=storage,
+        dtype=torch.float32,
+        ranks=SingleRank(),
     )
     assert "quantization_config" not in read_config(tmp_path / "model")
     assert difference(model, theirs(tmp_path / "model")) < 1e-5
     assert difference(model, plain(folder)) > 1e-3
 
 
-def test_experts_that_lie_in_one_plain_tensor_are_merged(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_that_lie_in_one_plain_tensor_are_merged(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     """As transformers holds them: no view, and yet experts."""
     folder = folders("mixtral, fused") / "twin"
-    model = adapter_of(folder, tmp_path / "adapter", LoraConfig(4, 8.0, target_modules=["q", "experts"]))
+    model = adapter_of(
+        folder, tmp_path / "adapter", LoraConfig(4, 8.0, target_modules=["q", "experts"])
+    )
     merge_adapter(
-        folder, tmp_path / "adapter", tmp_path / "model", quantize="none", dtype=torch.float32, ranks=SingleRank()
+        folder,
+        tmp_path / "adapter",
+        tmp_path / "model",
+        quantize="none",
+        dtype=torch.float32,
+        ranks=SingleRank(),
     )
     assert difference(model, theirs(tmp_path / "model")) < 1e-5
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_base_and_its_twin_have_one_mark(folders: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+def test_a_base_and_its_twin_have_one_mark(
+    folders: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
     """So an adapter is trained on the one and used with the other, in PEFT too."""
     folder = folders(name)
     other, half = folder / "twin", twin(folder, tmp_path / "half")
@@ -111,12 +152,16 @@ def test_a_base_and_its_twin_have_one_mark(folders: Callable[[str], Path], tmp_p
 
     def move(tensors: Tensors) -> Tensors:
         """Another number where the mark looks: the first of the row in the middle."""
-        coded = next(name for name in sorted(tensors) if name.endswith(("down_proj_blocks", "o_proj.weight")))
+        coded = next(
+            name for name in sorted(tensors) if name.endswith(("down_proj_blocks", "o_proj.weight"))
+        )
         codes = tensors[coded].view(torch.uint8)
         codes[len(codes) // 2].view(-1)[0] ^= 3
         return tensors
 
-    moved = rewrite(copy(folder, tmp_path / "moved"), move, read_config(folder)["quantization_config"])
+    moved = rewrite(
+        copy(folder, tmp_path / "moved"), move, read_config(folder)["quantization_config"]
+    )
     with pytest.raises(CheckpointError, match="was trained on other weights"):
         check_base(read_adapter(tmp_path / "adapter"), spec_of(moved), moved)
 
@@ -136,7 +181,9 @@ def test_copies_of_frozen_weights_are_compared_with_what_codes_stand_for(
         check_copies(file, {"lm_head.weight": "copy"}, spec_of(folder), folder)
 
 
-def test_untrained_rows_of_an_embedding_in_fp8(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_untrained_rows_of_an_embedding_in_fp8(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = fp8_folder(tmp_path / "model", "qwen3", (1, 32), left=())
 
     def empty(tensors: Tensors) -> Tensors:
@@ -156,6 +203,12 @@ def test_tune_export_merges_and_checks(
     targets = TARGETS.get(name, ["q", "experts"])
     cfg = LoraConfig(4, 8.0, target_modules=targets, quantize_base="nf4")
     model = adapter_of(folder, tmp_path / "adapter", cfg)
-    for words in (["--adapter"], ["--adapter", "--out", tmp_path / "again"], ["--merge", "--out", tmp_path / "model"]):
-        assert main.main(["export", str(tmp_path / "adapter"), *map(str, words)]) == 0, capsys.readouterr().err
+    for words in (
+        ["--adapter"],
+        ["--adapter", "--out", tmp_path / "again"],
+        ["--merge", "--out", tmp_path / "model"],
+    ):
+        assert main.main(["export", str(tmp_path / "adapter"), *map(str, words)]) == 0, (
+            capsys.readouterr().err
+        )
     assert difference(model, theirs(tmp_path / "model")) < 1e-5

@@ -1,4 +1,6 @@
-"""Checkpoints that are quantized already: what is read equals what transformers makes of them, bit for bit."""
+"""Checkpoints that are quantized already: what is read equals what transformers makes of them, bit
+for bit.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,20 +32,33 @@ from tests.checkpoint.quantized_folders import fp8_folder, fp8_numbers, mxfp4_fo
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 
-# Blocks of 24 rows cut the matrices of 64 and 96 rows, and heads, with a smaller one at the end; 128 is all of one.
+# Blocks of 24 rows cut the matrices of 64 and 96 rows, and heads, with a smaller one at the end;
+# 128 is all of one.
 FP8: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3, blocks of 16 x 32": ("qwen3", {"block": (16, 32), "scales": torch.bfloat16}),
     "qwen3, smaller last blocks": ("qwen3", {"block": (24, 40)}),
     "qwen3, powers of 2": ("qwen3", {"block": (32, 32), "scales": torch.float8_e8m0fnu}),
-    "qwen3, some modules left": ("qwen3", {"block": (32, 32), "left": ("embed", "lm_head", "o_proj", "layers.1.mlp")}),
+    "qwen3, some modules left": (
+        "qwen3",
+        {"block": (32, 32), "left": ("embed", "lm_head", "o_proj", "layers.1.mlp")},
+    ),
     "qwen3, head and embedding too": ("qwen3", {"block": (16, 16), "left": ()}),
     "phi3, smaller last blocks": ("phi3", {"block": (24, 32)}),
     "phi3, whole blocks": ("phi3", {"block": (32, 32)}),
     "qwen3-moe": ("qwen3-moe", {"block": (16, 16), "moe_intermediate_size": 32}),
-    "mixtral, fused experts": ("mixtral", {"block": (32, 16), "fused": True, "scales": torch.bfloat16}),
+    "mixtral, fused experts": (
+        "mixtral",
+        {"block": (32, 16), "fused": True, "scales": torch.bfloat16},
+    ),
 }
-EXACT = ["qwen3", "qwen3, blocks of 16 x 32", "qwen3, powers of 2", "phi3, whole blocks", "qwen3-moe"]
+EXACT = [
+    "qwen3",
+    "qwen3, blocks of 16 x 32",
+    "qwen3, powers of 2",
+    "phi3, whole blocks",
+    "qwen3-moe",
+]
 FOLDERS = ["mxfp4", *FP8]
 
 
@@ -94,9 +109,13 @@ def test_numbers_are_those_that_transformers_functions_make(
 def test_transformers_computes_the_same_with_the_folder(
     folders: Callable[[str], Path], name: str, dtype: torch.dtype
 ) -> None:
-    """It dequantizes where it has no kernels; of FP8 it reads whole blocks alone, and no fused experts."""
+    """It dequantizes where it has no kernels; of FP8 it reads whole blocks alone, and no fused
+    experts.
+    """
     folder = folders(name)
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
     assert not any(info.values()), info
     ours = plain(folder, dtype)
     named, compared = dict(theirs.named_parameters()), 0
@@ -113,7 +132,9 @@ def test_transformers_computes_the_same_with_the_folder(
     if dtype == torch.float32:
         tokens = torch.arange(1, 25).view(2, 12)
         with torch.no_grad():
-            torch.testing.assert_close(ours(tokens), theirs.float()(tokens).logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                ours(tokens), theirs.float()(tokens).logits, rtol=0, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -129,14 +150,18 @@ def test_every_code_of_mxfp4_with_every_exponent(dtype: torch.dtype) -> None:
     part = (slice(1, 3), slice(5, 40), slice(45, 46))
     for columns in (part[2], slice(31, 33), slice(64, 96), slice(300, 512)):
         assert torch.equal(bits(view[(*part[:2], columns)]), bits(expected[(*part[:2], columns)]))
-    assert torch.equal(bits(view.rows(60, 130, slice(3, 50))), bits(expected.flatten(0, 1)[60:130, 3:50]))
+    assert torch.equal(
+        bits(view.rows(60, 130, slice(3, 50))), bits(expected.flatten(0, 1)[60:130, 3:50])
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_code_of_fp8_and_every_part(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[codes & 127 != 127].repeat(40)[: 100 * 72].view(100, 72).view(torch.float8_e4m3fn)  # no NaN
+    codes = (
+        codes[codes & 127 != 127].repeat(40)[: 100 * 72].view(100, 72).view(torch.float8_e4m3fn)
+    )  # no NaN
     scales = torch.exp(8 * torch.randn(4, 5, generator=generator))
     files = {"codes": codes, "scales": scales}
     view = OpenView(Fp8Blocks("codes", "scales", (100, 72), (32, 16)), files.__getitem__, dtype)
@@ -146,7 +171,9 @@ def test_every_code_of_fp8_and_every_part(dtype: torch.dtype) -> None:
         for columns in ((0, 72), (15, 17), (64, 72), (40, 41)):
             part = (slice(*rows), slice(*columns))
             assert torch.equal(bits(view[part]), bits(expected[part])), (rows, columns)
-    files["scales"] = torch.tensor([[120, 127, 130, 90, 10]] * 4, dtype=torch.uint8)  # exponents alone
+    files["scales"] = torch.tensor(
+        [[120, 127, 130, 90, 10]] * 4, dtype=torch.uint8
+    )  # exponents alone
     powers = Fp8Dequantize(None)._dequantize_one(codes[:96, :64], files["scales"][:3, :4], dtype)
     assert torch.equal(bits(view[0:96, 0:64]), bits(powers))
 
@@ -156,7 +183,9 @@ def test_blocks_larger_than_a_matrix_take_no_memory() -> None:
     files = {"codes": codes, "scales": torch.tensor([[2.0]])}
     view = Fp8Blocks("codes", "scales", (3, 5), (10**30, 2**40))
     assert view.tensors()["scales"].shape == (1, 1)
-    assert torch.equal(OpenView(view, files.__getitem__, torch.float32)[1:, 2:], torch.full((2, 3), 3.0))
+    assert torch.equal(
+        OpenView(view, files.__getitem__, torch.float32)[1:, 2:], torch.full((2, 3), 3.0)
+    )
 
 
 def with_adapters(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
@@ -173,20 +202,31 @@ def frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("name", ["mxfp4", "qwen3, smaller last blocks", "phi3, smaller last blocks", "qwen3-moe"])
-def test_straight_into_four_and_eight_bits(folders: Callable[[str], Path], name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "qwen3, smaller last blocks", "phi3, smaller last blocks", "qwen3-moe"]
+)
+def test_straight_into_four_and_eight_bits(
+    folders: Callable[[str], Path], name: str, kind: str
+) -> None:
     folder = folders(name)
     found, expected = (frozen(with_adapters(path, kind)) for path in (folder, folder / "twin"))
-    assert found.keys() == expected.keys() and sum(name.endswith("weight_codes") for name in found) >= 8
+    assert (
+        found.keys() == expected.keys()
+        and sum(name.endswith("weight_codes") for name in found) >= 8
+    )
     for each, tensor in found.items():
         assert torch.equal(bits(tensor), bits(expected[each])), each
 
 
 @contextmanager
 def sharded(folder: Path, kind: str, dtype: torch.dtype) -> Iterator[Decoder]:
-    """A model on this rank's world, without weights. kind: `plain`, or of a quantized base beside adapters."""
+    """A model on this rank's world, without weights. kind: `plain`, or of a quantized base beside
+    adapters.
+    """
     lora = LoraConfig(quantize_base=kind if kind != "plain" else "none")
-    cfg = LoraFinetuneConfig(device="cpu", lora=lora, parallel=ParallelConfig(fsdp_wrap_policy="layers"))
+    cfg = LoraFinetuneConfig(
+        device="cpu", lora=lora, parallel=ParallelConfig(fsdp_wrap_policy="layers")
+    )
     with start_world(cfg) as world:
         model = build_meta(spec_of(folder), dtype)
         if kind != "plain":
@@ -197,7 +237,9 @@ def sharded(folder: Path, kind: str, dtype: torch.dtype) -> Iterator[Decoder]:
 
 
 def count_slices() -> list[tuple[str, int]]:
-    """From now on, in this process: the name and the numbers of each slice that is read of a file."""
+    """From now on, in this process: the name and the numbers of each slice that is read of a
+    file.
+    """
     read: list[tuple[str, int]] = []
     real = Reader.slice
 
@@ -216,9 +258,12 @@ def count_slices() -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kind"), [("mxfp4", "nf4"), ("qwen3, smaller last blocks", "plain"), ("qwen3-moe", "int8")]
+    ("name", "kind"),
+    [("mxfp4", "nf4"), ("qwen3, smaller last blocks", "plain"), ("qwen3-moe", "int8")],
 )
-def test_each_of_two_ranks_reads_its_own_part(folders: Callable[[str], Path], name: str, kind: str) -> None:
+def test_each_of_two_ranks_reads_its_own_part(
+    folders: Callable[[str], Path], name: str, kind: str
+) -> None:
     folder, dtype = folders(name), torch.bfloat16
     whole = frozen(plain(folder, dtype) if kind == "plain" else with_adapters(folder, kind))
     sizes = {name: value.numel() for name, value in load_file(folder / "model.safetensors").items()}
@@ -231,16 +276,22 @@ def test_each_of_two_ranks_reads_its_own_part(folders: Callable[[str], Path], na
             sharded_ones = 0
             for own, parameter in frozen(model).items():
                 local, offset = local_part(parameter.detach())
-                part = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
+                part = tuple(
+                    slice(at, at + size) for at, size in zip(offset, local.shape, strict=True)
+                )
                 assert torch.equal(bits(local), bits(whole[own][part] if part else whole[own])), own
-                sharded_ones += isinstance(parameter, DTensor) and local.numel() < whole[own].numel()
+                sharded_ones += (
+                    isinstance(parameter, DTensor) and local.numel() < whole[own].numel()
+                )
             assert sharded_ones > 20
             counts = [count for name, count in read if name in coded]
             return sum(counts), max(counts)
 
     (first, largest), (second, _) = run_ranks(load, 2)
     total = sum(sizes[name] for name in coded)
-    most = total if kind != "nf4" else 1.2 * total  # rows in which blocks of two ranks meet are read by both
+    most = (
+        total if kind != "nf4" else 1.2 * total
+    )  # rows in which blocks of two ranks meet are read by both
     assert total <= first + second <= most
     assert 0.3 * total < first < 0.7 * total
     assert largest < max(sizes[name] for name in coded)
@@ -249,7 +300,9 @@ def test_each_of_two_ranks_reads_its_own_part(folders: Callable[[str], Path], na
 def test_large_matrices_are_read_some_rows_at_a_time(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also within an expert, whose codes take several times their bytes while they are made numbers."""
+    """Also within an expert, whose codes take several times their bytes while they are made
+    numbers.
+    """
     folder, limit = folders("mxfp4"), 64 * 8 * 10
     monkeypatch.setattr(weights_in, "READ_BYTES", limit)
     read: list[int] = []
@@ -266,17 +319,26 @@ def test_large_matrices_are_read_some_rows_at_a_time(
 
 
 @pytest.mark.parametrize("block", [None, (32, 16)])
-def test_codes_take_little_more_than_a_piece(monkeypatch: pytest.MonkeyPatch, block: tuple[int, int] | None) -> None:
-    """What is made in passing: a piece of READ_BYTES, and as much again; of 8 experts, one at a time at most."""
+def test_codes_take_little_more_than_a_piece(
+    monkeypatch: pytest.MonkeyPatch, block: tuple[int, int] | None
+) -> None:
+    """What is made in passing: a piece of READ_BYTES, and as much again; of 8 experts, one at a
+    time at most.
+    """
     shape, limit = (8, 256, 128), 8 * 64 * 128
     monkeypatch.setattr(weights_in, "READ_BYTES", limit)
     if block is None:
-        files = {"codes": torch.zeros(8, 256, 4, 16, dtype=torch.uint8), "scales": torch.zeros(8, 256, 4).byte()}
+        files = {
+            "codes": torch.zeros(8, 256, 4, 16, dtype=torch.uint8),
+            "scales": torch.zeros(8, 256, 4).byte(),
+        }
         view: Any = Mxfp4Blocks("codes", "scales", shape)
     else:
         files = {"codes": torch.zeros(shape).to(torch.float8_e4m3fn), "scales": torch.ones(8, 8, 8)}
         view = Fp8Blocks("codes", "scales", shape, block)
     parameter = torch.empty(shape, dtype=torch.bfloat16)
     with LiveBytes() as live:
-        weights_in.read_part(OpenView(view, files.__getitem__, torch.bfloat16), parameter, (0, 0, 0))
+        weights_in.read_part(
+            OpenView(view, files.__getitem__, torch.bfloat16), parameter, (0, 0, 0)
+        )
     assert limit / 8 < live.peak < 2 * limit and not parameter.any()

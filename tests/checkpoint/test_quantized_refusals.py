@@ -1,4 +1,6 @@
-"""Quantized checkpoints that are not read: one line each, with the key of config.json or the tensor."""
+"""Quantized checkpoints that are not read: one line each, with the key of config.json or the
+tensor.
+"""
 
 import json
 from collections.abc import Callable
@@ -67,25 +69,43 @@ def refused(config: dict[str, Any]) -> str:
     ],
 )
 def test_methods_that_are_not_read(dense: Path, section: Any, method: str) -> None:
-    assert refused(read_config(dense) | {"quantization_config": section}) == (
-        f"model: config.json: quantization_config: the weights are quantized ({method}); expected fp32, bf16 or fp16 "
-        f"weights, or fp8 with weight_block_size; {ORIGINAL}"
+    assert (
+        refused(read_config(dense) | {"quantization_config": section})
+        == f"model: config.json: quantization_config: the weights are quantized ({method});"
+        f" expected fp32, bf16 or fp16 weights, or fp8 with weight_block_size; {ORIGINAL}"
     )
 
 
 def test_mxfp4_is_gpt_oss_alone(dense: Path) -> None:
-    assert refused(read_config(dense) | {"quantization_config": MXFP4}) == (
-        "model: config.json: quantization_config: the weights are quantized (mxfp4), which is read of model_type "
-        f"gpt_oss alone; found qwen3, expected fp32, bf16 or fp16 weights; {ORIGINAL}"
+    assert (
+        refused(read_config(dense) | {"quantization_config": MXFP4})
+        == "model: config.json: quantization_config: the weights are quantized (mxfp4), which is"
+        " read of model_type gpt_oss alone; found qwen3, expected fp32, bf16 or fp16 weights;"
+        f" {ORIGINAL}"
     )
 
 
 @pytest.mark.parametrize(
     ("key", "changes", "found", "expected"),
     [
-        ("weight_block_size", None, "none", "two positive integers (scales of whole rows or tensors are not read)"),
-        ("weight_block_size", [128], "[128]", "two positive integers (scales of whole rows or tensors are not read)"),
-        ("weight_block_size", [0, 1], "[0, 1]", "two positive integers (scales of whole rows or tensors are not read)"),
+        (
+            "weight_block_size",
+            None,
+            "none",
+            "two positive integers (scales of whole rows or tensors are not read)",
+        ),
+        (
+            "weight_block_size",
+            [128],
+            "[128]",
+            "two positive integers (scales of whole rows or tensors are not read)",
+        ),
+        (
+            "weight_block_size",
+            [0, 1],
+            "[0, 1]",
+            "two positive integers (scales of whole rows or tensors are not read)",
+        ),
         ("activation_scheme", "static", "static", "dynamic (scales of activations are not read)"),
         ("fmt", "e5m2", "e5m2", "e4m3"),
         ("scale_fmt", "int", "int", "float or ue8m0"),
@@ -93,33 +113,47 @@ def test_mxfp4_is_gpt_oss_alone(dense: Path) -> None:
         ("modules_to_convert", ["embed"], "['embed']", "none (embeddings in fp8 are not read)"),
     ],
 )
-def test_forms_of_fp8_that_are_not_read(dense: Path, key: str, changes: Any, found: str, expected: str) -> None:
-    section = {name: value for name, value in (fp8_section() | {key: changes}).items() if value is not None}
-    assert refused(read_config(dense) | {"quantization_config": section}) == (
-        f"model: config.json: quantization_config.{key}: found {found} (quant_method fp8), expected {expected}; "
-        f"{ORIGINAL}"
+def test_forms_of_fp8_that_are_not_read(
+    dense: Path, key: str, changes: Any, found: str, expected: str
+) -> None:
+    section = {
+        name: value for name, value in (fp8_section() | {key: changes}).items() if value is not None
+    }
+    assert (
+        refused(read_config(dense) | {"quantization_config": section})
+        == f"model: config.json: quantization_config.{key}: found {found} (quant_method fp8),"
+        f" expected {expected}; {ORIGINAL}"
     )
 
 
 @pytest.mark.parametrize("key", ["compression_config", "quantization"])
 def test_a_second_section_is_refused_too(dense: Path, key: str) -> None:
-    config = read_config(dense) | {"quantization_config": fp8_section(), key: {"quant_method": "other"}}
+    config = read_config(dense) | {
+        "quantization_config": fp8_section(),
+        key: {"quant_method": "other"},
+    }
     assert f"config.json: {key}: the weights are quantized (other)" in refused(config)
 
 
 def test_the_inner_config_of_a_multimodal_one_is_looked_at() -> None:
     config = reference_model("gemma3").config.to_dict()
-    outer = {"model_type": "gemma3", "text_config": config | {"quantization_config": {"quant_method": "gptq"}}}
+    outer = {
+        "model_type": "gemma3",
+        "text_config": config | {"quantization_config": {"quant_method": "gptq"}},
+    }
     for more in ({}, {"quantization_config": fp8_section()}):
         assert "the weights are quantized (gptq)" in refused(outer | more)
 
 
 def test_transformers_own_class_takes_none(dense: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read_spec(read_config(dense) | {"quantization_config": fp8_section()}, "model", "transformers")
-    assert str(caught.value) == (
-        "model: config.json: quantization_config: the weights are quantized (fp8); expected fp32, bf16 or fp16 "
-        f"weights, or model.implementation=native; {ORIGINAL}"
+        read_spec(
+            read_config(dense) | {"quantization_config": fp8_section()}, "model", "transformers"
+        )
+    assert (
+        str(caught.value)
+        == "model: config.json: quantization_config: the weights are quantized (fp8); expected"
+        f" fp32, bf16 or fp16 weights, or model.implementation=native; {ORIGINAL}"
     )
 
 
@@ -127,7 +161,10 @@ def test_transformers_own_class_takes_none(dense: Path) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A gpt-oss in MXFP4 and a Qwen 3 in FP8."""
     folder = tmp_path_factory.mktemp("quantized")
-    return {"mxfp4": mxfp4_folder(folder / "oss"), "fp8": fp8_folder(folder / "qwen", "qwen3", (32, 32))}
+    return {
+        "mxfp4": mxfp4_folder(folder / "oss"),
+        "fp8": fp8_folder(folder / "qwen", "qwen3", (32, 32)),
+    }
 
 
 def changed(folder: Path, out: Path, change: Callable[[Tensors], Any], section: Any = ...) -> Path:
@@ -152,13 +189,23 @@ def with_value(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Calla
 ONE_CHECKPOINT = "check that config.json and the weights are of one checkpoint"
 ONE_MODEL = "check that config.json and the weights are of one model"
 FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
-    "no scales of blocks": ("mxfp4", without(f"{GATE}_scales"), f"{GATE}_scales is missing; download the folder again"),
-    "no blocks": ("mxfp4", without(f"{GATE}_blocks"), f"{GATE}_blocks is missing; download the folder again"),
+    "no scales of blocks": (
+        "mxfp4",
+        without(f"{GATE}_scales"),
+        f"{GATE}_scales is missing; download the folder again",
+    ),
+    "no blocks": (
+        "mxfp4",
+        without(f"{GATE}_blocks"),
+        f"{GATE}_blocks is missing; download the folder again",
+    ),
     "blocks of another type": (
         "mxfp4",
         with_value(f"{GATE}_blocks", lambda value: value.bfloat16()),
-        f"{GATE}_blocks has the name of MXFP4 blocks and type BF16, expected U8; take the checkpoint that this one was "
-        "made from",
+        (
+            f"{GATE}_blocks has the name of MXFP4 blocks and type BF16, expected U8; take the"
+            " checkpoint that this one was made from"
+        ),
     ),
     "scales of another type": (
         "mxfp4",
@@ -173,8 +220,10 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "no scales of fp8": (
         "fp8",
         without(f"{QUERY}_scale_inv"),
-        f"{QUERY} has FP8 numbers without scales, expected {QUERY}_scale_inv; take the checkpoint that this one was "
-        "made from",
+        (
+            f"{QUERY} has FP8 numbers without scales, expected {QUERY}_scale_inv; take the"
+            " checkpoint that this one was made from"
+        ),
     ),
     "scales of other blocks": (
         "fp8",
@@ -194,12 +243,20 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "scales of integers": (
         "fp8",
         with_value(f"{QUERY}_scale_inv", lambda value: value.int()),
-        f"{QUERY}_scale_inv is of type I32, expected F64, F32, BF16, F16, F8_E8M0 or U8; {ONE_CHECKPOINT}",
+        (
+            f"{QUERY}_scale_inv is of type I32, expected F64, F32, BF16, F16, F8_E8M0 or U8;"
+            f" {ONE_CHECKPOINT}"
+        ),
     ),
     "numbers that are none": (
         "fp8",
-        with_value(QUERY, lambda value: torch.full_like(value.view(torch.uint8), 127).view(value.dtype)),
-        f"{QUERY} holds NaN or infinite numbers; take an earlier state of its training, or download it again",
+        with_value(
+            QUERY, lambda value: torch.full_like(value.view(torch.uint8), 127).view(value.dtype)
+        ),
+        (
+            f"{QUERY} holds NaN or infinite numbers; take an earlier state of its training, or"
+            " download it again"
+        ),
     ),
 }
 
@@ -215,7 +272,9 @@ def test_files_with_a_fault(made: dict[str, Path], tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_codes_of_which_config_json_says_nothing(made: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_codes_of_which_config_json_says_nothing(
+    made: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
     folder = changed(made[kind], tmp_path / "model", lambda tensors: None, section=None)
     with pytest.raises(CheckpointError) as caught:
         resolve_model(ModelConfig(path=str(folder)))
@@ -226,9 +285,10 @@ def test_codes_of_which_config_json_says_nothing(made: dict[str, Path], tmp_path
             "fp8 and weight_block_size",
         ),
     }[kind]
-    assert str(caught.value) == (
-        f"{folder}: {found}, which config.json does not say; expected quantization_config with quant_method "
-        f"{expected}: take the config.json of the same checkpoint"
+    assert (
+        str(caught.value)
+        == f"{folder}: {found}, which config.json does not say; expected quantization_config with"
+        f" quant_method {expected}: take the config.json of the same checkpoint"
     )
 
 
@@ -244,7 +304,9 @@ def test_plain_weights_that_config_json_calls_quantized_are_read(
         assert torch.equal(parameter, expected[name]), name
 
 
-def test_a_header_that_lies_about_its_codes_is_refused(made: dict[str, Path], tmp_path: Path) -> None:
+def test_a_header_that_lies_about_its_codes_is_refused(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
     folder = changed(made["fp8"], tmp_path / "model", lambda tensors: None)
     path = folder / "model.safetensors"
     content = path.read_bytes()

@@ -1,4 +1,6 @@
-"""No code of ours opens a door that a checkpoint, a config or a name could walk through; told by the syntax tree."""
+"""No code of ours opens a door that a checkpoint, a config or a name could walk through; told by
+the syntax tree.
+"""
 
 import ast
 from pathlib import Path
@@ -20,7 +22,11 @@ def faults(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES]
+            found += [
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.split(".")[0] in MODULES
+            ]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             found.append((node.lineno, str(node.module)))
         elif isinstance(node, ast.Call):
@@ -38,10 +44,17 @@ def faults(source: str) -> list[str]:
 
 @pytest.mark.slow
 def test_no_source_does() -> None:
-    files = [path for folder in ("recipe_lib", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        path
+        for folder in ("recipe_lib", "recipes")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     assert len(files) > 20
-    found = {str(path.relative_to(ROOT)): lines for path in files if (lines := faults(path.read_text()))}
-    # PyTorch's memory viewer reads nothing but a pickle; that file writes one, and calls `dumps` alone.
+    found = {
+        str(path.relative_to(ROOT)): lines for path in files if (lines := faults(path.read_text()))
+    }
+    # PyTorch's memory viewer reads nothing but a pickle; that file writes one, and calls `dumps`
+    # alone.
     written = found.pop("recipe_lib/plan/allocation/snapshot.py")
     assert [line.partition(": ")[2] for line in written] == ["pickle"]
     # A plan of compiled layers runs what inductor wrote for them, as inductor itself would.
@@ -71,4 +84,10 @@ def test_no_source_does() -> None:
 )
 def test_each_rule_can_fail(line: str) -> None:
     assert len(faults(line)) >= 1
-    assert faults("yaml.safe_load(text)\nsubprocess.run(words)\nre.compile(x)\nload(path, weights_only=True)") == []
+    assert (
+        faults(
+            "yaml.safe_load(text)\nsubprocess.run(words)\nre.compile(x)\nload(path,"
+            " weights_only=True)"
+        )
+        == []
+    )

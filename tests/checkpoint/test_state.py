@@ -12,13 +12,26 @@ from recipe_lib import files
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.errors import CheckpointError, StorageError
-from tests.checkpoint.tiny import OPTIMIZERS, fingerprint, full, tiny_model, tiny_spec, tiny_world, train, tree
+from tests.checkpoint.tiny import (
+    OPTIMIZERS,
+    fingerprint,
+    full,
+    tiny_model,
+    tiny_spec,
+    tiny_world,
+    train,
+    tree,
+)
 from tests.distributed.ranks import run_ranks
 from tests.selection import slow_but
 
 
-def save_after(root: Path, steps: int, optimizer_name: str = "adamw", replicate: int = 1) -> tuple[str, list[float]]:
-    """Trains and saves in this process's world; the state's fingerprint, and the losses of the next two steps."""
+def save_after(
+    root: Path, steps: int, optimizer_name: str = "adamw", replicate: int = 1
+) -> tuple[str, list[float]]:
+    """Trains and saves in this process's world; the state's fingerprint, and the losses of the next
+    two steps.
+    """
     with tiny_world(replicate) as world:
         model = tiny_model(world)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
@@ -32,7 +45,9 @@ def save_after(root: Path, steps: int, optimizer_name: str = "adamw", replicate:
 def load_and_continue(
     root: Path, optimizer_name: str = "adamw", replicate: int = 1
 ) -> tuple[str, list[float], dict, float]:
-    """Loads the latest state into a model of NaNs; its fingerprint, two more losses, the extra, a random number."""
+    """Loads the latest state into a model of NaNs; its fingerprint, two more losses, the extra, a
+    random number.
+    """
     with tiny_world(replicate) as world:
         model = tiny_model(world, seed=None)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
@@ -41,7 +56,12 @@ def load_and_continue(
         torch.manual_seed(999)
         extra = load_state(found, model, optimizer, world)
         number = float(torch.rand(()))
-        return fingerprint(model, optimizer), train(model, optimizer, 2, extra["step"]), extra, number
+        return (
+            fingerprint(model, optimizer),
+            train(model, optimizer, 2, extra["step"]),
+            extra,
+            number,
+        )
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
@@ -66,7 +86,10 @@ PAIRS = {"one and two": [(1, 1), (2, 1)], "one and four": [(1, 1), (4, 2)]}  # r
 @pytest.mark.parametrize("worlds", slow_but(PAIRS.values(), 1), ids=PAIRS)
 def test_every_world_size_reads_every_other(tmp_path: Path, worlds: list[tuple[int, int]]) -> None:
     roots = {world: tmp_path / f"{world[0]}-{world[1]}" for world in worlds}
-    saved = {world: run_ranks(save_after, world[0], roots[world], 2, "adamw", world[1]) for world in worlds}
+    saved = {
+        world: run_ranks(save_after, world[0], roots[world], 2, "adamw", world[1])
+        for world in worlds
+    }
 
     def load_all(replicate: int) -> list[tuple]:
         return [load_and_continue(root, "adamw", replicate) for root in roots.values()]
@@ -119,7 +142,9 @@ def test_torchs_own_reader_reads_the_files(tmp_path: Path) -> None:
         model = tiny_model(world, seed=None)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         load_state(tmp_path / "step_2", model, optimizer, world)
-        targets = {f"model/{name}": torch.full_like(value, 7) for name, value in model.named_parameters()}
+        targets = {
+            f"model/{name}": torch.full_like(value, 7) for name, value in model.named_parameters()
+        }
         (tmp_path / "step_2" / "rng-00001.safetensors").unlink()
         (tmp_path / "step_2" / "rng-00002.safetensors").unlink()
         dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(tmp_path / "step_2")))
@@ -130,14 +155,21 @@ def test_torchs_own_reader_reads_the_files(tmp_path: Path) -> None:
 def test_no_file_of_a_state_is_anything_but_tensors_and_json(tmp_path: Path) -> None:
     save_after(tmp_path, 1)
     names = {path.name for path in (tmp_path / "step_1").iterdir()}
-    assert names == {"manifest.json", "state.json", "shard-00001-of-00001.safetensors", "rng-00001.safetensors"}
+    assert names == {
+        "manifest.json",
+        "state.json",
+        "shard-00001-of-00001.safetensors",
+        "rng-00001.safetensors",
+    }
     for name in ("manifest.json", "state.json"):
         json.loads((tmp_path / "step_1" / name).read_text())
 
 
 @pytest.mark.slow
 def test_after_a_forward_without_backward_the_shards_are_saved(tmp_path: Path) -> None:
-    """FSDP keeps the root's parameters gathered after an evaluation; what is saved are still the shards."""
+    """FSDP keeps the root's parameters gathered after an evaluation; what is saved are still the
+    shards.
+    """
 
     def evaluate_and_save() -> str:
         with tiny_world() as world:
@@ -192,7 +224,9 @@ def test_keep_and_order_are_by_saves_not_by_step_or_clock(tmp_path: Path) -> Non
         for step in (10, 20, 30):
             save(step)
         assert {path.name for path in tmp_path.iterdir()} == {"step_20", "step_30"}
-        assert save(25).name == "step_25"  # the run went on from an older state: this is the newest now
+        assert (
+            save(25).name == "step_25"
+        )  # the run went on from an older state: this is the newest now
         assert find_state(tmp_path, "latest", world) == tmp_path / "step_25"
         assert save(25).name == "step_25-2"  # never written over
         assert {path.name for path in tmp_path.iterdir()} == {"step_25", "step_25-2"}
@@ -231,9 +265,10 @@ def test_a_path_that_is_no_state(tmp_path: Path) -> None:
     with tiny_world() as world:
         with pytest.raises(CheckpointError) as raised:
             find_state(tmp_path, str(tmp_path / "step_7"), world)
-    assert str(raised.value) == (
-        f"resume={tmp_path / 'step_7'}: no such folder; expected a whole state folder: resume=latest takes the newest "
-        "whole one"
+    assert (
+        str(raised.value)
+        == f"resume={tmp_path / 'step_7'}: no such folder; expected a whole state folder:"
+        " resume=latest takes the newest whole one"
     )
 
 
@@ -248,31 +283,38 @@ def test_the_state_of_another_model_dtype_or_optimizer(tmp_path: Path) -> None:
             return str(raised.value)
 
         other = load(tiny_model(world, spec=tiny_spec(num_hidden_layers=3)))
-        assert other == (
-            f"{path}: is the state of another model: only the model has model.layers.2.input_layernorm.weight; "
-            "resume with the run's own config"
+        assert (
+            other == f"{path}: is the state of another model: only the model has"
+            " model.layers.2.input_layernorm.weight; resume with the run's own config"
         )
         wider = load(tiny_model(world, spec=tiny_spec(vocab_size=32)))
-        assert wider == (
-            f"{path}: lm_head.weight is float32 [31, 6], this run's model has float32 [32, 6]; "
+        assert (
+            wider
+            == f"{path}: lm_head.weight is float32 [31, 6], this run's model has float32 [32, 6]; "
             "resume with the run's own config"
         )
         assert "is float32 [31, 6], this run's model has bfloat16 [31, 6]" in load(
             tiny_model(world, dtype=torch.bfloat16)
         )
-        assert load(tiny_model(world), "sgd") == (
-            f"{path}: was saved by another optimizer (it has betas); resume with the run's own optimizer.name"
+        assert (
+            load(tiny_model(world), "sgd")
+            == f"{path}: was saved by another optimizer (it has betas); resume with the run's own"
+            " optimizer.name"
         )
 
 
 def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_after(tmp_path, 1)
     before = tree(tmp_path)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 1000})())
+    monkeypatch.setattr(
+        files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 1000})()
+    )
     with pytest.raises(StorageError) as raised:
         save_after(tmp_path, 2)
-    assert str(raised.value) == (
-        f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or choose another place"
+    assert (
+        str(raised.value)
+        == f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or"
+        " choose another place"
     )
     assert tree(tmp_path) == before
 
@@ -288,7 +330,9 @@ def test_a_folder_that_other_ranks_do_not_see(tmp_path: Path) -> None:
         return str(raised.value)
 
     messages = run_ranks(save_apart, 2)
-    assert messages[0].endswith("made by rank 0, not seen here; set output_dir to a disk that all ranks share")
+    assert messages[0].endswith(
+        "made by rank 0, not seen here; set output_dir to a disk that all ranks share"
+    )
     assert tree(tmp_path) == {}
 
 

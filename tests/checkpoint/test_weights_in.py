@@ -1,4 +1,6 @@
-"""Weights of a folder: each rank reads its own slices, and what is wrong is found from the headers."""
+"""Weights of a folder: each rank reads its own slices, and what is wrong is found from the
+headers.
+"""
 
 import json
 import os
@@ -39,7 +41,12 @@ def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Mo
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders as transformers writes them: tied, fused, biased, and one in several files."""
     made = {}
-    for case, size in [("llama3.1", "5MB"), ("phi3", "40KB"), ("qwen2.5", "5MB"), ("gemma3", "50KB")]:
+    for case, size in [
+        ("llama3.1", "5MB"),
+        ("phi3", "40KB"),
+        ("qwen2.5", "5MB"),
+        ("gemma3", "50KB"),
+    ]:
         made[case] = tmp_path_factory.mktemp(case)
         reference_model(case).save_pretrained(made[case], max_shard_size=size)
     return made
@@ -70,23 +77,28 @@ def test_numbers_that_are_none_are_told_with_their_tensor(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as caught:
         load_weights(empty_model(folder), spec_of(folder), folder)
-    assert str(caught.value) == (
-        f"{folder}: model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; take an earlier state of its "
-        "training, or download it again"
+    assert (
+        str(caught.value)
+        == f"{folder}: model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; take an"
+        " earlier state of its training, or download it again"
     )
 
 
 @pytest.mark.parametrize("case", ["llama3.1", "phi3"])
 def test_a_rank_of_two_reads_its_half(folders: dict[str, Path], case: str) -> None:
     folder = folders[case]
-    whole = sum(entry.end - entry.start for file in folder.glob("*.safetensors") for entry in entries(file))
+    whole = sum(
+        entry.end - entry.start for file in folder.glob("*.safetensors") for entry in entries(file)
+    )
 
     def load() -> tuple[int, dict[str, torch.Tensor]]:
         read = count_reads()
         with tiny_world() as world:
             model = tiny_model(world, seed=None, spec=spec_of(folder))
             load_weights(model, spec_of(folder), folder)
-            return sum(read), {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
+            return sum(read), {
+                name: full(parameter.detach()) for name, parameter in model.named_parameters()
+            }
 
     (first, parameters), (second, _) = run_ranks(load, 2)
     assert first + second == whole
@@ -127,7 +139,9 @@ def test_copies_of_the_model_and_other_dimensions(folders: dict[str, Path]) -> N
         mesh = init_device_mesh("cpu", (2, 2))
         model = empty_model(folder)
         for name, parameter in list(model.named_parameters()):
-            places = [Replicate(), Shard(0)] if "mlp" in name else [Shard(0), Shard(parameter.dim() - 1)]
+            places = (
+                [Replicate(), Shard(0)] if "mlp" in name else [Shard(0), Shard(parameter.dim() - 1)]
+            )
             owner, _, last = name.rpartition(".")
             sharded = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, places))
             setattr(model.get_submodule(owner), last, sharded)
@@ -141,7 +155,9 @@ def test_copies_of_the_model_and_other_dimensions(folders: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_values_are_cast_to_the_parameters_type(folders: dict[str, Path], dtype: torch.dtype) -> None:
+def test_values_are_cast_to_the_parameters_type(
+    folders: dict[str, Path], dtype: torch.dtype
+) -> None:
     folder = folders["llama3.1"]
     model = empty_model(folder, dtype)
     load_weights(model, spec_of(folder), folder)
@@ -149,7 +165,9 @@ def test_values_are_cast_to_the_parameters_type(folders: dict[str, Path], dtype:
         assert torch.equal(model.get_parameter(name), parameter.to(dtype)), name
 
 
-def test_host_memory_is_bounded_by_a_piece(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_bounded_by_a_piece(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Reader, "slice", Reader.slice)  # put back what count_reads replaces
     monkeypatch.setattr(weights_in, "READ_BYTES", 4096)
     folder = folders["phi3"]
@@ -168,7 +186,11 @@ def test_a_multimodal_gemma3_file(folders: dict[str, Path], tmp_path: Path) -> N
     tensors["vision_tower.vision_model.post_layernorm.weight"] = torch.ones(3)
     save_file(tensors, tmp_path / "model.safetensors")
     text = read_config(folders["gemma3"])
-    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    outer = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+    }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     check_weights(spec_of(tmp_path), tmp_path)
     model = empty_model(tmp_path)
@@ -177,17 +199,30 @@ def test_a_multimodal_gemma3_file(folders: dict[str, Path], tmp_path: Path) -> N
         assert torch.equal(model.get_parameter(name), parameter), name
 
 
-def test_real_llama_2_names_its_old_buffers_and_they_are_ignored(realdata: Path, tmp_path: Path) -> None:
-    """The index of the real 7B model lists rotary_emb.inv_freq; a tiny folder with the same names must pass."""
+def test_real_llama_2_names_its_old_buffers_and_they_are_ignored(
+    realdata: Path, tmp_path: Path
+) -> None:
+    """The index of the real 7B model lists rotary_emb.inv_freq; a tiny folder with the same names
+    must pass.
+    """
     source = realdata / "hf-layouts" / "llama-2-7b-chat"
     index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    config = read_config(source) | {"hidden_size": 8, "intermediate_size": 4, "num_attention_heads": 2, "vocab_size": 6}
+    config = read_config(source) | {
+        "hidden_size": 8,
+        "intermediate_size": 4,
+        "num_attention_heads": 2,
+        "vocab_size": 6,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = weight_accounts.file_shapes(weight_map(spec_of(tmp_path), index), parameter_shapes(spec_of(tmp_path)))
+    shapes = weight_accounts.file_shapes(
+        weight_map(spec_of(tmp_path), index), parameter_shapes(spec_of(tmp_path))
+    )
     assert shapes.keys() <= index.keys()
     for file_name in set(index.values()):
         names = [name for name, file in index.items() if file == file_name]
-        save_file({name: torch.zeros(shapes.get(name, (2,))) for name in names}, tmp_path / file_name)
+        save_file(
+            {name: torch.zeros(shapes.get(name, (2,))) for name in names}, tmp_path / file_name
+        )
     shutil.copy(source / "model.safetensors.index.json", tmp_path)
     check_weights(spec_of(tmp_path), tmp_path)
 
@@ -204,7 +239,11 @@ def test_bad_folders(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CASES.parents[2])
     command = (case / "command").read_text().split()
     name = str(case.relative_to(CASES.parents[2]))
-    [argument] = [word.split("=")[-1] for word in command if "{case}/model" in word or word.startswith("no-such")]
+    [argument] = [
+        word.split("=")[-1]
+        for word in command
+        if "{case}/model" in word or word.startswith("no-such")
+    ]
     with pytest.raises(CheckpointError) as raised:
         folder = find_checkpoint(argument.replace("{case}", name))
         check_weights(spec_of(folder), folder)
@@ -221,12 +260,17 @@ def test_loading_finds_the_same_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CASES.relative_to(CASES.parents[2]) / "missing_tensors" / "model"
     with pytest.raises(CheckpointError) as raised:
         load_weights(empty_model(folder), spec_of(folder), folder)
-    assert f"error: {raised.value}\n" == (folder.parent / "expected").read_text().replace("{case}", str(folder.parent))
+    assert f"error: {raised.value}\n" == (folder.parent / "expected").read_text().replace(
+        "{case}", str(folder.parent)
+    )
 
 
 def hub_cache(root: Path, source: Path) -> Path:
     """A snapshot as the hub's cache lays it out: links into the blobs of the repository."""
-    snapshot, blobs = root / "models--a--b" / "snapshots" / "0123abcd", root / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        root / "models--a--b" / "snapshots" / "0123abcd",
+        root / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for file in source.iterdir():
@@ -261,7 +305,10 @@ def test_a_hub_id_is_found_in_the_local_cache_alone(
     assert find_checkpoint("a/b").resolve() == snapshot.resolve()
     with pytest.raises(CheckpointError) as raised:
         find_checkpoint("a/c")
-    assert str(raised.value) == "a/c: no such folder, and not in the hub cache; fetch it with `tune download a/c`"
+    assert (
+        str(raised.value)
+        == "a/c: no such folder, and not in the hub cache; fetch it with `tune download a/c`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,14 +326,22 @@ def test_a_hub_id_is_found_in_the_local_cache_alone(
 )
 def test_names_in_an_index_are_plain(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     shutil.copy(folders["llama3.1"] / "config.json", tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(CheckpointError, match="expected plain names of .safetensors files in its own folder"):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": name}})
+    )
+    with pytest.raises(
+        CheckpointError, match="expected plain names of .safetensors files in its own folder"
+    ):
         check_weights(spec_of(tmp_path), tmp_path)
 
 
 @pytest.mark.slow
-def test_ten_thousand_damaged_headers_end_in_one_line_each(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Random bytes changed in a real header: refused, or read as a header that fits the file; never another error."""
+def test_ten_thousand_damaged_headers_end_in_one_line_each(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Random bytes changed in a real header: refused, or read as a header that fits the file; never
+    another error.
+    """
     source = (folders["llama3.1"] / "model.safetensors").read_bytes()
     length = 8 + int.from_bytes(source[:8], "little")
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,6 @@
-"""The exported folder: equal tensors, equal logits in transformers, no warning, bounded memory, whole or not there."""
+"""The exported folder: equal tensors, equal logits in transformers, no warning, bounded memory,
+whole or not there.
+"""
 
 import json
 import logging
@@ -28,7 +30,9 @@ from tests.models.reference import reference_model
 LARGE = 2**30
 
 
-def load_source(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, dict[str, Any]]:
+def load_source(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any, dict[str, Any]]:
     """Our model with the folder's weights, its spec, its config."""
     config = read_config(folder)
     spec = spec_from_config(config, str(folder))
@@ -46,7 +50,9 @@ def export(model: Any, spec: Any, config: dict[str, Any], out: Path, **options: 
 
 
 def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> Any:
-    """The model as transformers reads it; fails on any warning, and on any name that is missing or unexpected."""
+    """The model as transformers reads it; fails on any warning, and on any name that is missing or
+    unexpected.
+    """
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
@@ -58,7 +64,9 @@ def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **optio
     finally:
         logger.removeHandler(caplog.handler)
     assert [str(warning.message) for warning in seen] == []
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("transformers")] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.name.startswith("transformers")
+    ] == []
     assert not any(report.values()), report
     return model.eval()
 
@@ -89,8 +97,14 @@ def test_transformers_opens_it_with_equal_tensors_and_logits(
     else:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert weights == sorted(set(index["weight_map"].values())) and len(weights) > 2
-        tensors = {name: value for file in weights for name, value in load_file(tmp_path / "out" / file).items()}
-        assert index["metadata"]["total_size"] == sum(value.numel() * 4 for value in tensors.values())
+        tensors = {
+            name: value
+            for file in weights
+            for name, value in load_file(tmp_path / "out" / file).items()
+        }
+        assert index["metadata"]["total_size"] == sum(
+            value.numel() * 4 for value in tensors.values()
+        )
         assert index["weight_map"].keys() == tensors.keys()
         assert ("lm_head.weight" in tensors) == (not spec.tied)
 
@@ -104,7 +118,11 @@ def test_the_type_is_that_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
-    config = CONFIG | {"auto_map": {"AutoModel": "evil.Model"}, "quantization_config": {}, "_name_or_path": "/home/me"}
+    config = CONFIG | {
+        "auto_map": {"AutoModel": "evil.Model"},
+        "quantization_config": {},
+        "_name_or_path": "/home/me",
+    }
     exported = weights_out.export_config(config, tiny_spec(), torch.bfloat16)
     spelled = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_theta": 10000.0,
                "rope_scaling": None, "dtype": "bfloat16", "torch_dtype": "bfloat16"}  # fmt: skip
@@ -112,16 +130,24 @@ def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
 
 
 def test_a_text_that_json_can_only_escape_is_written_as_it_was_read(tmp_path: Path) -> None:
-    """Half a surrogate pair in a config.json: found when the model is written, after the training."""
+    """Half a surrogate pair in a config.json: found when the model is written, after the
+    training.
+    """
     value = {"half": "\ud800", "\udfff": ["é 😀", "\\ud800", '"\udc00"']}
     files.write_json(tmp_path / "config.json", value)
     assert json.loads((tmp_path / "config.json").read_bytes()) == value
 
 
-def test_a_multimodal_config_becomes_that_of_its_text_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_multimodal_config_becomes_that_of_its_text_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reference_model("gemma3").save_pretrained(tmp_path / "source")
     model, spec, config = load_source(tmp_path / "source")
-    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
+    outer = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": config,
+    }
     export(model, spec, outer, tmp_path / "out")
     assert type(open_in_transformers(tmp_path / "out", caplog)).__name__ == "Gemma3ForCausalLM"
 
@@ -129,17 +155,37 @@ def test_a_multimodal_config_becomes_that_of_its_text_model(tmp_path: Path, capl
 def test_tokenizer_files_alone_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         (source / name).write_text(name)
-    for name in ("modeling_evil.py", "model.safetensors", "pytorch_model.bin", "README.md", "config.json", ".env"):
+    for name in (
+        "modeling_evil.py",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "README.md",
+        "config.json",
+        ".env",
+    ):
         (source / name).write_text("not this")
     with tiny_world() as world:
         model = tiny_model(world)
     export(model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source)
-    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    names = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    }
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"chat_template.jinja"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
-    export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=source / "tokenizer.json")
+    export(
+        model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=source / "tokenizer.json"
+    )
     assert {path.name for path in (tmp_path / "out2").iterdir()} == names | {"chat_template.jinja"}
 
 
@@ -158,11 +204,15 @@ def test_template_and_stop_tokens_are_those_of_the_training(tmp_path: Path) -> N
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [1, 7], "temperature": 0.6}
     export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=None, stop_ids={3})
-    assert json.loads((tmp_path / "out2" / "generation_config.json").read_text()) == {"eos_token_id": [3]}
+    assert json.loads((tmp_path / "out2" / "generation_config.json").read_text()) == {
+        "eos_token_id": [3]
+    }
 
 
 @pytest.mark.slow
-def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tmp_path: Path) -> None:
+def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
+    tmp_path: Path,
+) -> None:
     spec = tiny_spec(tie_word_embeddings=True)
 
     def export_sharded(out: Path) -> int:
@@ -184,7 +234,9 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tm
             train(model, optimizer, 1)
             with torch.no_grad():
                 model(torch.zeros(1, 3, dtype=torch.int64))  # leaves the root gathered
-            export_model(model, spec, CONFIG, out, tokenizer_folder=None, max_shard_bytes=700, world=world)
+            export_model(
+                model, spec, CONFIG, out, tokenizer_folder=None, max_shard_bytes=700, world=world
+            )
         return most
 
     with tiny_world() as world:
@@ -202,19 +254,24 @@ def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> No
     export(first, tiny_spec(), CONFIG, out, max_shard_bytes=700)
     export(second, tiny_spec(), CONFIG, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "written.json"]
-    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], second.lm_head.weight)
+    assert torch.equal(
+        load_file(out / "model.safetensors")["lm_head.weight"], second.lm_head.weight
+    )
     assert not list(out.glob("model-*"))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(CheckpointError) as raised:
         export(first, tiny_spec(), CONFIG, tmp_path / "mine")
-    assert str(raised.value) == (
-        f"{tmp_path / 'mine' / 'thesis.txt'}: was not written by a run, and stays; what was to replace it is "
-        f"{tmp_path / 'mine-2'}"
+    assert (
+        str(raised.value)
+        == f"{tmp_path / 'mine' / 'thesis.txt'}: was not written by a run, and stays; what was to"
+        f" replace it is {tmp_path / 'mine-2'}"
     )
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
-    assert torch.equal(load_file(tmp_path / "mine-2" / "model.safetensors")["lm_head.weight"], first.lm_head.weight)
+    assert torch.equal(
+        load_file(tmp_path / "mine-2" / "model.safetensors")["lm_head.weight"], first.lm_head.weight
+    )
 
 
 def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
@@ -227,7 +284,13 @@ def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
         with tiny_world() as world, pytest.raises(StorageError) as raised:
             model = tiny_model(world)
             export_model(
-                model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=None, max_shard_bytes=700, world=world
+                model,
+                tiny_spec(),
+                CONFIG,
+                tmp_path / "out",
+                tokenizer_folder=None,
+                max_shard_bytes=700,
+                world=world,
             )
         return str(raised.value)
 
@@ -236,28 +299,37 @@ def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_looked_for_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tiny_world() as world:
         model = tiny_model(world)
         weights_out.check_room(model, tmp_path / "new" / "model", world)
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
+        monkeypatch.setattr(
+            files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000)
+        )
         with pytest.raises(StorageError) as raised:
             weights_out.check_room(model, tmp_path / "new" / "model", world)
         (tmp_path / "old" / "model").mkdir(parents=True)
         with pytest.raises(StorageError) as beside:
             weights_out.check_room(model, tmp_path / "old" / "model", world)
         assert (
-            f"the model at the end of the run, in addition to the one in {tmp_path / 'old' / 'model'} that stays "
-            "until then, needs " in str(beside.value)
+            "the model at the end of the run, in addition to the one in"
+            f" {tmp_path / 'old' / 'model'} that stays until then, needs " in str(beside.value)
         )
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
-        (tmp_path / "old" / ".model.0123abcd.tmp").mkdir()  # of a killed run: it is removed before there is a new one
+        monkeypatch.setattr(
+            files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000)
+        )
+        (
+            tmp_path / "old" / ".model.0123abcd.tmp"
+        ).mkdir()  # of a killed run: it is removed before there is a new one
         (tmp_path / "old" / ".model.0123abcd.tmp" / "x").write_bytes(bytes(10**6))
         weights_out.check_room(model, tmp_path / "old" / "model", world)
         shutil.rmtree(tmp_path / "old")
     needed = format_bytes(sum(parameter.numel() for parameter in model.parameters()) * 4)
-    assert str(raised.value) == (
-        f"{tmp_path}: the model at the end of the run needs {needed}, 1000 B are free; "
+    assert (
+        str(raised.value)
+        == f"{tmp_path}: the model at the end of the run needs {needed}, 1000 B are free; "
         "free some space, or choose another place"
     )
     assert list(tmp_path.iterdir()) == []
@@ -266,13 +338,19 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
 def test_no_room_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_world() as world:
         model = tiny_model(world)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 5})())
-    with pytest.raises(StorageError, match="the model needs 2.00 MiB, 5 B are free; free some space"):
+    monkeypatch.setattr(
+        files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 5})()
+    )
+    with pytest.raises(
+        StorageError, match="the model needs 2.00 MiB, 5 B are free; free some space"
+    ):
         export(model, tiny_spec(), CONFIG, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_real_weights_survive_the_round_trip(realdata: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_real_weights_survive_the_round_trip(
+    realdata: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = realdata / "stories260K-hf"
     model, spec, config = load_source(source)
     export(model, spec, config, tmp_path / "out", tokenizer_folder=source)
@@ -284,6 +362,13 @@ def test_real_weights_survive_the_round_trip(realdata: Path, tmp_path: Path, cap
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, theirs(tokens).logits)
         torch.testing.assert_close(model(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
-    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
-    settings = [json.loads((folder / "tokenizer_config.json").read_text()) for folder in (tmp_path / "out", source)]
-    assert settings[0] == settings[1] | {"tokenizer_class": "PreTrainedTokenizerFast"}  # as tokenizer.json has it
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (
+        source / "tokenizer.model"
+    ).read_bytes()
+    settings = [
+        json.loads((folder / "tokenizer_config.json").read_text())
+        for folder in (tmp_path / "out", source)
+    ]
+    assert settings[0] == settings[1] | {
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }  # as tokenizer.json has it

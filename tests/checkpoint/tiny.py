@@ -15,7 +15,8 @@ from recipe_lib.models import Decoder, build_meta, init_weights, spec_from_confi
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel.world import World, start_world
 
-# Three kv rows and a vocabulary of 31: neither divides by 2 or 4, so shards are uneven and some are empty.
+# Three kv rows and a vocabulary of 31: neither divides by 2 or 4, so shards are uneven and some are
+# empty.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +34,9 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+    "adamw": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)
+    ),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -48,18 +51,29 @@ def tiny_spec(**changes: Any) -> DecoderSpec:
 @contextmanager
 def tiny_world(replicate: int = 1) -> Iterator[World]:
     """The world of this process, on the CPU."""
-    with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(data_replicate=replicate))) as world:
+    with start_world(
+        FullFinetuneConfig(device="cpu", parallel=ParallelConfig(data_replicate=replicate))
+    ) as world:
         yield world
 
 
 def tiny_model(
-    world: World, seed: int | None = 0, dtype: torch.dtype = torch.float32, spec: DecoderSpec | None = None
+    world: World,
+    seed: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    spec: DecoderSpec | None = None,
 ) -> Decoder:
-    """Built on meta, sharded where the world has more than one rank, and filled from the seed (None: with NaN)."""
+    """Built on meta, sharded where the world has more than one rank, and filled from the seed
+    (None: with NaN).
+    """
     spec = spec or tiny_spec()
     model = build_meta(spec, dtype)
     if world.size > 1:
-        mesh = world.mesh["data_replicate", "data_shard"] if world.mesh.size(0) > 1 else world.mesh["data_shard"]
+        mesh = (
+            world.mesh["data_replicate", "data_shard"]
+            if world.mesh.size(0) > 1
+            else world.mesh["data_shard"]
+        )
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -73,7 +87,9 @@ def tiny_model(
     return model
 
 
-def train(model: Decoder, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+def train(
+    model: Decoder, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
+) -> list[float]:
     """Steps on rows that depend on the step's number alone; returns the losses."""
     losses = []
     for step in range(first, first + steps):
@@ -92,20 +108,32 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over the gathered bytes of every parameter, optimizer state and group value. Collective."""
+    """SHA-256 over the gathered bytes of every parameter, optimizer state and group value.
+    Collective.
+    """
     model.state_dict()  # reshards
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        states = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+        states = {
+            key: value
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
         for key, value in [("", parameter), *sorted(states.items())]:
             whole = full(torch.as_tensor(value).detach()).contiguous()
             digest.update(f"{name} {key} {whole.dtype} {tuple(whole.shape)}".encode())
             digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     for group in optimizer.param_groups:
-        digest.update(repr(sorted((key, value) for key, value in group.items() if key != "params")).encode())
+        digest.update(
+            repr(sorted((key, value) for key, value in group.items() if key != "params")).encode()
+        )
     return digest.hexdigest()
 
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Relative path -> contents of every file under the folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

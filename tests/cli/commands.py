@@ -25,7 +25,9 @@ def environment(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def tune(*words: object, cwd: Path = ROOT, timeout: float = 120, **changes: str | None) -> subprocess.CompletedProcess:
+def tune(
+    *words: object, cwd: Path = ROOT, timeout: float = 120, **changes: str | None
+) -> subprocess.CompletedProcess:
     """Runs `tune`; `changes` are to the environment. returncode, stdout, stderr (text)."""
     return subprocess.run(
         [*TUNE, *map(str, words)],
@@ -38,7 +40,9 @@ def tune(*words: object, cwd: Path = ROOT, timeout: float = 120, **changes: str 
 
 
 def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoReturn:
-    """Be `tune` in a fork of the test process, which has imported torch already, and end with its exit code."""
+    """Be `tune` in a fork of the test process, which has imported torch already, and end with its
+    exit code.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         errors = getattr(sys, f"__{name}__").errors
         setattr(sys, name, open(number, "w" if number else "r", errors=errors, closefd=False))
@@ -63,13 +67,20 @@ def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoRe
 
 
 def start_forked(
-    *words: object, stdin: int | None = None, stdout: int, stderr: int, cwd: Path = ROOT, **changes: str | None
+    *words: object,
+    stdin: int | None = None,
+    stdout: int,
+    stderr: int,
+    cwd: Path = ROOT,
+    **changes: str | None,
 ) -> BaseProcess:
     """Start `tune` in a fork with these descriptors; without one for its input it reads nothing."""
 
     def begin() -> None:
         with open(os.devnull) as nothing:
-            for number, descriptor in enumerate((nothing.fileno() if stdin is None else stdin, stdout, stderr)):
+            for number, descriptor in enumerate(
+                (nothing.fileno() if stdin is None else stdin, stdout, stderr)
+            ):
                 os.dup2(descriptor, number)
         os.closerange(3, 1024)  # the other ends of pipes
         become_tune(*words, cwd=cwd, **changes)
@@ -83,7 +94,11 @@ def tune_forked(
     *words: object, said: str = "", cwd: Path = ROOT, timeout: float = 120, **changes: str | None
 ) -> subprocess.CompletedProcess:
     """Run `tune` in a fork, which is soon there; said: on its input. As `tune` but for that."""
-    with tempfile.TemporaryFile("w+") as read, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with (
+        tempfile.TemporaryFile("w+") as read,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
         read.write(said)
         read.seek(0)
         streams = {"stdin": read.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}

@@ -101,7 +101,14 @@ class _Hub(BaseHTTPRequestHandler):
             ]
         else:
             siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
-            body = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0}
+            body = {
+                "id": name,
+                "sha": COMMIT,
+                "siblings": siblings,
+                "tags": [],
+                "private": False,
+                "downloads": 0,
+            }
         self._send(200, json.dumps(body).encode(), Content_Type="application/json")
 
     def _file(self, name: str, file: str) -> None:

@@ -11,7 +11,9 @@ RANGE = ("all_reduce", "all_gather", "reduce_scatter")
 def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
     """Collectives that are right."""
     points = [
-        {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10} for size in (4096, 2**20) for name in RANGE
+        {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10}
+        for size in (4096, 2**20)
+        for name in RANGE
     ]
     return {"backend": backend, "ranks": ranks, "points": points, "failed": []} | changes
 
@@ -19,7 +21,12 @@ def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, An
 def gpu(**changes: Any) -> dict[str, Any]:
     """An RTX 4090 as torch describes it."""
     size = int(23.5 * GIB)
-    card = {"name": "NVIDIA GeForce RTX 4090", "memory": size, "free": size - GIB // 2, "capability": [8, 9]}
+    card = {
+        "name": "NVIDIA GeForce RTX 4090",
+        "memory": size,
+        "free": size - GIB // 2,
+        "capability": [8, 9],
+    }
     return card | changes
 
 

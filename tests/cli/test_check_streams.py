@@ -1,4 +1,6 @@
-"""`tune plan --check-streams` of a shipped recipe, and of one of the user's own that races and waits."""
+"""`tune plan --check-streams` of a shipped recipe, and of one of the user's own that races and
+waits.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,10 @@ def test_the_lines_of_a_recipe_that_races_and_waits_are_reported(tmp_path: Path)
     mine = tmp_path / "mine.py"
     mine.write_text(text.replace(STEP, CHANGED), encoding="utf-8")
     lines = mine.read_text(encoding="utf-8").splitlines()
-    reads, writes = (1 + next(at for at, line in enumerate(lines) if word in line) for word in (".item()", ".mul_(2)"))
+    reads, writes = (
+        1 + next(at for at, line in enumerate(lines) if word in line)
+        for word in (".item()", ".mul_(2)")
+    )
     code, said = check(str(mine), "--config", "demo/full")
     assert code == 2, said
     assert f"1 x .item() at {mine}:{reads}" in said
@@ -58,6 +63,9 @@ def test_it_makes_no_plan() -> None:
         try:
             read(["--check-streams", "demo/full", *option])
         except ConfigError as error:
-            assert str(error) == f"--check-streams: follows streams and makes no plan; leave {option[0]} out"
+            assert (
+                str(error)
+                == f"--check-streams: follows streams and makes no plan; leave {option[0]} out"
+            )
         else:
             raise AssertionError(option)

@@ -49,7 +49,10 @@ def test_what_is_there_stays_without_force(tmp_path: Path, capsys: pytest.Captur
     target = tmp_path / "mine.py"
     target.write_text("kept")
     assert main(["cp", RECIPE, str(target)]) == 2
-    assert capsys.readouterr().err == f"error: {show(str(target))}: exists already; --force replaces it\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {show(str(target))}: exists already; --force replaces it\n"
+    )
     assert target.read_text() == "kept"
     assert main(["cp", RECIPE, str(target), "--force"]) == 0
     assert target.read_bytes() == find_recipe(RECIPE).read_bytes()
@@ -58,7 +61,10 @@ def test_what_is_there_stays_without_force(tmp_path: Path, capsys: pytest.Captur
 def test_missing_folders(tmp_path: Path, capsys: pytest.CaptureFixture):
     target = tmp_path / "a" / "b" / "mine.yaml"
     assert main(["cp", CONFIG, str(target)]) == 2
-    assert capsys.readouterr().err == f"error: {show(str(target.parent))}: no such folder; --make-parents creates it\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {show(str(target.parent))}: no such folder; --make-parents creates it\n"
+    )
     assert list(tmp_path.iterdir()) == []
     assert main(["cp", CONFIG, str(target), "--make-parents"]) == 0
     assert target.read_bytes() == find_config(CONFIG).read_bytes()
@@ -69,10 +75,19 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture):
     own = tmp_path / "own.yaml"
     own.write_text("seed: 1\n")
     for words, line in [
-        (["llama3/8B_fll", "x"], "llama3/8B_fll: no such recipe or config; did you mean llama3/8B_full?"),
+        (
+            ["llama3/8B_fll", "x"],
+            "llama3/8B_fll: no such recipe or config; did you mean llama3/8B_full?",
+        ),
         (["zzz", "x"], "zzz: no such recipe or config; `tune ls` lists both"),
-        ([CONFIG, str(tmp_path / "x.py")], f"{tmp_path}/x.py: the copy of a config ends in .yaml or .yml"),
-        ([RECIPE, str(tmp_path / "x.yaml")], f"{tmp_path}/x.yaml: the copy of a recipe ends in .py"),
+        (
+            [CONFIG, str(tmp_path / "x.py")],
+            f"{tmp_path}/x.py: the copy of a config ends in .yaml or .yml",
+        ),
+        (
+            [RECIPE, str(tmp_path / "x.yaml")],
+            f"{tmp_path}/x.yaml: the copy of a recipe ends in .py",
+        ),
         (
             [CONFIG, str(tmp_path / "mine")],
             f"{tmp_path}/mine.yaml: is a folder, expected a regular file; choose another name",
@@ -84,7 +99,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "own.yaml"]
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture):
+def test_a_full_disk_leaves_the_old_file(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture
+):
     target = tmp_path / "mine.py"
     target.write_text("kept")
 
@@ -94,6 +111,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, capsys: py
 
     monkeypatch.setattr(files, "before_operation", full)
     assert main(["cp", RECIPE, str(target), "--force"]) == 6
-    assert capsys.readouterr().err == f"error: {show(str(target))}: cannot be written: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {show(str(target))}: cannot be written: No space left on device\n"
+    )
     assert target.read_text() == "kept"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

@@ -24,8 +24,15 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def arguments(rows: Path, *overrides: str) -> list[str]:
-    own = ("model.preset=demo/0.5M", f"tokenizer.path={TOKENIZER}", f"data.source={rows}", "device=cpu")
-    length = [] if any(word.startswith("max_seq_len=") for word in overrides) else ["max_seq_len=64"]
+    own = (
+        "model.preset=demo/0.5M",
+        f"tokenizer.path={TOKENIZER}",
+        f"data.source={rows}",
+        "device=cpu",
+    )
+    length = (
+        [] if any(word.startswith("max_seq_len=") for word in overrides) else ["max_seq_len=64"]
+    )
     return ["tests/recipes/plain.yaml", *own, "dtype=fp32", *length, *overrides]
 
 
@@ -47,7 +54,11 @@ def test_show_marks_what_is_trained(
     code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2")
     assert (code, err) == (0, f"data: format alpaca, found by the columns of {rows}\n")
     monkeypatch.setenv("TUNE_VERBOSITY", "")  # restored after the test
-    assert tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2", "-q") == (0, out, "")
+    assert tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2", "-q") == (
+        0,
+        out,
+        "",
+    )
     assert "".join(between(out.split("── sequence 2")[0])).startswith("five")
     assert "".join(between(out.split("── sequence 2")[1])).startswith("six")
     assert f"{rows}:1" in out and f"{rows}:2" in out and f"{rows}:3" not in out
@@ -65,7 +76,9 @@ def test_rows_cannot_write_to_the_terminal(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.parametrize("action", ["show", "check"])
-def test_a_fault_is_one_line_whatever_the_row_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path, action: str):
+def test_a_fault_is_one_line_whatever_the_row_holds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, action: str
+):
     rows = write(tmp_path / "rows.jsonl", [*ROWS, {"a\nb\x1b[31m\ud800": 1}])
     code, out, err = tune(capsys, action, *arguments(rows))
     assert code == 2
@@ -74,7 +87,11 @@ def test_a_fault_is_one_line_whatever_the_row_holds(capsys: pytest.CaptureFixtur
 
 
 def test_a_step_behind_the_last_one(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    words = ["show", *arguments(write(tmp_path / "rows.jsonl", ROWS), "batch_size=2", "epochs=2"), "--step"]
+    words = [
+        "show",
+        *arguments(write(tmp_path / "rows.jsonl", ROWS), "batch_size=2", "epochs=2"),
+        "--step",
+    ]
     assert tune(capsys, *words, "2")[0] == 0
     code, out, err = tune(capsys, *words, "3")
     assert (code, out, err.splitlines(True)[-1]) == (
@@ -92,15 +109,23 @@ def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert "in 3 documents" in out and "-- document 3 of 3: " in out and "── pack 2" not in out
     code, out, _ = tune(capsys, *words, "--json")
     documents = json.loads(out)["sequences"][0]
-    said = ["".join(piece["text"] for piece in row["pieces"] if piece["trained"]) for row in documents]
+    said = [
+        "".join(piece["text"] for piece in row["pieces"] if piece["trained"]) for row in documents
+    ]
     assert sorted(text[:3] for text in said) == ["fiv", "sev", "six"]
     assert [row["trained"] > 0 for row in documents] == [True] * 3
 
 
-def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_pairs_are_told_apart_and_packed_in_twos(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     pairs = [{"prompt": f"Say {n}.", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(8)]
     rows = write(tmp_path / "rows.jsonl", pairs)
-    words = [*arguments(rows, "data.format=preference", "dpo.trainable=all"), "--recipe", "dpo_distributed"]
+    words = [
+        *arguments(rows, "data.format=preference", "dpo.trainable=all"),
+        "--recipe",
+        "dpo_distributed",
+    ]
     words[0] = "tests/recipes/pairs.yaml"
     code, out, err = tune(capsys, "show", *words, "--limit", "1")
     assert (code, err) == (0, "")
@@ -117,14 +142,22 @@ def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[s
     ("reward", "classification", {"good": "class good", "bad": "class bad"}),
 ])  # fmt: skip
 def test_labels_are_shown(
-    recipe: str, form: str, labels: dict[Any, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    recipe: str,
+    form: str,
+    labels: dict[Any, str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ):
     rows = [{"prompt": f"Say {n}.", "label": label} for n, label in enumerate([*labels, *labels])]
     rows = [row | {"completion": "yes"} for row in rows] if form == "kto" else rows
-    words = arguments(write(tmp_path / "rows.jsonl", rows), f"data.format={form}", f"{recipe}.loss={form}")
+    words = arguments(
+        write(tmp_path / "rows.jsonl", rows), f"data.format={form}", f"{recipe}.loss={form}"
+    )
     words[0] = str(tmp_path / "c.yaml")
     Path(words[0]).write_text(f"recipe: {recipe}_distributed\n")
-    code, out, err = tune(capsys, "show", *words, f"{recipe}.trainable=all", "data.shuffle=false", "--limit", "4")
+    code, out, err = tune(
+        capsys, "show", *words, f"{recipe}.trainable=all", "data.shuffle=false", "--limit", "4"
+    )
     assert (code, err) == (0, "")
     for number, row in enumerate(rows, start=1):
         assert f"rows.jsonl:{number}, {labels[row['label']]}\n" in out
@@ -143,7 +176,8 @@ def planted(tmp_path: Path) -> list[str]:
     bad = {"instruction": "no answer"}
     train = write(tmp_path / "train.jsonl", [*ROWS, ROWS[1], long, bad, hidden])
     validation = write(
-        tmp_path / "validation.jsonl", [ROWS[2], {"instruction": "Write 8 in words.", "output": "eight"}]
+        tmp_path / "validation.jsonl",
+        [ROWS[2], {"instruction": "Write 8 in words.", "output": "eight"}],
     )
     return arguments(train, f"validation.source={validation}")
 
@@ -174,7 +208,10 @@ def test_check_finds_every_fault(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def without_name(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [finding | {"line": finding["line"].removeprefix("validation: "), "dataset": ""} for finding in findings]
+    return [
+        finding | {"line": finding["line"].removeprefix("validation: "), "dataset": ""}
+        for finding in findings
+    ]
 
 
 def test_what_is_checked_of_training_samples_is_checked_of_those_for_validation(
@@ -188,8 +225,13 @@ def test_what_is_checked_of_training_samples_is_checked_of_those_for_validation(
     found = json.loads(out)
     assert code == 2
     assert {finding["dataset"] for finding in found["findings"]} == {"validation"}
-    assert without_name(found["findings"]) == without_name(alone["findings"]) and len(alone["findings"]) > 3
-    assert found["bad_samples"] == 0 and found["validation"] == {name: alone[name] for name in found["validation"]}
+    assert (
+        without_name(found["findings"]) == without_name(alone["findings"])
+        and len(alone["findings"]) > 3
+    )
+    assert found["bad_samples"] == 0 and found["validation"] == {
+        name: alone[name] for name in found["validation"]
+    }
     code, out, err = tune(capsys, "check", *words)
     assert code == 2
     assert "error: bad-samples: validation: 1 bad sample: no column output\n" in err
@@ -198,7 +240,11 @@ def test_what_is_checked_of_training_samples_is_checked_of_those_for_validation(
     assert "faults: bad-samples, truncation, no-answer-left, untrained-ends, duplicates\n" in out
 
 
-BAD = [{"instruction": 1, "output": "x"}, {"instruction": "a", "output": ""}, {"instruction": "a", "output": "b"}]
+BAD = [
+    {"instruction": 1, "output": "x"},
+    {"instruction": "a", "output": ""},
+    {"instruction": "a", "output": "b"},
+]
 CAUSES = ("instruction is no text", "empty answer")
 
 
@@ -206,7 +252,10 @@ CAUSES = ("instruction is no text", "empty answer")
 def test_where_no_sample_is_usable_all_are_counted_by_cause(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str
 ):
-    good, bad = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "bad.jsonl", [BAD[0], BAD[1], BAD[0]])
+    good, bad = (
+        write(tmp_path / "good.jsonl", ROWS),
+        write(tmp_path / "bad.jsonl", [BAD[0], BAD[1], BAD[0]]),
+    )
     words = {
         "training": arguments(bad),
         "one of several": [
@@ -217,9 +266,15 @@ def test_where_no_sample_is_usable_all_are_counted_by_cause(
     }[where]
     code, out, err = tune(capsys, "check", *words)
     assert code == 2
-    assert f"data: format alpaca, found by the columns of {good if where == 'validation' else bad}\n" in out
+    assert (
+        f"data: format alpaca, found by the columns of {good if where == 'validation' else bad}\n"
+        in out
+    )
     name = "validation: " if where == "validation" else ""
-    for cause, count, lines in ((CAUSES[0], "2 bad samples", (1, 3)), (CAUSES[1], "1 bad sample", (2,))):
+    for cause, count, lines in (
+        (CAUSES[0], "2 bad samples", (1, 3)),
+        (CAUSES[1], "1 bad sample", (2,)),
+    ):
         _, found, places = err.partition(f"error: bad-samples: {name}{count}: {cause}\n")
         assert found, err
         for line, place in zip(lines, places.splitlines(), strict=False):
@@ -239,12 +294,19 @@ def test_a_source_without_samples_is_named(capsys: pytest.CaptureFixture[str], t
     rows = tmp_path / "rows.json"
     rows.write_text("[]")
     code, out, err = tune(capsys, "check", *arguments(rows, "data.format=alpaca"))
-    assert (code, err) == (2, f"error: nothing-left: {rows}: found no samples, expected at least one\n")
+    assert (code, err) == (
+        2,
+        f"error: nothing-left: {rows}: found no samples, expected at least one\n",
+    )
     assert "lengths: " not in out
 
 
-def test_places_are_named_of_each_cause_and_counted_beyond(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    rows = write(tmp_path / "rows.jsonl", [*ROWS, *[BAD[0]] * 25, *[BAD[1]] * 3, *[{"output": "x"}] * 8])
+def test_places_are_named_of_each_cause_and_counted_beyond(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    rows = write(
+        tmp_path / "rows.jsonl", [*ROWS, *[BAD[0]] * 25, *[BAD[1]] * 3, *[{"output": "x"}] * 8]
+    )
     code, out, err = tune(capsys, "check", *arguments(rows, "data.format=alpaca"))
     assert code == 2
     lines = err.splitlines()
@@ -255,18 +317,24 @@ def test_places_are_named_of_each_cause_and_counted_beyond(capsys: pytest.Captur
     ):
         at = lines.index(f"error: bad-samples: {count} bad samples: {cause}")
         for number in range(named):
-            assert lines[at + 1 + number].startswith(f"error: bad-samples:   {rows}:{first + number}: ")
+            assert lines[at + 1 + number].startswith(
+                f"error: bad-samples:   {rows}:{first + number}: "
+            )
         more = [f"error: bad-samples:   and {count - named} more"] if count > named else []
         assert lines[at + 1 + named : at + 2 + named][: len(more)] == more
     assert err.count(f"{rows}:") == 13 and err.count(" more\n") == 2
     code, out, _ = tune(capsys, "check", *arguments(rows, "data.format=alpaca"), "--json")
-    findings = [finding for finding in json.loads(out)["findings"] if finding["name"] == "bad-samples"]
+    findings = [
+        finding for finding in json.loads(out)["findings"] if finding["name"] == "bad-samples"
+    ]
     assert [len(finding["places"]) + finding["more"] for finding in findings] == [25, 8, 3]
     assert [finding["more"] for finding in findings] == [20, 3, 0]
 
 
 def test_who_puts_bos_is_said_once_of_both(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    held_out = write(tmp_path / "held_out.jsonl", [{"instruction": "Write 9 in words.", "output": "nine"}])
+    held_out = write(
+        tmp_path / "held_out.jsonl", [{"instruction": "Write 9 in words.", "output": "nine"}]
+    )
     rows = write(tmp_path / "rows.jsonl", ROWS)
     code, out, err = tune(capsys, "check", *arguments(rows, f"validation.source={held_out}"))
     assert (code, err) == (0, "")
@@ -276,11 +344,21 @@ def test_who_puts_bos_is_said_once_of_both(capsys: pytest.CaptureFixture[str], t
 
 def test_faults_can_be_allowed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     words = planted(tmp_path)
-    names = ("bad-samples", "duplicates", "overlap", "truncation", "no-answer-left", "untrained-ends")
+    names = (
+        "bad-samples",
+        "duplicates",
+        "overlap",
+        "truncation",
+        "no-answer-left",
+        "untrained-ends",
+    )
     allowed = [word for name in names for word in ("--allow", name)]
     code, out, err = tune(capsys, "check", *words, *allowed)
     assert (code, err) == (0, "")
-    assert "faults: bad-samples, truncation, no-answer-left, untrained-ends, duplicates, overlap" in out
+    assert (
+        "faults: bad-samples, truncation, no-answer-left, untrained-ends, duplicates, overlap"
+        in out
+    )
 
 
 def test_check_finds_embeddings_that_were_never_trained(
@@ -299,7 +377,12 @@ def test_check_finds_embeddings_that_were_never_trained(
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
     rows = write(tmp_path / "rows.jsonl", ROWS)
-    words = ["tests/recipes/plain.yaml", f"model.path={folder}", f"data.source={rows}", "max_seq_len=64"]
+    words = [
+        "tests/recipes/plain.yaml",
+        f"model.path={folder}",
+        f"data.source={rows}",
+        "max_seq_len=64",
+    ]
     save_file(tensors, folder / "model.safetensors")
     code, out, err = tune(capsys, "check", *words)
     assert (code, err) == (0, ""), err
@@ -316,7 +399,10 @@ def test_check_finds_embeddings_that_were_never_trained(
     [
         (["shwo", "x"], "error: tune data: unknown action shwo; did you mean show?\n"),
         (["check", "tests/recipes/plain.yaml", "--allow", "duplicate"], "did you mean duplicates?"),
-        (["show", "tests/recipes/plain.yaml", "--limit", "0"], "error: --limit: found 0, expected a number >= 1\n"),
+        (
+            ["show", "tests/recipes/plain.yaml", "--limit", "0"],
+            "error: --limit: found 0, expected a number >= 1\n",
+        ),
     ],
 )
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], line: str):
@@ -328,7 +414,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
 def test_special_tokens_that_stay_text_are_a_fault_and_parsed_ones_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    rows = write(tmp_path / "rows.jsonl", [*ROWS, {"instruction": "Stop<|end|>", "output": "a<|end|><|user|>b<|end|>"}])
+    rows = write(
+        tmp_path / "rows.jsonl",
+        [*ROWS, {"instruction": "Stop<|end|>", "output": "a<|end|><|user|>b<|end|>"}],
+    )
     code, out, err = tune(capsys, "check", *arguments(rows))
     assert code == 2 and "faults: split-special-tokens" in out
     assert "error: split-special-tokens: 1 sample spells out special tokens that stay text" in err
@@ -337,7 +426,13 @@ def test_special_tokens_that_stay_text_are_a_fault_and_parsed_ones_are_named(
     _, out, _ = tune(capsys, "check", *arguments(rows), "--json")
     numbers = json.loads(out)
     assert numbers["special_tokens_unparsed"] == {"<|end|>": 3, "<|user|>": 1}
-    assert numbers["samples_with_unparsed_special_tokens"] == 1 and numbers["special_tokens_parsed"] == {}
+    assert (
+        numbers["samples_with_unparsed_special_tokens"] == 1
+        and numbers["special_tokens_parsed"] == {}
+    )
     code, out, err = tune(capsys, "check", *arguments(rows, "data.parse_special_tokens=true"))
     assert (code, err) == (0, "") and "faults: none" in out  # what the fault's line tells to do
-    assert "special tokens that the samples spell out are parsed: '<|end|>' 3 times, '<|user|>' once" in out
+    assert (
+        "special tokens that the samples spell out are parsed: '<|end|>' 3 times, '<|user|>' once"
+        in out
+    )

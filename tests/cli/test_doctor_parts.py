@@ -1,4 +1,6 @@
-"""The parts of `tune doctor`: processes that may hang, copies that arrive wrong, limits of groups, folders."""
+"""The parts of `tune doctor`: processes that may hang, copies that arrive wrong, limits of groups,
+folders.
+"""
 
 import os
 import signal
@@ -42,7 +44,9 @@ def test_a_process_goes_on_after_a_step_that_failed() -> None:
         yield "three", lambda: print("nobody reads it") or [3]
 
     (found,) = run_isolated(work)
-    assert found.values == {"one": 1, "three": [3]} and found.failed == {"two": "ZeroDivisionError: " + str_of_zero()}
+    assert found.values == {"one": 1, "three": [3]} and found.failed == {
+        "two": "ZeroDivisionError: " + str_of_zero()
+    }
 
 
 def str_of_zero() -> str:
@@ -137,7 +141,11 @@ def test_torch_is_described_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     told = describe_torch()
-    assert told["version"] == torch.__version__ and told["gpus"] == [] and told["cuda"] == torch.version.cuda
+    assert (
+        told["version"] == torch.__version__
+        and told["gpus"] == []
+        and told["cuda"] == torch.version.cuda
+    )
 
 
 class Cards:
@@ -160,7 +168,9 @@ class Cards:
         return 3 * GIB, 4 * GIB
 
 
-def test_cards_are_described_and_every_way_between_them_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_are_described_and_every_way_between_them_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: Cards())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     told = describe_torch()
@@ -170,13 +180,17 @@ def test_cards_are_described_and_every_way_between_them_is_tried(monkeypatch: py
         common | {"name": "card 1", "capability": [9, 0]},
     ]
     monkeypatch.setattr(
-        doctor_probes, "verify_copies", lambda source, target: {"wrong": [f"{source} {target}"], "rate": 1.0}
+        doctor_probes,
+        "verify_copies",
+        lambda source, target: {"wrong": [f"{source} {target}"], "rate": 1.0},
     )
     found = [step() for name, step in device_steps(0, Path()) if name.startswith("copies from")]
     assert [way["wrong"] for way in found] == [["cuda:0 cuda:1"], ["cuda:1 cuda:0"]]
 
 
-def test_each_card_is_measured_and_what_it_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_card_is_measured_and_what_it_cannot_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     card = {"name": "card", "memory": GIB, "free": GIB, "capability": [8, 6]}
     monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
     monkeypatch.setattr(doctor_probes, "measure_gpu", lambda device: device)
@@ -186,7 +200,9 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(monkeypatch: pytes
     assert done.pop("torchao") is doctor_probes.import_torchao
     assert done.pop("host memory") is measure_host_memory
     copies = ["copies from GPU 0 to GPU 1", "copies from GPU 1 to GPU 0"]
-    assert [name for name in list(done) if "GPU 1" in name and "of" not in name and done.pop(name)] == copies
+    assert [
+        name for name in list(done) if "GPU 1" in name and "of" not in name and done.pop(name)
+    ] == copies
     assert done.pop("calibration").args == ("cuda",)
     assert {name: step() for name, step in done.items()} == {
         "rates of GPU 0": "cuda:0",
@@ -223,7 +239,11 @@ def test_ranges_are_those_of_the_package() -> None:
 
 def test_a_folder_is_measured_where_it_would_be(tmp_path: Path) -> None:
     found = probe_folder(tmp_path / "a" / "b")
-    assert found["path"] == str(tmp_path / "a" / "b") and found["fault"] is None and 0 < found["free"] < found["total"]
+    assert (
+        found["path"] == str(tmp_path / "a" / "b")
+        and found["fault"] is None
+        and 0 < found["free"] < found["total"]
+    )
     assert not list(tmp_path.iterdir())
     assert probe_folder(Path("/proc"))["fault"]
 
@@ -231,7 +251,9 @@ def test_a_folder_is_measured_where_it_would_be(tmp_path: Path) -> None:
 def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe_lib.memory import peaks as host
 
-    monkeypatch.setattr(host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group"))
+    monkeypatch.setattr(
+        host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group")
+    )
     found = measure_host_memory()
     assert (found["free"], found["what"]) == (3 * GIB, "left in this process's control group")
     assert found["total"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

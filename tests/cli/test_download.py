@@ -1,4 +1,6 @@
-"""`tune download` from a hub on this machine: what is fetched, what never is, and a line for each refusal."""
+"""`tune download` from a hub on this machine: what is fetched, what never is, and a line for each
+refusal.
+"""
 
 import errno
 import os
@@ -40,7 +42,9 @@ def download(hub: Hub, tmp_path: Path) -> Download:
         }
         began = time.monotonic()
         result = tune_forked("download", *words, timeout=60, **(settings | changes))
-        assert time.monotonic() - began < 20  # Python on a loaded machine; a hub's retries would take longer
+        assert (
+            time.monotonic() - began < 20
+        )  # Python on a loaded machine; a hub's retries would take longer
         assert "Traceback" not in result.stderr
         return result
 
@@ -63,9 +67,10 @@ def test_a_file_that_was_changed_is_not_fetched_over(download: Download, tmp_pat
     os.utime(config, (fetched + 60, fetched + 60))
     result = download("owner/good", "--output-dir", output, "--revision", "v2")
     assert result.returncode == 2
-    assert result.stderr == (
-        f"error: {config}: is not what was downloaded, or was changed since; move it away, or choose another "
-        "--output-dir\n"
+    assert (
+        result.stderr
+        == f"error: {config}: is not what was downloaded, or was changed since; move it away, or"
+        " choose another --output-dir\n"
     )
     assert config.read_text() == '{"mine": true}'
     config.unlink()
@@ -92,27 +97,52 @@ def test_the_cache_and_finding_it_again(download: Download, tmp_path: Path):
     folder = Path(result.stdout.rstrip("\n"))
     assert folder == tmp_path / "hf" / "hub" / "models--owner--good" / "snapshots" / COMMIT
     assert names(folder) == set(SAFE)
-    # What a recipe does with `model.path=owner/good`: no network, no complaint about the files that were left out.
-    found = tune_forked("generate", "owner/good", "--prompt", "a", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    # What a recipe does with `model.path=owner/good`: no network, no complaint about the files that
+    # were left out.
+    found = tune_forked(
+        "generate", "owner/good", "--prompt", "a", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1"
+    )
     assert found.returncode == 2
     assert str(folder) in found.stderr
 
 
 @pytest.mark.slow
 def test_include_narrows(download: Download, tmp_path: Path):
-    result = download("owner/good", "--output-dir", tmp_path / "a", "--include", "config.json", "tokenizer*", "*.py")
+    result = download(
+        "owner/good",
+        "--output-dir",
+        tmp_path / "a",
+        "--include",
+        "config.json",
+        "tokenizer*",
+        "*.py",
+    )
     assert result.returncode == 0, result.stderr
-    assert names(tmp_path / "a") == {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
+    assert names(tmp_path / "a") == {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+    }
     result = download("owner/good", "--include", "*.py", "--output-dir", tmp_path / "b")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: owner/good: --include *.py matches none of: config.json, ")
+    assert result.stderr.startswith(
+        "error: owner/good: --include *.py matches none of: config.json, "
+    )
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.slow
 def test_a_second_download_completes_the_first(download: Download, tmp_path: Path):
-    assert download("owner/good", "--output-dir", tmp_path / "a", "--include", "config.json").returncode == 0
-    assert download("owner/good", "--output-dir", tmp_path / "a", "--revision", "v2").returncode == 0
+    assert (
+        download(
+            "owner/good", "--output-dir", tmp_path / "a", "--include", "config.json"
+        ).returncode
+        == 0
+    )
+    assert (
+        download("owner/good", "--output-dir", tmp_path / "a", "--revision", "v2").returncode == 0
+    )
     assert names(tmp_path / "a") == set(SAFE)
 
 
@@ -121,13 +151,17 @@ def test_gated(download: Download, hub: Hub, tmp_path: Path):
     page = f"{hub.address}/owner/gated"
     result = download("owner/gated", "--output-dir", tmp_path / "a")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        f"error: owner/gated: asks for consent; give it at {page}, then `hf auth login` or set HF_TOKEN\n"
+    assert (
+        result.stderr
+        == f"error: owner/gated: asks for consent; give it at {page}, then `hf auth login` or set"
+        " HF_TOKEN\n"
     )
     result = download("owner/gated", "--output-dir", tmp_path / "a", HF_TOKEN="hf_someone_elses")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        f"error: owner/gated: your token's account has no access yet; ask for it at {page}, then try again\n"
+    assert (
+        result.stderr
+        == f"error: owner/gated: your token's account has no access yet; ask for it at {page}, then"
+        " try again\n"
     )
     assert names(tmp_path / "a") == set()
     result = download("owner/gated", "--output-dir", tmp_path / "a", HF_TOKEN="hf_allowed_token")
@@ -154,13 +188,19 @@ def test_refusals(download: Download, hub: Hub, tmp_path: Path):
             ["owner/absent"],
             {},
             2,
-            f"owner/absent: no such model at {here}, or it is private (then set HF_TOKEN); check the spelling",
+            (
+                f"owner/absent: no such model at {here}, or it is private (then set HF_TOKEN);"
+                " check the spelling"
+            ),
         ),
         (
             ["owner/absent"],
             token,
             2,
-            f"owner/absent: no such model at {here}, or your token has no access to it; check the spelling",
+            (
+                f"owner/absent: no such model at {here}, or your token has no access to it; check"
+                " the spelling"
+            ),
         ),
         (
             ["owner/good", "--revision", "v9"],
@@ -176,25 +216,38 @@ def test_refusals(download: Download, hub: Hub, tmp_path: Path):
         ),
         (["owner/broken"], {}, 2, f"owner/broken: {here} answered 500; try again later"),
         (["a/b/c"], {}, 2, "a/b/c: is not a repository on the hub; expected OWNER/NAME"),
-        (["owner/good"], {"HF_HUB_OFFLINE": "1"}, 2, "owner/good: HF_HUB_OFFLINE is set; unset it to download"),
+        (
+            ["owner/good"],
+            {"HF_HUB_OFFLINE": "1"},
+            2,
+            "owner/good: HF_HUB_OFFLINE is set; unset it to download",
+        ),
         (
             ["owner/bins"],
             {},
             2,
-            "owner/bins: has its weights as .bin, .pt or .pth files only, which can run code when loaded; "
-            "expected .safetensors: look for a converted copy of the model",
+            (
+                "owner/bins: has its weights as .bin, .pt or .pth files only, which can run code"
+                " when loaded; expected .safetensors: look for a converted copy of the model"
+            ),
         ),
         (
             ["owner/gguf"],
             {},
             2,
-            "owner/gguf: has GGUF files only; expected .safetensors files: look for the model's original",
+            (
+                "owner/gguf: has GGUF files only; expected .safetensors files: look for the model's"
+                " original"
+            ),
         ),
         (
             ["owner/words"],
             {},
             2,
-            "owner/words: has no weights; expected .safetensors files: look for the model's original",
+            (
+                "owner/words: has no weights; expected .safetensors files: look for the model's"
+                " original"
+            ),
         ),
         (
             ["owner/good", "--output-dir", str(full)],
@@ -206,7 +259,10 @@ def test_refusals(download: Download, hub: Hub, tmp_path: Path):
             ["owner/good", "--output-dir", str(full / "thesis.txt")],
             {},
             2,
-            f"--output-dir: {full}/thesis.txt is a file, expected a folder or a new name; choose another --output-dir",
+            (
+                f"--output-dir: {full}/thesis.txt is a file, expected a folder or a new name;"
+                " choose another --output-dir"
+            ),
         ),
     ]:
         result = download(*words, **changes)
@@ -230,8 +286,10 @@ def test_a_hub_that_cannot_be_reached(download: Download, tmp_path: Path):
         (tmp_path / "a" / ".cache" / "huggingface").mkdir(parents=True)
         result = download("owner/good", "--output-dir", tmp_path / "a", HF_ENDPOINT=address)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        f"error: owner/good: cannot reach {address}; check the network, a proxy, and HF_ENDPOINT\n"
+    assert (
+        result.stderr
+        == f"error: owner/good: cannot reach {address}; check the network, a proxy, and"
+        " HF_ENDPOINT\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""`tune export`: adapters and models out of runs, states and adapter folders, and the check that comes with them."""
+"""`tune export`: adapters and models out of runs, states and adapter folders, and the check that
+comes with them.
+"""
 
 import json
 import os
@@ -36,19 +38,32 @@ def base(realdata: Path) -> Path:
     return realdata / "stories260K-hf"
 
 
-def make_run(folder: Path, base: Path, lora: LoraConfig = LORA, finished: bool = False, **more: Any) -> Any:
-    """An output_dir as the recipe leaves it: config, a state of step 3, and if finished the adapter."""
+def make_run(
+    folder: Path, base: Path, lora: LoraConfig = LORA, finished: bool = False, **more: Any
+) -> Any:
+    """An output_dir as the recipe leaves it: config, a state of step 3, and if finished the
+    adapter.
+    """
     folder.mkdir()
     data = DataConfig(source="rows.jsonl")
     cfg = LoraFinetuneConfig(
-        model=ModelConfig(path=str(base)), data=data, lora=lora, dtype="fp32", output_dir=str(folder), **more
+        model=ModelConfig(path=str(base)),
+        data=data,
+        lora=lora,
+        dtype="fp32",
+        output_dir=str(folder),
+        **more,
     )
     (folder / "config.yaml").write_text(to_yaml(cfg))
     model = ours(base, lora)
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )
     save_state(folder / "state", 3, model, optimizer, {"step": 3}, SingleRank(), keep=1)
     if finished:
-        export_adapter(model, model.spec, lora, folder / "adapter", base=str(base), world=SingleRank())
+        export_adapter(
+            model, model.spec, lora, folder / "adapter", base=str(base), world=SingleRank()
+        )
     return model
 
 
@@ -66,21 +81,33 @@ def test_the_adapter_of_a_state(base: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_the_merged_model_of_a_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_merged_model_of_a_run(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base="nf4")
     model = make_run(tmp_path / "run", base, lora, finished=True)
     code, out, err = call(capsys, tmp_path / "run", "--merge")
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "check: 10 adapted modules are merged, every tensor of the model is there"
+    assert (
+        out.splitlines()[0]
+        == "check: 10 adapted modules are merged, every tensor of the model is there"
+    )
     assert difference(model, theirs(tmp_path / "run" / "model")) < 1e-5
     code, out, err = call(capsys, tmp_path / "run", "--merge")
     assert code == 2
-    assert err == f"error: {tmp_path / 'run' / 'model'}: exists; choose another folder with --out, or remove it\n"
+    assert (
+        err == f"error: {tmp_path / 'run' / 'model'}: exists; choose another folder with --out, or"
+        " remove it\n"
+    )
 
 
 @pytest.mark.slow
-def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    model = save_with_peft(base, tmp_path / "a", r=4, target_modules=["k_proj", "lm_head"], use_dora=True)
+def test_an_adapter_that_peft_made(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = save_with_peft(
+        base, tmp_path / "a", r=4, target_modules=["k_proj", "lm_head"], use_dora=True
+    )
     code, out, err = call(capsys, tmp_path / "a", "--adapter")
     assert (code, err) == (0, "")
     assert "note: vLLM does not load DoRA adapters" in out
@@ -97,14 +124,18 @@ def test_an_adapter_of_some_layers_is_checked_and_merged(
     model = save_with_peft(base, tmp_path / "a", layers_to_transform=[1, 3], **peft)
     code, out, err = call(capsys, tmp_path / "a", "--adapter", "--base", base)
     assert (code, err) == (0, "")
-    assert out.startswith("check: 4 modules have their adapter, none of 4 in the file is left over\n")
+    assert out.startswith(
+        "check: 4 modules have their adapter, none of 4 in the file is left over\n"
+    )
     code, out, err = call(capsys, tmp_path / "a", "--merge", "--base", base)
     assert (code, err) == (0, "")
     assert difference(plain(tmp_path / "a-model"), model) < 1e-5
 
 
 @pytest.mark.slow
-def test_a_state_newer_than_the_adapter_is_named(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_state_newer_than_the_adapter_is_named(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     run = tmp_path / "run"
     make_run(run, base, finished=True)
     assert "note:" not in call(capsys, run, "--adapter")[1]
@@ -112,11 +143,16 @@ def test_a_state_newer_than_the_adapter_is_named(base: Path, tmp_path: Path, cap
     os.utime(run / "state" / "step_3" / "manifest.json", (written + 60, written + 60))
     code, out, err = call(capsys, run, "--adapter")
     assert (code, err) == (0, "")
-    note = f"note: {run}/state/step_3 is newer than {run}/adapter, which is taken; name the state to export it"
+    note = (
+        f"note: {run}/state/step_3 is newer than {run}/adapter, which is taken; name the state to"
+        " export it"
+    )
     assert out.splitlines()[0] == note
 
 
-def test_a_base_that_has_moved(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_base_that_has_moved(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(realdata / "stories260K-hf", base)
     make_run(tmp_path / "run", base, finished=True)
@@ -124,9 +160,9 @@ def test_a_base_that_has_moved(realdata: Path, tmp_path: Path, capsys: pytest.Ca
     for which in ("run", "run/adapter"):
         code, out, err = call(capsys, tmp_path / which, "--adapter")
         assert code == 2
-        assert err.startswith(f"error: {tmp_path / which}: its base is {base}: no such folder") and err.endswith(
-            ", or say where it is with --base\n"
-        )
+        assert err.startswith(
+            f"error: {tmp_path / which}: its base is {base}: no such folder"
+        ) and err.endswith(", or say where it is with --base\n")
         assert err.count("\n") == 1
     assert call(capsys, tmp_path / "run", "--adapter", "--base", tmp_path / "moved")[0] == 0
 
@@ -134,7 +170,9 @@ def test_a_base_that_has_moved(realdata: Path, tmp_path: Path, capsys: pytest.Ca
 def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    cfg = FullFinetuneConfig(model=ModelConfig(path=str(base)), data=DataConfig(source="rows.jsonl"), dtype="fp32")
+    cfg = FullFinetuneConfig(
+        model=ModelConfig(path=str(base)), data=DataConfig(source="rows.jsonl"), dtype="fp32"
+    )
     (folder / "config.yaml").write_text(to_yaml(cfg))
     model = plain(base)
     with torch.no_grad():
@@ -146,7 +184,10 @@ def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.Capt
     assert out.splitlines()[0] == f"model: {folder / 'model_step_7'}"
     assert difference(model, theirs(folder / "model_step_7")) < 1e-5
     code, out, err = call(capsys, folder, "--merge")
-    assert (code, err) == (2, f"error: {folder / 'state/step_7'}: is of a run that trained all weights; use --hf\n")
+    assert (code, err) == (
+        2,
+        f"error: {folder / 'state/step_7'}: is of a run that trained all weights; use --hf\n",
+    )
 
 
 def test_an_export_that_differs_is_an_error(
@@ -166,7 +207,8 @@ def test_an_export_that_differs_is_an_error(
     code, out, err = call(capsys, tmp_path / "run", "--adapter")
     assert code == 2
     assert err.startswith(
-        f"error: {tmp_path / 'run/adapter_step_3'}: does not compute what was trained: logits differ by"
+        f"error: {tmp_path / 'run/adapter_step_3'}: does not compute what was trained: logits"
+        " differ by"
     )
 
 
@@ -177,13 +219,18 @@ def test_nan_never_agrees() -> None:
     assert not compare(logits, logits + 1e-3).agrees(torch.float32)
 
 
-def test_the_folder_names_its_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_folder_names_its_base(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     make_run(tmp_path / "run", base, finished=True)
     (tmp_path / "run" / "adapter").rename(tmp_path / "alone")
     config = tmp_path / "alone" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": ""}))
     code, out, err = call(capsys, tmp_path / "alone", "--merge")
-    assert (code, err) == (2, f"error: {tmp_path / 'alone'}: adapter_config.json names no base; give it with --base\n")
+    assert (code, err) == (
+        2,
+        f"error: {tmp_path / 'alone'}: adapter_config.json names no base; give it with --base\n",
+    )
     code, out, err = call(capsys, tmp_path / "alone", "--merge", "--base", base)
     assert (code, err) == (0, "")
     assert (tmp_path / "alone-model" / "model.safetensors").is_file()

@@ -1,4 +1,6 @@
-"""`tune export --quantize`: folders that transformers opens, with the weights that torchao's formula gives."""
+"""`tune export --quantize`: folders that transformers opens, with the weights that torchao's
+formula gives.
+"""
 
 import errno
 import json
@@ -17,8 +19,9 @@ from tests.cli.export_calls import call, refused
 
 
 def check_rounded(found: torch.Tensor, weight: torch.Tensor, kind: str, group: int) -> None:
-    """Symmetric rounding: the scale is 2 / (codes - 1) of the largest magnitude that shares it. That magnitude itself
-    is half-way between two codes of 4 bits, and either is right."""
+    """Symmetric rounding: the scale is 2 / (codes - 1) of the largest magnitude that shares it.
+    That magnitude itself is half-way between two codes of 4 bits, and either is right.
+    """
     levels, size = {"int4": (15, group), "int8": (255, weight.shape[1])}[kind]
     parts, read = weight.double().unflatten(1, (-1, size)), found.double().unflatten(1, (-1, size))
     scale = parts.abs().amax(-1, keepdim=True) * 2 / levels
@@ -31,7 +34,9 @@ def check_rounded(found: torch.Tensor, weight: torch.Tensor, kind: str, group: i
 
 @pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 64), ("int8", 0)])
 @torch.no_grad()
-def test_linears_are_rounded_and_the_rest_is_kept(kind: str, group: int, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_linears_are_rounded_and_the_rest_is_kept(
+    kind: str, group: int, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     model = save_model("llama2" if group == 64 else "qwen2", tmp_path / "model")
     words = ["--group-size", group] if group == 64 else []
     code, out, err = call(capsys, tmp_path / "model", "--quantize", kind, *words)
@@ -42,10 +47,14 @@ def test_linears_are_rounded_and_the_rest_is_kept(kind: str, group: int, tmp_pat
     assert lines[0].startswith(f"model: {folder} ({kind}, {scales}, ")
     check = next(line for line in lines if line.startswith("check: "))
     assert check.startswith(
-        "check: transformers opens it and computes what was quantized, 21 linears; next tokens diverg"
+        "check: transformers opens it and computes what was quantized, 21 linears; next tokens"
+        " diverg"
     )
     assert lines[-1] == f"next: vllm serve {folder}"
-    assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
+    assert (
+        json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+        == "torchao"
+    )
     assert transformers.AutoTokenizer.from_pretrained(folder).encode("the cat")
     opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
@@ -56,7 +65,9 @@ def test_linears_are_rounded_and_the_rest_is_kept(kind: str, group: int, tmp_pat
             module.weight.copy_(read)
     ids = torch.randint(4, 320, (2, 20), generator=torch.Generator().manual_seed(9))
     expected = model(ids).logits
-    torch.testing.assert_close(opened(ids).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        opened(ids).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max())
+    )
 
 
 @pytest.mark.slow
@@ -65,34 +76,53 @@ def test_a_run_of_adapters_and_generate_on_what_comes_out(
 ):
     adapter_run(realdata, tmp_path / "mine")
     assert refused(capsys, tmp_path / "mine", "--quantize", "int4").startswith(
-        "--group-size: found 32 for model.layers.0.mlp.down_proj.weight, whose rows have 172 weights, expected a "
+        "--group-size: found 32 for model.layers.0.mlp.down_proj.weight, whose rows have 172"
+        " weights, expected a "
     )
     assert [path.name for path in (tmp_path / "mine").iterdir() if "model" in path.name] == []
     code, out, err = call(capsys, tmp_path / "mine", "--quantize", "int8")
-    assert (code, err) == (0, "") and out.startswith(f"merged: {tmp_path / 'mine' / 'adapter'} into its base")
+    assert (code, err) == (0, "") and out.startswith(
+        f"merged: {tmp_path / 'mine' / 'adapter'} into its base"
+    )
     assert main.main(["generate", str(tmp_path / "mine" / "model-int8"), "--prompt", "Hi"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "config.json: quantization_config: the weights are quantized (torchao)" in said
+    assert (
+        said.count("\n") == 1
+        and "config.json: quantization_config: the weights are quantized (torchao)" in said
+    )
     adapter = tmp_path / "mine" / "adapter"
-    assert refused(capsys, adapter, "--quantize", "int8") == (
-        f"{adapter}: is an adapter; merge it first (tune export {adapter} --merge), and quantize the merged model"
+    assert (
+        refused(capsys, adapter, "--quantize", "int8")
+        == f"{adapter}: is an adapter; merge it first (tune export {adapter} --merge), and quantize"
+        " the merged model"
     )
 
 
 def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture):
-    small = SMALL | {"hidden_size": 32, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    small = SMALL | {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**small))
     model.save_pretrained(tmp_path / "mixtral")
     assert refused(capsys, tmp_path / "mixtral", "--quantize", "int8").startswith(
-        f"{tmp_path / 'mixtral'}: is a mixture of experts, whose weights are stacked and no linears to torchao"
+        f"{tmp_path / 'mixtral'}: is a mixture of experts, whose weights are stacked and no linears"
+        " to torchao"
     )
-    assert refused(capsys, tmp_path, "--quantize", "int8", "--group-size", "32") == (
-        "--group-size: is for --quantize int4; leave it out"
+    assert (
+        refused(capsys, tmp_path, "--quantize", "int8", "--group-size", "32")
+        == "--group-size: is for --quantize int4; leave it out"
     )
-    assert "argument --quantize: invalid choice: 'int2'" in refused(capsys, tmp_path, "--quantize", "int2")
+    assert "argument --quantize: invalid choice: 'int2'" in refused(
+        capsys, tmp_path, "--quantize", "int2"
+    )
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_failure_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
 
     def fail(what: str, path: Path) -> None:
@@ -113,7 +143,9 @@ def test_what_a_killed_export_left_takes_no_space(
     (tmp_path / ".model-int8.01234567.tmp").mkdir()
 
     def refuse(folder: Path, needed: int, purpose: str) -> None:
-        raise StorageError(f"{purpose} has no room beside {sorted(path.name for path in folder.iterdir())}")
+        raise StorageError(
+            f"{purpose} has no room beside {sorted(path.name for path in folder.iterdir())}"
+        )
 
     monkeypatch.setattr(files, "require_space", refuse)
     assert call(capsys, tmp_path / "model", "--quantize", "int8") == (

@@ -1,4 +1,6 @@
-"""What `tune export` says of an export that transformers and PEFT themselves have opened, and where they have not."""
+"""What `tune export` says of an export that transformers and PEFT themselves have opened, and where
+they have not.
+"""
 
 import json
 from pathlib import Path
@@ -56,7 +58,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, ["dense layers", "a base in 8 bits"]))
-def test_peft_opens_the_adapter_and_the_line_says_so(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_peft_opens_the_adapter_and_the_line_says_so(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     base, settings = KINDS[kind]
     _, adapter = make_adapter(tmp_path, base, **settings)
     code, lines, err = export(capsys, adapter, "--adapter")
@@ -66,7 +70,9 @@ def test_peft_opens_the_adapter_and_the_line_says_so(kind: str, tmp_path: Path, 
     assert not any(line.startswith("note: not opened") for line in lines)
 
 
-def test_a_merged_model_is_opened_by_transformers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_merged_model_is_opened_by_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     _, adapter = make_adapter(tmp_path)
     code, lines, err = export(capsys, adapter, "--merge", "--out", tmp_path / "merged")
     assert (code, err) == (0, "")
@@ -76,7 +82,9 @@ def test_a_merged_model_is_opened_by_transformers(tmp_path: Path, capsys: pytest
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
     save_file(tensors, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="transformers .* computes another model than was trained"):
+    with pytest.raises(
+        CheckpointError, match="transformers .* computes another model than was trained"
+    ):
         verify.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
 
 
@@ -97,11 +105,19 @@ MADE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         _ALL | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}, "use_dora": True},
     ),
-    "all linears, a dense layer": ("qwen3_moe", {"mlp_only_layers": [1]}, {"target_modules": "all-linear"}),
+    "all linears, a dense layer": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1]},
+        {"target_modules": "all-linear"},
+    ),
     "dense layers alone": (
         "qwen3_moe",
         {"mlp_only_layers": [1]},
-        {"target_modules": ["k_proj"], "target_parameters": ["up_proj.weight"], "alpha_pattern": {"k_proj": 9}},
+        {
+            "target_modules": ["k_proj"],
+            "target_parameters": ["up_proj.weight"],
+            "alpha_pattern": {"k_proj": 9},
+        },
     ),
 }
 
@@ -121,15 +137,27 @@ def test_peft_opens_its_own_adapters_as_they_are_written_anew(
         adapter = out
 
 
-AS_BEFORE = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # what older releases wrote
+AS_BEFORE = [
+    "down_proj",
+    "gate_proj",
+    "k_proj",
+    "o_proj",
+    "q_proj",
+    "up_proj",
+    "v_proj",
+]  # what older releases wrote
 
 
 @pytest.mark.slow
-def test_an_older_adapter_is_named_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_older_adapter_is_named_and_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     _, adapter = make_adapter(tmp_path)
     change_config(adapter, target_modules=AS_BEFORE, target_parameters=None)
     code, lines, err = export(capsys, adapter, "--adapter")
-    assert code == 2 and err.count("\n") == 1 and "computes another model than was trained" in err, err
+    assert (
+        code == 2 and err.count("\n") == 1 and "computes another model than was trained" in err
+    ), err
     assert f"(tune export {adapter} --merge)" in err and "--adapter --out" in err
     code, lines, err = export(capsys, adapter, "--adapter", "--out", tmp_path / "new")
     assert (code, err) == (0, "") and any(READ in line for line in lines)
@@ -140,11 +168,16 @@ def test_what_peft_does_not_open_is_one_line(tmp_path: Path, capsys: pytest.Capt
     _, adapter = make_adapter(tmp_path)
     change_config(adapter, lora_dropout=0.1)  # which PEFT refuses beside target_parameters
     code, _, err = export(capsys, adapter, "--adapter")
-    assert code == 2 and err.count("\n") == 1 and " does not open it (" in err and "--merge" in err, err
+    assert (
+        code == 2 and err.count("\n") == 1 and " does not open it (" in err and "--merge" in err
+    ), err
     assert export(capsys, adapter, "--merge", "--out", tmp_path / "merged")[0] == 0
 
 
-ABSENT = {"peft": "found no package peft; pip install ", "transformers": "found no package transformers; pip install "}
+ABSENT = {
+    "peft": "found no package peft; pip install ",
+    "transformers": "found no package transformers; pip install ",
+}
 
 
 @pytest.mark.parametrize("package", ABSENT)
@@ -157,7 +190,9 @@ def test_without_the_package_the_line_says_who_read(
     assert (code, err) == (0, "")
     (own,) = [line for line in lines if line.startswith("check: logits differ by")]
     assert own.endswith(", read with tune")
-    assert any(line.startswith(f"note: not opened with PEFT: {ABSENT[package]}") for line in lines), lines
+    assert any(
+        line.startswith(f"note: not opened with PEFT: {ABSENT[package]}") for line in lines
+    ), lines
 
 
 def test_memory_that_is_not_there_is_not_taken(
@@ -166,7 +201,9 @@ def test_memory_that_is_not_there_is_not_taken(
     _, adapter = make_adapter(tmp_path, "llama")
     monkeypatch.setattr(verify, "free_host_memory", lambda: (1000, "free on this machine"))
     code, lines, _ = export(capsys, adapter, "--adapter")
-    assert code == 0 and any("of host memory, 1000 B free on this machine" in line for line in lines), lines
+    assert code == 0 and any(
+        "of host memory, 1000 B free on this machine" in line for line in lines
+    ), lines
 
 
 @pytest.mark.slow
@@ -175,14 +212,18 @@ def test_a_pattern_without_end_does_not_reach_peft(
 ) -> None:
     """It ends with the names in the file, and not with those of the base's other modules."""
     _, adapter = make_adapter(tmp_path, "llama", target_modules=["q"])
-    change_config(adapter, target_modules=r"model\.layers\.\d\.self_attn\.q_proj|model\.layers\.0\.([\w.]+)+!")
+    change_config(
+        adapter, target_modules=r"model\.layers\.\d\.self_attn\.q_proj|model\.layers\.0\.([\w.]+)+!"
+    )
     monkeypatch.setattr(peft_patterns, "SECONDS", 0.5)
     code, _, err = export(capsys, adapter, "--adapter")
     assert code == 2 and "a pattern takes more than" in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_an_adapter_that_is_dropped_is_seen_in_each_type(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_adapter_that_is_dropped_is_seen_in_each_type(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     base, adapter = make_adapter(tmp_path)
     spec = read_trained_spec(read_config(base), "base")
     model = model_of_adapter(adapter, spec, base, dtype, CPU)[0]

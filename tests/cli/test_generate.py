@@ -27,7 +27,9 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, *, positions: int = 64, bos: bool = True, template: str | None = None) -> Path:
+def write_model(
+    folder: Path, *, positions: int = 64, bos: bool = True, template: str | None = None
+) -> Path:
     """A random model of 260 tokens: the bytes, BOS and EOS."""
     folder.mkdir()
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -83,7 +85,9 @@ def text_after(folder: Path, prompt: list[int], count: int, **options: object) -
 def test_standard_output_is_the_text_and_a_newline(model: Path, capsys: pytest.CaptureFixture):
     tokenizer = load_tokenizer(model)
     prompt = [256, *tokenizer.encode("Once")]
-    assert main(["generate", str(model), "--raw", "--prompt", "Once", "--max-new-tokens", "30"]) == 0
+    assert (
+        main(["generate", str(model), "--raw", "--prompt", "Once", "--max-new-tokens", "30"]) == 0
+    )
     printed = capsys.readouterr()
     assert printed.out == text_after(model, prompt, 30) + "\n"
     assert printed.err == ""
@@ -99,7 +103,9 @@ def test_an_empty_raw_prompt_needs_a_bos(tmp_path: Path, capsys: pytest.CaptureF
     folder = write_model(tmp_path / "no_bos", bos=False)
     capsys.readouterr()  # transformers' progress
     assert main(["generate", str(folder), "--raw", "--prompt", ""]) == 2
-    line = "error: --prompt: is empty and the tokenizer has no BOS token to begin from; give a text\n"
+    line = (
+        "error: --prompt: is empty and the tokenizer has no BOS token to begin from; give a text\n"
+    )
     assert capsys.readouterr().err == line
 
 
@@ -115,10 +121,14 @@ def test_what_is_wrong_with_a_tokenizer_is_put_right_in_its_folder(
 
     folder = shutil.copytree(model, tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{% for %}"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": "{% for %}"})
+    )
     another = "put another one into the folder as chat_template.jinja"
     found, _, remedy = refused(folder).partition("; ")
-    assert found.startswith(f"error: {folder}/tokenizer_config.json: chat_template: line 1: the chat template is not")
+    assert found.startswith(
+        f"error: {folder}/tokenizer_config.json: chat_template: line 1: the chat template is not"
+    )
     assert remedy == f"correct it, or {another}\n"
     (folder / "chat_template.jinja").mkdir()
     found = "cannot be read (is a folder, expected a regular file)"
@@ -128,17 +138,23 @@ def test_what_is_wrong_with_a_tokenizer_is_put_right_in_its_folder(
                                                 "{% endfor %}")  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipe_lib.tokenizers.tokenizer.TIMEOUT_SECONDS", 0.4)
-        assert refused(folder).endswith(f"the chat template was stopped: it took more than 0.4 s; {another}\n")
+        assert refused(folder).endswith(
+            f"the chat template was stopped: it took more than 0.4 s; {another}\n"
+        )
     (folder / "tokenizer.json").rename(folder / "b.model.v1")
     (folder / "a.model.v2").touch()
-    assert refused(folder).endswith("several tokenizers (a.model.v2, b.model.v1); leave one of them in the folder\n")
+    assert refused(folder).endswith(
+        "several tokenizers (a.model.v2, b.model.v1); leave one of them in the folder\n"
+    )
     (folder / "b.model.v1").unlink()
     (folder / "a.model.v2").unlink()
     assert refused(folder).endswith("expected tokenizer.json or tokenizer.model; put the tokenizer's files into the "
                                     "folder\n")  # fmt: skip
 
 
-def test_a_tokenizer_with_more_ids_than_the_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_tokenizer_with_more_ids_than_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     folder = tmp_path / "other"
     shutil.copytree(model, folder)
     settings = json.loads((folder / "tokenizer.json").read_text())
@@ -146,9 +162,10 @@ def test_a_tokenizer_with_more_ids_than_the_model(model: Path, tmp_path: Path, c
     settings["model"]["merges"] = [["O", "n"], ["On", "c"]]
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     assert main(["generate", str(folder), "--raw", "--prompt", "Once"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: {folder}: the tokenizer writes the prompt with the id 300, the model knows ids up to 257; check that "
-        "tokenizer and weights are of one model\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {folder}: the tokenizer writes the prompt with the id 300, the model knows ids"
+        " up to 257; check that tokenizer and weights are of one model\n"
     )
 
 
@@ -179,7 +196,16 @@ def test_a_users_special_token_is_only_text(tmp_path: Path):
 
 def test_draws_follow_the_seed(model: Path, capsys: pytest.CaptureFixture):
     def say(*words: str) -> str:
-        arguments = ["generate", str(model), "--raw", "--prompt", "x", "--max-new-tokens", "20", *words]
+        arguments = [
+            "generate",
+            str(model),
+            "--raw",
+            "--prompt",
+            "x",
+            "--max-new-tokens",
+            "20",
+            *words,
+        ]
         assert main(arguments) == 0
         return capsys.readouterr().out
 
@@ -189,12 +215,17 @@ def test_draws_follow_the_seed(model: Path, capsys: pytest.CaptureFixture):
     assert say() == say("--seed", "4") == say("--temperature", "1", "--top-k", "1")
     prompt = [256, *load_tokenizer(model).encode("x")]
     generator = torch.Generator().manual_seed(3)
-    expected = text_after(model, prompt, 20, temperature=0.9, top_k=40, top_p=0.95, generator=generator)
+    expected = text_after(
+        model, prompt, 20, temperature=0.9, top_k=40, top_p=0.95, generator=generator
+    )
     assert sampled == expected + "\n"
 
 
 def test_it_ends_at_the_models_length(model: Path, capsys: pytest.CaptureFixture):
-    assert main(["generate", str(model), "--raw", "--prompt", "x" * 60, "--max-new-tokens", "100"]) == 0
+    assert (
+        main(["generate", str(model), "--raw", "--prompt", "x" * 60, "--max-new-tokens", "100"])
+        == 0
+    )
     prompt = [256, *load_tokenizer(model).encode("x" * 60)]
     assert capsys.readouterr().out == text_after(model, prompt, 3) + "\n"
     assert main(["generate", str(model), "--raw", "--prompt", "x" * 63]) == 2
@@ -218,18 +249,23 @@ def test_it_ends_at_the_models_length(model: Path, capsys: pytest.CaptureFixture
         (
             ["--top-k", "5", "--top-p", "0.5"],
             [
-                "--top-k and --top-p: without effect at temperature 0, which takes the likeliest token; "
-                "add --temperature 1"
+                "--top-k and --top-p: without effect at temperature 0, which takes the likeliest"
+                " token; add --temperature 1"
             ],
         ),
         (["--seed", "-1"], ["--seed: found -1, expected a number from 0 to 2^63 - 1"]),
         (
             ["--max-new-tokens", "many"],
-            ["tune generate: argument --max-new-tokens: invalid int value: 'many'; see `tune generate --help`"],
+            [
+                "tune generate: argument --max-new-tokens: invalid int value: 'many'; see `tune"
+                " generate --help`"
+            ],
         ),
     ],
 )
-def test_numbers_that_make_no_sense(words: list[str], lines: list[str], model: Path, capsys: pytest.CaptureFixture):
+def test_numbers_that_make_no_sense(
+    words: list[str], lines: list[str], model: Path, capsys: pytest.CaptureFixture
+):
     assert main(["generate", str(model), "--prompt", "x", *words]) == 2
     assert capsys.readouterr() == ("", "".join(f"error: {line}\n" for line in lines))
 
@@ -240,7 +276,9 @@ def test_an_empty_message_is_refused(model: Path, capsys: pytest.CaptureFixture)
     assert capsys.readouterr() == ("", line)
 
 
-def test_the_output_folder_of_a_run_leads_to_its_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_output_folder_of_a_run_leads_to_its_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     (tmp_path / "model").symlink_to(model)
     assert main(["generate", str(tmp_path), "--raw", "--prompt", "x", "--max-new-tokens", "9"]) == 0
     text = text_after(model, [256, *load_tokenizer(model).encode("x")], 9)
@@ -292,6 +330,14 @@ def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):
 
 def test_stories(realdata: Path, capsys: pytest.CaptureFixture):
     folder = str(realdata / "stories260K-hf")
-    arguments = ["generate", folder, "--raw", "--prompt", "Once upon a time", "--max-new-tokens", "12"]
+    arguments = [
+        "generate",
+        folder,
+        "--raw",
+        "--prompt",
+        "Once upon a time",
+        "--max-new-tokens",
+        "12",
+    ]
     assert main(arguments) == 0
     assert capsys.readouterr() == (", there was a little girl named Lily. She\n", "")

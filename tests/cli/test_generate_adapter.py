@@ -1,4 +1,6 @@
-"""`tune generate` with an adapter: it finds its base, and answers as PEFT and the merged model do."""
+"""`tune generate` with an adapter: it finds its base, and answers as PEFT and the merged model
+do.
+"""
 
 import json
 import os
@@ -58,16 +60,25 @@ def test_run_adapter_and_merged_model_say_the_same(
 
 def test_it_says_what_peft_says(plain_run: Path, capsys: pytest.CaptureFixture) -> None:
     adapter = plain_run / "adapter"
-    base = transformers.AutoModelForCausalLM.from_pretrained(plain_run.parent / "base", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        plain_run.parent / "base", dtype=torch.float32
+    )
     model, tokenizer = (
         peft.PeftModel.from_pretrained(base, adapter),
         transformers.AutoTokenizer.from_pretrained(adapter),
     )
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
-    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**asked, max_new_tokens=24, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    asked = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, max_new_tokens=24, do_sample=False)[
+        0, asked["input_ids"].shape[1] :
+    ]
     words = ["--prompt", "Who?", "--system", "Be kind.", "--max-new-tokens", "24"]
-    assert said(capsys, adapter, *words)[0] == tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+    assert (
+        said(capsys, adapter, *words)[0]
+        == tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+    )
 
 
 def test_the_base_may_be_kept_otherwise(plain_run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -76,54 +87,83 @@ def test_the_base_may_be_kept_otherwise(plain_run: Path, capsys: pytest.CaptureF
         assert told.endswith(f"/base, kept in {storage}\n") and answer.strip()
 
 
-def test_a_base_that_has_moved(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_base_that_has_moved(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     adapter = shutil.copytree(plain_run / "adapter", tmp_path / "adapter")
     config = json.loads((adapter / "adapter_config.json").read_text())
     gone = tmp_path / "gone"
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(gone)}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(gone)})
+    )
     line = refused(capsys, adapter, *QUESTION)
     begin = f"error: {adapter}: its base is {gone}: no such folder"
     assert line.startswith(begin) and line.endswith("say where it is with --base\n")
     answer, _ = said(capsys, plain_run / "adapter", *QUESTION)
     assert said(capsys, adapter, *QUESTION, "--base", plain_run.parent / "base")[0] == answer
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": None})
+    )
     line = refused(capsys, adapter, *QUESTION)
     assert line == f"error: {adapter}: adapter_config.json names no base; give it with --base\n"
 
 
-def test_an_adapter_in_the_place_of_a_base(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_adapter_in_the_place_of_a_base(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     adapter = plain_run / "adapter"
     line = refused(capsys, adapter, *QUESTION, "--base", adapter)
-    assert line == f"error: --base: {adapter} is an adapter, not a model; name the model that it was trained on\n"
+    assert (
+        line == f"error: --base: {adapter} is an adapter, not a model; name the model that it was"
+        " trained on\n"
+    )
     copy = shutil.copytree(adapter, tmp_path / "adapter")
     config = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(adapter)}))
+    (copy / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(adapter)})
+    )
     line = refused(capsys, copy, *QUESTION)
     named = f"adapter_config.json names the base {adapter}"
-    assert line == f"error: {copy}: {named}, which is an adapter; give the model that it was trained on with --base\n"
+    assert (
+        line
+        == f"error: {copy}: {named}, which is an adapter; give the model that it was trained on"
+        " with --base\n"
+    )
 
 
-def test_another_base_than_it_was_trained_on(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(plain_run.parent / "base", dtype=torch.float32)
+def test_another_base_than_it_was_trained_on(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        plain_run.parent / "base", dtype=torch.float32
+    )
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     model.save_pretrained(tmp_path / "other")
-    assert str(tmp_path / "other") in refused(capsys, plain_run / "adapter", *QUESTION, "--base", tmp_path / "other")
+    assert str(tmp_path / "other") in refused(
+        capsys, plain_run / "adapter", *QUESTION, "--base", tmp_path / "other"
+    )
 
 
-def test_a_run_without_a_model(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_without_a_model(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     shutil.copytree(plain_run, tmp_path / "run", ignore=shutil.ignore_patterns("adapter"))
-    assert refused(capsys, tmp_path / "run", *QUESTION) == (
-        f"error: {tmp_path}/run: is a run without model/ and adapter/; write one from its states with `tune export` "
-        "(--hf, or --adapter)\n"
+    assert (
+        refused(capsys, tmp_path / "run", *QUESTION)
+        == f"error: {tmp_path}/run: is a run without model/ and adapter/; write one from its states"
+        " with `tune export` (--hf, or --adapter)\n"
     )
 
 
 def test_a_state_is_no_model(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    adapter_run(realdata, tmp_path / "run", "checkpoint.save_every_n_steps=2", "checkpoint.save_model=false")
-    assert refused(capsys, tmp_path / "run/state/step_2", *QUESTION) == (
-        f"error: {tmp_path}/run/state/step_2: is a state to resume from, no model; write one with `tune export` "
-        "(--hf, --adapter)\n"
+    adapter_run(
+        realdata, tmp_path / "run", "checkpoint.save_every_n_steps=2", "checkpoint.save_model=false"
+    )
+    assert (
+        refused(capsys, tmp_path / "run/state/step_2", *QUESTION)
+        == f"error: {tmp_path}/run/state/step_2: is a state to resume from, no model; write one"
+        " with `tune export` (--hf, --adapter)\n"
     )
 
 
@@ -141,7 +181,10 @@ def test_of_model_and_adapter_the_newer_is_taken(
 
 def test_a_damaged_adapter(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name, content in (
-        ("adapter_model.safetensors", (plain_run / "adapter/adapter_model.safetensors").read_bytes()[:5000]),
+        (
+            "adapter_model.safetensors",
+            (plain_run / "adapter/adapter_model.safetensors").read_bytes()[:5000],
+        ),
         ("adapter_model.safetensors", b""),
         ("adapter_config.json", b'{"r": '),
         ("tokenizer.json", b"["),
@@ -159,10 +202,16 @@ def test_words_for_adapters_with_a_model(plain_run: Path, capsys: pytest.Capture
     line = refused(capsys, base, *QUESTION, "--base", base)
     assert line == f"error: --base: {base} is a model, not an adapter; leave --base out\n"
     line = refused(capsys, base, *QUESTION, "--quantize-base", "nf4")
-    assert line == ("error: --quantize-base: the base of an adapter can be quantized; this is a model, leave it out\n")
+    assert (
+        line
+        == "error: --quantize-base: the base of an adapter can be quantized; this is a model, leave"
+        " it out\n"
+    )
 
 
-def test_an_adapter_of_pefts_own(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_adapter_of_pefts_own(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Without a tokenizer beside it, and without our metadata: the base's are taken."""
     base = plain_run.parent / "base"
     torch.manual_seed(0)
@@ -178,4 +227,6 @@ def test_an_adapter_of_pefts_own(plain_run: Path, tmp_path: Path, capsys: pytest
     assert tokenizer(text).input_ids == tokens[0].tolist()
     words = ["--raw", "--prompt", text, "--max-new-tokens", "12"]
     printed = said(capsys, tmp_path / "theirs", *words)[0]
-    assert (text + printed).rstrip("\n") == tokenizer.decode([*tokens[0, 1:], *answer], skip_special_tokens=True)
+    assert (text + printed).rstrip("\n") == tokenizer.decode(
+        [*tokens[0, 1:], *answer], skip_special_tokens=True
+    )

@@ -1,4 +1,6 @@
-"""`tune generate --prompts`: each answer is the one that transformers gives to its prompt; a second start goes on."""
+"""`tune generate --prompts`: each answer is the one that transformers gives to its prompt; a second
+start goes on.
+"""
 
 import json
 from pathlib import Path
@@ -33,13 +35,26 @@ def answers(path: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def whole(folder: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "answers.jsonl"
-    words = ["generate", folder, "--prompts", prompts, "--out", out, "--batch-size", 3, "--max-new-tokens", 7]
+    words = [
+        "generate",
+        folder,
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--batch-size",
+        3,
+        "--max-new-tokens",
+        7,
+    ]
     assert main([str(word) for word in words]) == 0
     return out
 
 
 def test_answers_are_those_of_transformers(folder: Path, whole: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = [answer(model, tokenizer, sample, 7) for sample in samples(folder)]
     found = answers(whole)
@@ -54,7 +69,18 @@ def test_a_second_start_goes_on_after_the_last_whole_line(
 ) -> None:
     out = tmp_path / "answers.jsonl"
     out.write_bytes(whole.read_bytes()[:cut])
-    words = ["generate", folder, "--prompts", prompts, "--out", out, "--batch-size", 2, "--max-new-tokens", 7]
+    words = [
+        "generate",
+        folder,
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--batch-size",
+        2,
+        "--max-new-tokens",
+        7,
+    ]
     assert main([str(word) for word in words]) == 0
     assert out.read_bytes() == whole.read_bytes()
 
@@ -65,7 +91,10 @@ def test_answers_of_other_settings_are_not_mixed(
     kept = whole.read_bytes()
     words = ["generate", folder, "--prompts", prompts, "--out", whole, "--max-new-tokens", 8]
     assert main([str(word) for word in words]) == 2
-    assert "answers.jsonl:1: was made with another model, other prompts or other options" in capsys.readouterr().err
+    assert (
+        "answers.jsonl:1: was made with another model, other prompts or other options"
+        in capsys.readouterr().err
+    )
     assert whole.read_bytes() == kept
 
 
@@ -76,10 +105,15 @@ def test_answers_of_other_settings_are_not_mixed(
         ("{", "prompts.jsonl:1: column 2: invalid JSON"),
         ('{"prompt": "x"}\n[1]\n', "prompts.jsonl:2: found a list, expected"),
         ('{"promt": "x"}', "prompts.jsonl:1: found promt, expected"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is the assistant's"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "the last message is the assistant's",
+        ),
     ],
 )
-def test_prompts_that_are_none(text: str, line: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_prompts_that_are_none(
+    text: str, line: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     assert main(["generate", str(folder), "--prompts", str(path)]) == 2
@@ -92,11 +126,16 @@ def test_prompts_that_are_none(text: str, line: str, folder: Path, tmp_path: Pat
     [
         (["--out", "a.jsonl"], "--out: is of --prompts, which is missing"),
         (["--prompts", "a.csv"], "--prompts: found a.csv, expected a file .txt or .jsonl"),
-        (["--prompts", "a.txt", "--batch-size", "0"], "--batch-size: found 0, expected a number >= 1"),
+        (
+            ["--prompts", "a.txt", "--batch-size", "0"],
+            "--batch-size: found 0, expected a number >= 1",
+        ),
         (["--prompts", "a.txt", "--prompt", "x"], "--prompt: --prompts has prompts already"),
         (["--prompts", "a.txt"], "--prompts: a.txt: No such file or directory"),
     ],
 )
-def test_options_that_do_not_go_together(words: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture):
+def test_options_that_do_not_go_together(
+    words: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture
+):
     assert main(["generate", str(folder), *words]) == 2
     assert line in capsys.readouterr().err

@@ -82,7 +82,9 @@ def wait(rank):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe's file, with a module of the user's beside it, in a folder that has nothing to do with ours."""
+    """The recipe's file, with a module of the user's beside it, in a folder that has nothing to do
+    with ours.
+    """
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "mine.py").write_text(RECIPE)
@@ -103,8 +105,9 @@ Run = Callable[..., Launch]
 
 @pytest.fixture
 def run(recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Run:
-    """`tune run` in this process, from the recipe's folder. Nothing leads its ranks to recipe_lib, as where a checkout
-    is not installed."""
+    """`tune run` in this process, from the recipe's folder. Nothing leads its ranks to recipe_lib,
+    as where a checkout is not installed.
+    """
     monkeypatch.chdir(recipe.parent)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -154,7 +157,9 @@ def test_one_process_without_flags(recipe: Path):
 def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, run: Run):
     result = run("--nproc_per_node", "2", "mine.py", mode)
     assert result.returncode == code
-    assert re.sub(r"starting the ranks, \d+s\n", "", result.stderr) == line  # told of a start that takes long
+    assert (
+        re.sub(r"starting the ranks, \d+s\n", "", result.stderr) == line
+    )  # told of a start that takes long
 
 
 @pytest.mark.slow
@@ -177,7 +182,9 @@ def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(run: Run):
 
 
 def start(recipe: Path, folder: Path, *words: str) -> BaseProcess:
-    """`tune run` in the background, its temporary files below `folder`, its output in `folder`/out."""
+    """`tune run` in the background, its temporary files below `folder`, its output in
+    `folder`/out.
+    """
     (folder / "tmp").mkdir()
     with open(folder / "out", "w") as out:
         words = ("run", *words, "mine.py", "wait")
@@ -262,21 +269,32 @@ def test_ranks_end_with_a_launcher_that_was_killed(recipe: Path, tmp_path: Path)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_no_gpu_to_count(recipe: Path, capsys: pytest.CaptureFixture):
     assert main(["run", "--nproc_per_node", "gpu", str(recipe), "ok"]) == 2
-    assert capsys.readouterr() == ("", "error: torchrun: --nproc_per_node gpu: Cuda is not available.\n")
+    assert capsys.readouterr() == (
+        "",
+        "error: torchrun: --nproc_per_node gpu: Cuda is not available.\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--max-restarts", "-1"], "torchrun: max_restarts must be >= 0; check --standalone --max-restarts -1"),
-        (["--max-restarts", "x"], "torchrun: argument --max-restarts/--max_restarts: invalid int value: 'x'; "),
+        (
+            ["--max-restarts", "-1"],
+            "torchrun: max_restarts must be >= 0; check --standalone --max-restarts -1",
+        ),
+        (
+            ["--max-restarts", "x"],
+            "torchrun: argument --max-restarts/--max_restarts: invalid int value: 'x'; ",
+        ),
         (
             ["--rdzv-backend", "none", "--rdzv-endpoint", "127.0.0.1:1"],
             "torchrun: The rendezvous backend 'none' is not registered.",
         ),
     ],
 )
-def test_what_torchrun_refuses_is_one_line(flags: list[str], line: str, recipe: Path, capsys: pytest.CaptureFixture):
+def test_what_torchrun_refuses_is_one_line(
+    flags: list[str], line: str, recipe: Path, capsys: pytest.CaptureFixture
+):
     environment_before = dict(os.environ)
     assert main(["run", *flags, str(recipe), "ok"]) == 2
     printed = capsys.readouterr()
@@ -300,20 +318,29 @@ def test_a_port_that_is_taken(recipe: Path, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_rank_that_starts_after_the_signal_does_not_run(stopped: bool, recipe: Path, tmp_path: Path):
+def test_a_rank_that_starts_after_the_signal_does_not_run(
+    stopped: bool, recipe: Path, tmp_path: Path
+):
     (tmp_path / "pids").mkdir()
     if stopped:
         (tmp_path / "stop").touch()
     variables = {FOLDER_VARIABLE: str(tmp_path), PARENT_VARIABLE: str(os.getpid()), "RANK": "0"}
     worker = ROOT / "recipe_lib" / "cli" / "worker.py"
     result = subprocess.run(
-        [TUNE[0], worker, recipe, "ok"], env=environment(**variables), capture_output=True, text=True
+        [TUNE[0], worker, recipe, "ok"],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
     )
-    assert (result.returncode, "beside" in result.stdout) == ((143, False) if stopped else (0, True))
+    assert (result.returncode, "beside" in result.stdout) == (
+        (143, False) if stopped else (0, True)
+    )
     assert list((tmp_path / "pids").iterdir()) == []
 
 
-def test_a_rank_that_has_saved_waits_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_has_saved_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """torchrun kills the others 30 seconds after the first has left."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -338,15 +365,25 @@ def test_a_rank_that_has_saved_waits_for_the_others(tmp_path: Path, monkeypatch:
         ({0: 1, 1: 5}, None, (5, "")),
         ({0: -15, 1: 2}, None, (2, "")),
         ({0: 3, 1: 6}, signal.SIGTERM, (6, "")),
-        ({0: -15, 1: 1}, None, (1, "error: rank 1 failed with exit code 1; its traceback is above")),
-        ({0: 7, 1: 1, 2: -15}, None, (1, "error: rank 1 failed with exit code 1; its traceback is above")),
+        (
+            {0: -15, 1: 1},
+            None,
+            (1, "error: rank 1 failed with exit code 1; its traceback is above"),
+        ),
+        (
+            {0: 7, 1: 1, 2: -15},
+            None,
+            (1, "error: rank 1 failed with exit code 1; its traceback is above"),
+        ),
         ({0: 7, 1: 7}, None, (7, "")),  # a rank has told which one stands still
         ({0: 7, 1: -15}, None, (7, "")),
         ({0: -15, 1: -11}, None, (139, "error: rank 1 was killed by SIGSEGV")),
         ({0: -2, 1: 143}, signal.SIGINT, (130, "stopped by SIGINT before a state was saved")),
     ],
 )
-def test_one_code_out_of_many(codes: dict[int, int], stopped_by: int | None, expected: tuple[int, str]):
+def test_one_code_out_of_many(
+    codes: dict[int, int], stopped_by: int | None, expected: tuple[int, str]
+):
     assert judge(codes, stopped_by) == expected
 
 

@@ -65,12 +65,16 @@ def test_ls_filters(words: list[str], configs: list[str], capsys: pytest.Capture
 def test_sizes_stand_in_their_order(capsys: pytest.CaptureFixture):
     for family, sizes in (("qwen3", "0.6B 1.7B 4B 8B 14B 32B"), ("smollm2", "135M 360M 1.7B")):
         lines = run(capsys, "ls", f"{family}/", "full")[1].splitlines()[1:]
-        assert [line.split()[0] for line in lines] == [f"{family}/{size}_full" for size in sizes.split()]
+        assert [line.split()[0] for line in lines] == [
+            f"{family}/{size}_full" for size in sizes.split()
+        ]
 
 
 @pytest.mark.parametrize("verb", ["run", "plan", "cat", "validate"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3/8B", "qwen2_5/72b"])
-def test_a_part_of_a_name_says_how_to_list_those(verb: str, name: str, capsys: pytest.CaptureFixture):
+def test_a_part_of_a_name_says_how_to_list_those(
+    verb: str, name: str, capsys: pytest.CaptureFixture
+):
     listed = [line for line in run(capsys, "ls", name)[1].splitlines() if line.startswith("  ")]
     code, _, err = run(capsys, verb, name)
     assert code == 2 and err.count("\n") == 1
@@ -79,8 +83,15 @@ def test_a_part_of_a_name_says_how_to_list_those(verb: str, name: str, capsys: p
 
 def test_ls_of_nothing(capsys: pytest.CaptureFixture):
     said = run(capsys, "ls", "full_finetun")
-    assert said == (2, "", f"error: full_finetun: no such recipe, and no config with it; did you mean {RECIPE}?\n")
-    assert run(capsys, "ls", "qwen3", "120B")[2] == "error: no config has qwen3 and 120B; `tune ls` lists all\n"
+    assert said == (
+        2,
+        "",
+        f"error: full_finetun: no such recipe, and no config with it; did you mean {RECIPE}?\n",
+    )
+    assert (
+        run(capsys, "ls", "qwen3", "120B")[2]
+        == "error: no config has qwen3 and 120B; `tune ls` lists all\n"
+    )
 
 
 def test_cat_is_the_file(capsys: pytest.CaptureFixture):
@@ -88,7 +99,9 @@ def test_cat_is_the_file(capsys: pytest.CaptureFixture):
 
 
 def test_cat_resolved_has_every_value_and_its_place(capsys: pytest.CaptureFixture):
-    code, out, err = run(capsys, "cat", CONFIG, "--resolved", "optimizer.lr=3e-6", "data.source=a=b.json")
+    code, out, err = run(
+        capsys, "cat", CONFIG, "--resolved", "optimizer.lr=3e-6", "data.source=a=b.json"
+    )
     assert (code, err) == (0, "")
     rows = {line.split(": ", 1)[0]: line.split(": ", 1)[1].split() for line in out.splitlines()}
     assert rows["optimizer.lr"] == ["3e-06", "#", "command", "line"]
@@ -111,9 +124,18 @@ def test_cat_describes_every_key(capsys: pytest.CaptureFixture):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["cat", "llama3/8B_ful"], "error: llama3/8B_ful: no such config; did you mean llama3/8B_full?"),
-        (["cat", RECIPE], f"error: {RECIPE}: is a recipe, not a config; `tune ls {RECIPE}` lists its configs"),
-        (["cat", CONFIG, "seed=1"], "error: tune cat: overrides change the resolved values only; add --resolved"),
+        (
+            ["cat", "llama3/8B_ful"],
+            "error: llama3/8B_ful: no such config; did you mean llama3/8B_full?",
+        ),
+        (
+            ["cat", RECIPE],
+            f"error: {RECIPE}: is a recipe, not a config; `tune ls {RECIPE}` lists its configs",
+        ),
+        (
+            ["cat", CONFIG, "seed=1"],
+            "error: tune cat: overrides change the resolved values only; add --resolved",
+        ),
         (
             ["cat", CONFIG, "--resolved", "--describe"],
             "error: tune cat: --resolved and --describe are two different views; give one of them",
@@ -127,7 +149,11 @@ def test_cat_mistakes(words: list[str], line: str, capsys: pytest.CaptureFixture
 def test_cat_of_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     file = tmp_path / "x.yaml"
     file.write_bytes(b"seed: \xff\n")
-    assert run(capsys, "cat", file) == (2, "", f"error: {file}: cannot be read: a byte that is not UTF-8 at 6\n")
+    assert run(capsys, "cat", file) == (
+        2,
+        "",
+        f"error: {file}: cannot be read: a byte that is not UTF-8 at 6\n",
+    )
 
 
 def test_validate_says_for_which_recipe(capsys: pytest.CaptureFixture):
@@ -144,21 +170,28 @@ def test_validate_reports_all_faults_at_once(tmp_path: Path, capsys: pytest.Capt
     assert (code, out) == (2, "")
     lines = err.splitlines()
     assert all(line.startswith("error: ") for line in lines)
-    for part in (f"{file}:3: model.pth", f"{file}:4: batch_size", "command line: optimizer.lrr", "command line: seed"):
+    for part in (
+        f"{file}:3: model.pth",
+        f"{file}:4: batch_size",
+        "command line: optimizer.lrr",
+        "command line: seed",
+    ):
         assert any(part in line for line in lines), part
 
 
 def test_validate_against_a_recipe_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture):
     recipe = tmp_path / "mine_validated.py"
     recipe.write_text(
-        '"""Mine."""\n'
-        "from dataclasses import dataclass\n"
-        "from recipe_lib.config import FullFinetuneConfig\n"
-        "from recipe_lib.config.schema import key\n\n"
-        "@dataclass\nclass Config(FullFinetuneConfig):\n    sparkle: int = key(1, 'How much.', minimum=0)\n"
+        '"""Mine."""\nfrom dataclasses import dataclass\nfrom recipe_lib.config import'
+        " FullFinetuneConfig\nfrom recipe_lib.config.schema import key\n\n@dataclass\nclass"
+        " Config(FullFinetuneConfig):\n    sparkle: int = key(1, 'How much.', minimum=0)\n"
     )
     code, out, err = run(capsys, "validate", CONFIG, "--recipe", recipe, "sparkle=3")
-    assert (code, out.splitlines()[0], err) == (0, f"{CONFIG}: a valid config of mine_validated", "")
+    assert (code, out.splitlines()[0], err) == (
+        0,
+        f"{CONFIG}: a valid config of mine_validated",
+        "",
+    )
     code, _, err = run(capsys, "validate", CONFIG, "--recipe", recipe, "sparkle=-3")
     assert code == 2
     assert "sparkle" in err
@@ -167,11 +200,16 @@ def test_validate_against_a_recipe_of_the_users(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("def main(argv):\n    pass\n", "has no class `Config`; expected one, like the shipped recipes"),
+        (
+            "def main(argv):\n    pass\n",
+            "has no class `Config`; expected one, like the shipped recipes",
+        ),
         ("def main(argv:\n", "invalid syntax"),
     ],
 )
-def test_validate_against_a_recipe_that_is_none(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_validate_against_a_recipe_that_is_none(
+    text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     recipe = tmp_path / f"broken_{len(text)}.py"
     recipe.write_text(text)
     code, out, err = run(capsys, "validate", CONFIG, "--recipe", recipe)
@@ -185,7 +223,8 @@ def test_validate_knows_what_a_plugin_registers(tmp_path: Path) -> None:
     name = "halved"
     plugin = tmp_path / "plugin.py"
     plugin.write_text(
-        f"from recipe_lib.config import register\n\n\n@register('loss', '{name}')\ndef halved(logits, labels): ...\n"
+        f"from recipe_lib.config import register\n\n\n@register('loss', '{name}')\ndef"
+        " halved(logits, labels): ...\n"
     )
     words = ["demo/full", f"loss={name}", f"output_dir={tmp_path}/out"]
     assert tune("validate", *words).returncode == 2

@@ -34,7 +34,8 @@ CHEAP = [
     ["frobnicate"],
 ]
 
-# Runs a command line in a fresh interpreter and reports what it imported and how long its CPU worked.
+# Runs a command line in a fresh interpreter and reports what it imported and how long its CPU
+# worked.
 PROBE = """
 import json, os, sys
 from recipe_lib.cli.main import main
@@ -50,7 +51,16 @@ json.dump({"code": code, "heavy": heavy, "seconds": times.user + times.system}, 
 def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
     with open(tmp_path / "report", "w") as report:
         result = subprocess.run(
-            ["bash", "-c", f'exec "$@" 3> {tmp_path / "report"}', "-", sys.executable, "-c", PROBE, *words],
+            [
+                "bash",
+                "-c",
+                f'exec "$@" 3> {tmp_path / "report"}',
+                "-",
+                sys.executable,
+                "-c",
+                PROBE,
+                *words,
+            ],
             cwd=ROOT,
             env=environment(),
             capture_output=True,
@@ -63,7 +73,8 @@ def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
     assert found["heavy"] == []
     assert "Traceback" not in result.stderr
     assert found["code"] in (0, 2)
-    # 0.3 s is the promise on a quiet machine; a loaded one may take three times as long, importing torch ten times.
+    # 0.3 s is the promise on a quiet machine; a loaded one may take three times as long, importing
+    # torch ten times.
     assert found["seconds"] < 0.9
 
 
@@ -98,22 +109,36 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
         (
             ["zzz"],
-            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, import, validate, download, data, plan, "
-            "tp-plan, doctor, run, eval, export, upload, generate, completion",
+            (
+                "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, import, validate, download,"
+                " data, plan, tp-plan, doctor, run, eval, export, upload, generate, completion"
+            ),
         ),
         (
             ["--verbos"],
             "error: tune: unknown option '--verbos'; did you mean --verbose?",
         ),
-        (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
-        (["generate", "x", "--promt", "a"], "error: tune generate: unknown option --promt; did you mean --prompt?"),
-        (["generate", "x", "--prompt", "\udcff"], "error: --prompt: is not UTF-8; give it in UTF-8 text"),
+        (
+            ["cat", CONFIG, "--resolvd"],
+            "error: tune cat: unknown option --resolvd; did you mean --resolved?",
+        ),
+        (
+            ["generate", "x", "--promt", "a"],
+            "error: tune generate: unknown option --promt; did you mean --prompt?",
+        ),
+        (
+            ["generate", "x", "--prompt", "\udcff"],
+            "error: --prompt: is not UTF-8; give it in UTF-8 text",
+        ),
         (["ls", "--all"], "error: tune ls: unknown option --all; see `tune ls --help`"),
         (["cat"], "error: tune cat: CONFIG is missing; see `tune cat --help`"),
         (["cp"], "error: tune cp: RECIPE|CONFIG and DEST are missing; see `tune cp --help`"),
         (
             ["generate", "x", "--prompt"],
-            "error: tune generate: argument --prompt: expected one argument; see `tune generate --help`",
+            (
+                "error: tune generate: argument --prompt: expected one argument; see `tune generate"
+                " --help`"
+            ),
         ),
         (["cp", "a", "b", "c"], "error: tune cp: unexpected argument c; see `tune cp --help`"),
     ],
@@ -129,7 +154,11 @@ def test_a_closed_pipe_is_no_traceback():
     script = f"{' '.join(TUNE)} cat {CONFIG} --describe | true; echo ${{PIPESTATUS[0]}}"
     for _ in range(2):
         result = subprocess.run(
-            ["bash", "-c", script], cwd=ROOT, env=environment(PYTHONUNBUFFERED="1"), capture_output=True, text=True
+            ["bash", "-c", script],
+            cwd=ROOT,
+            env=environment(PYTHONUNBUFFERED="1"),
+            capture_output=True,
+            text=True,
         )
         assert result.stderr == ""
         assert result.stdout == "141\n"
@@ -145,7 +174,9 @@ def test_a_pipe_that_is_closed_while_rich_prints_ends_as_any_other(monkeypatch: 
         assert main(["data", "show", "demo/full", "--limit", "1"]) == 141
 
 
-needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+needs_full = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="no device that is always full"
+)
 
 
 @needs_full
@@ -189,19 +220,26 @@ def test_a_stream_that_takes_nothing_changes_no_exit_code(module: str, line: str
 
 @pytest.mark.slow
 def test_a_letter_without_a_code_in_the_output_is_written_out(tmp_path: Path):
-    (tmp_path / "mine.yaml").write_text("# \xab\nrecipe: full_finetune_distributed\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(
+        "# \xab\nrecipe: full_finetune_distributed\n", encoding="utf-8"
+    )
     result = tune("cat", tmp_path / "mine.yaml", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
     assert "\\xab" in result.stdout and result.stdout.isascii()
 
 
-def test_an_interrupted_import_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_an_interrupted_import_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     """As Ctrl-C while modules are imported; the entry point itself has imported none of ours."""
 
     def interrupt(name: str, *more: object) -> None:
         raise KeyboardInterrupt
 
-    probe = "import recipe_lib.__main__, sys; print([name for name in sys.modules if name.startswith('recipe_lib')])"
+    probe = (
+        "import recipe_lib.__main__, sys; print([name for name in sys.modules if"
+        " name.startswith('recipe_lib')])"
+    )
     imported = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, env=environment(), capture_output=True, text=True
     )

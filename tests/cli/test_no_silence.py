@@ -1,4 +1,5 @@
-"""Under a pseudo-terminal every verb that works says so before it has worked for a second, and goes on saying it.
+"""Under a pseudo-terminal every verb that works says so before it has worked for a second, and goes
+on saying it.
 
 Time here is the CPU seconds of the process, which a busy machine does not stretch.
 """
@@ -28,8 +29,9 @@ DEMO = ["demo/full", "max_steps=2", "data.max_samples=200", "~validation.source"
 
 @dataclass
 class Heard:
-    """code: of the process, 0 for one that was stopped here. gaps: its CPU seconds between two outputs, from its start
-    on. text: all that it said."""
+    """code: of the process, 0 for one that was stopped here. gaps: its CPU seconds between two
+    outputs, from its start on. text: all that it said.
+    """
 
     code: int
     gaps: list[float]
@@ -46,12 +48,22 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def listen(words: list[str]) -> Heard:
-    """Runs `tune` at a terminal of 80 columns, and notes when it says something; for some seconds."""
+    """Runs `tune` at a terminal of 80 columns, and notes when it says something; for some
+    seconds.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    variables = environment(TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None)
+    variables = environment(
+        TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None
+    )
     process = subprocess.Popen(
-        [*TUNE, *words], cwd=ROOT, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        [*TUNE, *words],
+        cwd=ROOT,
+        env=variables,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     os.close(theirs)
     used, gaps, parts = 0.0, list[float](), list[bytes]()
@@ -75,7 +87,14 @@ def listen(words: list[str]) -> Heard:
 
 
 WORK = {
-    "run on two ranks": ["run", "--nproc_per_node", "2", *DEMO, "batch_size=16", "output_dir={tmp}/two"],
+    "run on two ranks": [
+        "run",
+        "--nproc_per_node",
+        "2",
+        *DEMO,
+        "batch_size=16",
+        "output_dir={tmp}/two",
+    ],
     "plan --search": ["plan", "demo/full", "--search", "--fit", "2x24GB"],
     "data check": ["data", "check", "demo/full"],
 }
@@ -93,11 +112,26 @@ def test_a_quiet_run_says_its_warnings_alone_and_in_color(tmp_path: Path):
     rows = tmp_path / "rows.jsonl"
     pair = '{"prompt": "What is 1 + 1?", "completion": "2"}\n'
     rows.write_text(3 * pair + '{"prompt": "What is 1 + 2?"}\n', encoding="utf-8")
-    data = [f"data.source={rows}", "data.on_invalid=skip", "batch_size=1", "gradient_accumulation_steps=1"]
-    words = ["run", "-q", "demo/full", "max_steps=1", "~validation.source", *data, f"output_dir={tmp_path}/out"]
+    data = [
+        f"data.source={rows}",
+        "data.on_invalid=skip",
+        "batch_size=1",
+        "gradient_accumulation_steps=1",
+    ]
+    words = [
+        "run",
+        "-q",
+        "demo/full",
+        "max_steps=1",
+        "~validation.source",
+        *data,
+        f"output_dir={tmp_path}/out",
+    ]
     process, ours = pty.fork()
     if process == 0:
-        become_tune(*words, TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None)
+        become_tune(
+            *words, TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None
+        )
     text = ""
     with suppress(OSError):  # Linux's way to say that the other end is closed
         while part := os.read(ours, 65536):
@@ -129,10 +163,18 @@ def test_a_download_says_what_it_waits_for(tmp_path: Path):
         threading.Thread(target=answer_late, daemon=True).start()
         ours, theirs = pty.openpty()
         variables = environment(
-            TERM="xterm-256color", HF_ENDPOINT=address, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=None, no_proxy="127.0.0.1"
+            TERM="xterm-256color",
+            HF_ENDPOINT=address,
+            HF_HOME=str(tmp_path),
+            HF_HUB_OFFLINE=None,
+            no_proxy="127.0.0.1",
         )
         process = subprocess.Popen(
-            [*TUNE, "download", "owner/name"], env=variables, stdin=theirs, stdout=theirs, stderr=theirs
+            [*TUNE, "download", "owner/name"],
+            env=variables,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
         )
         os.close(theirs)
         first = os.read(ours, 65536).decode(errors="replace")

@@ -11,14 +11,18 @@ from recipe_lib.errors import ConfigError
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--snapshot", "--calibrate", "--write"])
-@pytest.mark.parametrize("content", ["recipe: full_finetune_distributed\n", "{}", '{"schema": 1}', "", "<html>"])
+@pytest.mark.parametrize(
+    "content", ["recipe: full_finetune_distributed\n", "{}", '{"schema": 1}', "", "<html>"]
+)
 def test_a_file_of_another_kind_stays(option: str, content: str, tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         check_output(option, str(path))
-    assert str(caught.value) == (
-        f"{option}: {path} is there already and is no file that {option} writes; move it away, or choose another name"
+    assert (
+        str(caught.value)
+        == f"{option}: {path} is there already and is no file that {option} writes; move it away,"
+        " or choose another name"
     )
 
 
@@ -34,11 +38,16 @@ def test_what_the_option_wrote_is_replaced(tmp_path: Path) -> None:
         check_output(option, str(path))
 
 
-def test_a_plan_is_not_written_over_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_not_written_over_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: full_finetune_distributed\n")
     for command, said in (
-        (["plan", "full_finetune_distributed", "--config", str(path)], "is the file of --config too"),
+        (
+            ["plan", "full_finetune_distributed", "--config", str(path)],
+            "is the file of --config too",
+        ),
         (["tp-plan", "llama3_8b"], "is there already and is no file that --json writes"),
     ):
         assert main([*command, "--json", str(path)]) == 2
@@ -65,12 +74,15 @@ def test_no_output_of_a_plan_is_another_one_or_an_input(
             same.symlink_to(path)
             other = same
         assert main(["plan", "demo/full", read, str(path), written, str(other)]) == 2
-        assert capsys.readouterr().err == (
-            f"error: {written}: {other} is the file of {read} too; choose another name\n"
+        assert (
+            capsys.readouterr().err
+            == f"error: {written}: {other} is the file of {read} too; choose another name\n"
         )
     assert (plan.read_bytes(), rates.read_bytes()) == before
 
 
-def test_a_harness_that_writes_nothing_takes_no_place_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_harness_that_writes_nothing_takes_no_place_to_write(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["eval", "demo", "--lm-eval", "arc_easy", "--out", "results"]) == 2
     assert "--out: --lm-eval prints its numbers and writes nothing" in capsys.readouterr().err

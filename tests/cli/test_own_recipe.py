@@ -1,4 +1,6 @@
-"""Of a copied recipe, what stops a run is told before it starts; others read their words themselves."""
+"""Of a copied recipe, what stops a run is told before it starts; others read their words
+themselves.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,7 +12,9 @@ from recipe_lib.cli.recipes import RecipeFile, check_arguments
 from tests.cli.commands import ROOT
 
 
-def test_a_recipe_that_reads_its_words_itself_is_not_imported_before_it_runs(tmp_path: Path) -> None:
+def test_a_recipe_that_reads_its_words_itself_is_not_imported_before_it_runs(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "program.py"
     file.write_text("raise ValueError\n", encoding="utf-8")
     assert check_arguments(RecipeFile.find(str(file)), ["anything", "--else"]) is None
@@ -29,7 +33,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_that_reads_its_words_otherwise_needs_no_config(name: str, tmp_path: Path) -> None:
+def test_a_program_that_reads_its_words_otherwise_needs_no_config(
+    name: str, tmp_path: Path
+) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAMS[name], encoding="utf-8")
     assert not RecipeFile.find(str(file)).reads_as_ours()
@@ -53,23 +59,40 @@ def test_what_is_missing_of_a_copy_is_told_before_it_starts(
     monkeypatch.chdir(ROOT)
     copy = tmp_path / "mine.py"
     shutil.copy(ROOT / "recipes" / "lora_finetune_distributed.py", copy)
-    words = ["--config", "demo/lora", "model.path=examples", "tokenizer.path=examples/demo/tokenizer"]
+    words = [
+        "--config",
+        "demo/lora",
+        "model.path=examples",
+        "tokenizer.path=examples/demo/tokenizer",
+    ]
     words.append(f"output_dir={tmp_path}/new")
-    nowhere = "error: /nope: no such folder; expected a model folder, or a hub id such as OWNER/NAME"
-    rows = (
-        "/nope.jsonl: no such file or folder; set data.source to one of yours, or to hub:OWNER/NAME for a hub dataset"
+    nowhere = (
+        "error: /nope: no such folder; expected a model folder, or a hub id such as OWNER/NAME"
     )
-    config = "error: examples/config.json: no such file; expected a Hugging Face model folder with config.json"
+    rows = (
+        "/nope.jsonl: no such file or folder; set data.source to one of yours, or to hub:OWNER/NAME"
+        " for a hub dataset"
+    )
+    config = (
+        "error: examples/config.json: no such file; expected a Hugging Face model folder with"
+        " config.json"
+    )
     expected = {
-        (): f"error: tune run: no config; expected: tune run {copy} --config CONFIG (see `tune ls`)",
-        ("--config", "nope.yaml"): "error: nope.yaml: no such config; `tune ls` lists the names, or give a path to a "
-        "file",
+        (): (
+            f"error: tune run: no config; expected: tune run {copy} --config CONFIG (see `tune ls`)"
+        ),
+        (
+            "--config",
+            "nope.yaml",
+        ): "error: nope.yaml: no such config; `tune ls` lists the names, or give a path to a file",
         (*words, "model.path=/nope"): nowhere,
         (*words, "model.path=/nope", "parallel.strategy=auto"): nowhere,
         (*words, "data.source=/nope.jsonl"): f"{config}\nerror: {rows}",
     }
     for given, lines in expected.items():
-        kept = [word for word in given if word != words[2] or "model.path=/nope" not in given]  # no key twice
+        kept = [
+            word for word in given if word != words[2] or "model.path=/nope" not in given
+        ]  # no key twice
         flags = ["--nproc_per_node", "2"] if "parallel.strategy=auto" in given else []
         assert main(["run", *flags, str(copy), *kept]) == 2
         assert capsys.readouterr() == ("", f"{lines}\n")

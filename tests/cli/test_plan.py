@@ -63,18 +63,28 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_all_that_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     """The report quotes a run that was measured, and so does the JSON."""
     monkeypatch.delenv("TUNE_RECEIPTS")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    measured = made_receipt(recipe=RECIPE, config="demo/full", card_memory=find_hardware("rtx4090").memory)
+    measured = made_receipt(
+        recipe=RECIPE, config="demo/full", card_memory=find_hardware("rtx4090").memory
+    )
     append_receipt(receipts_file(), measured)
     files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "snapshot")}
     outputs = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    assert main(["plan", "--nproc_per_node", "2", RECIPE, *CONFIG, "--device", "rtx4090", *outputs]) == 0
+    assert (
+        main(["plan", "--nproc_per_node", "2", RECIPE, *CONFIG, "--device", "rtx4090", *outputs])
+        == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("FITS  2 x rtx4090")
-    quote = "receipt: 2026-11-20, rtx4090, full_finetune_distributed demo/full: planned 15.21 GiB reserved, measured"
+    quote = (
+        "receipt: 2026-11-20, rtx4090, full_finetune_distributed demo/full: planned 15.21 GiB"
+        " reserved, measured"
+    )
     assert f" {quote} 15.43 GiB (-1.4%); " in " ".join(said.split())
     plan = Plan.from_json(json.loads(files["json"].read_text(encoding="utf-8")))
     assert (plan.verdict, plan.ranks, plan.recipe, plan.config) == (FITS, 2, RECIPE, "demo/full")
@@ -103,14 +113,32 @@ def test_a_change_in_a_copied_recipe_is_in_its_plan(tmp_path: Path, capsys: pyte
     """And --diff shows it; what the copy may not do is told with its line."""
     text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
     line = "        materialize(self.model, cfg.memory, self.device)\n"
-    keeps = f"{line}        self.kept = torch.empty({64 * MIB}, dtype=torch.uint8, device=self.device)\n"
+    keeps = (
+        f"{line}        self.kept = torch.empty({64 * MIB}, dtype=torch.uint8,"
+        " device=self.device)\n"
+    )
     reads = f"{line}        print(next(self.model.parameters()).sum().item())\n"
-    for name, changed in (("planned_copy", line), ("planned_more", keeps), ("planned_reads", reads)):
+    for name, changed in (
+        ("planned_copy", line),
+        ("planned_more", keeps),
+        ("planned_reads", reads),
+    ):
         (tmp_path / f"{name}.py").write_text(text.replace(line, changed), encoding="utf-8")
     common = [*CONFIG, "--sequence", "16", "--device", "24GB"]
     peaks = {}
     for name in ("planned_copy", "planned_more"):
-        assert main(["plan", str(tmp_path / f"{name}.py"), *common, "--json", str(tmp_path / f"{name}.json")]) == 0
+        assert (
+            main(
+                [
+                    "plan",
+                    str(tmp_path / f"{name}.py"),
+                    *common,
+                    "--json",
+                    str(tmp_path / f"{name}.json"),
+                ]
+            )
+            == 0
+        )
         plan = Plan.from_json(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")))
         peaks[name] = {peak.phase: peak.active for peak in plan.rank_plans[0].peaks}["step"]
     assert peaks["planned_more"] - peaks["planned_copy"] == 64 * MIB
@@ -119,14 +147,20 @@ def test_a_change_in_a_copied_recipe_is_in_its_plan(tmp_path: Path, capsys: pyte
     assert main(["plan", str(tmp_path / "planned_more.py"), *common, "--diff", str(before)]) == 0
     assert "+64.00 MiB" in capsys.readouterr().out
     assert main(["plan", str(tmp_path / "planned_reads.py"), *common]) == 2
-    number = next(at for at, found in enumerate(text.replace(line, reads).splitlines(), 1) if ".item()" in found)
+    number = next(
+        at
+        for at, found in enumerate(text.replace(line, reads).splitlines(), 1)
+        if ".item()" in found
+    )
     said = capsys.readouterr()
     place = f"{show(str(tmp_path / 'planned_reads.py'))}:{number}"
     assert said.err.startswith(f"error: {place}: reads a number back from the device")
     assert said.err.count("\n") == 1
 
 
-def test_a_value_read_in_a_step_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_value_read_in_a_step_is_told_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
     text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
     step = "        self.optimizer.step()\n"
     copy = tmp_path / "planned_step.py"
@@ -134,7 +168,9 @@ def test_a_value_read_in_a_step_is_told_with_its_line(tmp_path: Path, capsys: py
     assert main(["plan", str(copy), *CONFIG, "--sequence", "16", "--device", "24GB"]) == 2
     number = text.splitlines().index(step.rstrip()) + 1
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {copy}:{number}: FullFinetune.train_step: reads the value of a tensor")
+    assert said.startswith(
+        f"error: {copy}:{number}: FullFinetune.train_step: reads the value of a tensor"
+    )
     assert said.count("\n") == 1
 
 
@@ -143,24 +179,36 @@ def test_a_plan_uses_what_is_measured_for_it(
 ):
     """And is none of another device."""
     file = tmp_path / "rates.json"
-    monkeypatch.setattr(plan_verb, "calibrate", lambda path: path.write_text(json.dumps(good())) and "measured")
+    monkeypatch.setattr(
+        plan_verb, "calibrate", lambda path: path.write_text(json.dumps(good())) and "measured"
+    )
     words = ["plan", RECIPE, *CONFIG, "--sequence", "16", "--calibrate", str(file), "--device"]
     assert main([*words, "rtx4090"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("measured\n") and "\n  step " in said and "not calibrated" not in said
     assert main([*words, "h100"]) == 2
-    assert "was measured on 'NVIDIA GeForce RTX 4090', the plan is for h100" in capsys.readouterr().err
+    assert (
+        "was measured on 'NVIDIA GeForce RTX 4090', the plan is for h100" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 def test_an_operator_without_a_simulation_is_one_line(tmp_path: Path):
-    """While layers are compiled, too, which has torch set up its loggers anew; of its own process, for the same."""
+    """While layers are compiled, too, which has torch set up its loggers anew; of its own process,
+    for the same.
+    """
     pytest.importorskip("transformers")
     (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL), encoding="utf-8")
-    words = [f"model.preset={tmp_path}/mixtral.json", "model.implementation=transformers", "dtype=fp32"]
+    words = [
+        f"model.preset={tmp_path}/mixtral.json",
+        "model.implementation=transformers",
+        "dtype=fp32",
+    ]
     done = tune_forked("plan", RECIPE, *CONFIG, *words, "compile=true", "--device", "24GB")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: model.implementation=transformers: its class raised RuntimeError on the simu")
+    assert done.stderr.startswith(
+        "error: model.implementation=transformers: its class raised RuntimeError on the simu"
+    )
     assert done.stderr.count("\n") == 1 and "try another dtype (found dtype=fp32)" in done.stderr
 
 
@@ -171,7 +219,9 @@ def test_a_relative_path_and_what_a_recipe_prints(
     text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
     step = "        self.optimizer.step()\n"
     for name, added in (("planned_prints", "print(loss)"), ("planned_reads_here", "loss.item()")):
-        (tmp_path / f"{name}.py").write_text(text.replace(step, f"        {added}\n{step}"), encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(
+            text.replace(step, f"        {added}\n{step}"), encoding="utf-8"
+        )
     monkeypatch.chdir(tmp_path)
     common = [*CONFIG, "--sequence", "16", "--device", "24GB"]
     assert main(["plan", "planned_prints.py", *common, "--json", "-"]) == 0
@@ -180,29 +230,62 @@ def test_a_relative_path_and_what_a_recipe_prints(
     assert "FakeTensor" in said.err
     assert main(["plan", "planned_reads_here.py", *common]) == 2
     number = text.splitlines().index(step.rstrip()) + 1
-    place = f"error: {tmp_path / 'planned_reads_here.py'}:{number}: FullFinetune.train_step: reads the value of a tens"
+    place = (
+        f"error: {tmp_path / 'planned_reads_here.py'}:{number}: FullFinetune.train_step: reads the"
+        " value of a tens"
+    )
     assert capsys.readouterr().err.startswith(place)
 
 
 def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixture):
     """Its momentum is as large as the parameters. Rates are those of the run's own dtype."""
-    words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple_of=64", "--json", "-"]
+    words = [
+        *CONFIG,
+        "--sequence",
+        "30",
+        "--device",
+        "24GB",
+        "dtype=fp32",
+        "data.pad_to_multiple_of=64",
+        "--json",
+        "-",
+    ]
     assert main(["plan", *words, "optimizer.name=sgd", "optimizer.momentum=0.9"]) == 0
     plan = Plan.from_json(json.loads(capsys.readouterr().out))
-    alive = {kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind) for kind in STORAGE_KINDS}
+    alive = {
+        kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind)
+        for kind in STORAGE_KINDS
+    }
     assert alive["optimizer"] == 4 * sum(row.parameters for row in outermost(plan.layers))
-    assert plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
-    assert any(said.startswith("sequences of 30 tokens, padded to 64 ") for said in plan.assumptions)
+    assert (
+        plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
+    )
+    assert any(
+        said.startswith("sequences of 30 tokens, padded to 64 ") for said in plan.assumptions
+    )
 
 
 def beside(
-    figures: Path, *, seconds: int = plan_during_run.CPU_SECONDS, used: float = 0.0, run_ended: bool = False
+    figures: Path,
+    *,
+    seconds: int = plan_during_run.CPU_SECONDS,
+    used: float = 0.0,
+    run_ended: bool = False,
 ) -> tuple[str, int]:
     """(standard error, exit code) of the process that makes a run's plan, in a fork.
 
-    It does not give way here, where nothing runs beside it. used: seconds of CPU that it has used before.
+    It does not give way here, where nothing runs beside it. used: seconds of CPU that it has used
+    before.
     """
-    words = [str(figures), "--nproc_per_node", "2", RECIPE, *CONFIG, "data.cache=false", "output_dir=outputs/x"]
+    words = [
+        str(figures),
+        "--nproc_per_node",
+        "2",
+        RECIPE,
+        *CONFIG,
+        "data.cache=false",
+        "output_dir=outputs/x",
+    ]
     of_plan, of_run = os.pipe()  # the run's end is open as long as it goes on
 
     def begin() -> None:
@@ -242,12 +325,19 @@ def test_the_plan_of_a_run(tmp_path: Path):
     assert 0 < planned["active"] <= planned["allocated"] <= planned["reserved"]
     assert planned["tokens_per_second"] > 0 and planned["own_device"] is False
     run = read_typed(ReceiptRun, planned["run"], "run")
-    assert (run.recipe, run.config, run.ranks, run.settings["batch_size"]) == (RECIPE, "demo/full", 2, "2")
+    assert (run.recipe, run.config, run.ranks, run.settings["batch_size"]) == (
+        RECIPE,
+        "demo/full",
+        2,
+        "2",
+    )
 
 
 def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):
     said, code = beside(tmp_path / "figures.json", seconds=1, used=0.8)
-    assert said == "plan: takes more than 1 s of CPU; `tune plan` with the same arguments makes it\n"
+    assert (
+        said == "plan: takes more than 1 s of CPU; `tune plan` with the same arguments makes it\n"
+    )
     assert code == 0
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,6 @@
-"""The plan that `tune run` shows: whose figures are compared, and that it never costs a run anything."""
+"""The plan that `tune run` shows: whose figures are compared, and that it never costs a run
+anything.
+"""
 
 import dataclasses
 import time
@@ -39,7 +41,9 @@ def test_whether_a_plan_is_shown(words, variable, wanted: bool, monkeypatch: pyt
 
 
 def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
-    """Other phases, though larger, are not in the peaks of metrics.jsonl; other ranks write none."""
+    """Other phases, though larger, are not in the peaks of metrics.jsonl; other ranks write
+    none.
+    """
     for name in ALLOCATORS:
         monkeypatch.delenv(name, raising=False)
     peaks = [
@@ -53,8 +57,14 @@ def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
     plan = hand_made(rank_plans=[other, first])
     found = plan_during_run.figures_of_plan(plan)
     assert found["first"] == {"active": 40, "allocated": 41, "reserved": 42}
-    assert (found["active"], found["allocated"], found["reserved"]) == (99, 99, 99)  # shown: the heaviest
-    (line,) = plan_during_run.comparison(found, {"memory_kind": "device", "peak_memory_active_gib": 50 / GIB})
+    assert (found["active"], found["allocated"], found["reserved"]) == (
+        99,
+        99,
+        99,
+    )  # shown: the heaviest
+    (line,) = plan_during_run.comparison(
+        found, {"memory_kind": "device", "peak_memory_active_gib": 50 / GIB}
+    )
     assert line == "planned / measured: active 40 B / 50 B (-20.0%)"
     monkeypatch.setenv(ALLOCATORS[0], "max_split_size_mb:64, expandable_segments: True")
     assert plan_during_run.figures_of_plan(plan)["first"]["reserved"] == 36
@@ -64,19 +74,29 @@ def test_the_comparison_is_signed():
     planned = {"output_dir": "out", "active": 11 * GIB, "allocated": 9 * GIB, "reserved": 10 * GIB}
     measured = {f"peak_memory_{kind}_gib": 10.0 for kind in ("active", "allocated", "reserved")}
     (line,) = plan_during_run.comparison(planned, measured | {"memory_kind": "device"})
-    assert line == (
-        "planned / measured: active 11.00 GiB / 10.00 GiB (+10.0%), allocated 9.00 GiB / 10.00 GiB (-10.0%), "
-        "reserved 10.00 GiB / 10.00 GiB (+0.0%)"
+    assert (
+        line
+        == "planned / measured: active 11.00 GiB / 10.00 GiB (+10.0%), allocated 9.00 GiB / 10.00"
+        " GiB (-10.0%), reserved 10.00 GiB / 10.00 GiB (+0.0%)"
     )
     (line,) = plan_during_run.comparison(planned, measured | {"memory_kind": "resident set"})
     assert "no comparison" in line
     assert "10.00" not in line
-    (line,) = plan_during_run.comparison(planned | {"reserved": None}, measured | {"memory_kind": "device"})
+    (line,) = plan_during_run.comparison(
+        planned | {"reserved": None}, measured | {"memory_kind": "device"}
+    )
     assert line.endswith("allocated 9.00 GiB / 10.00 GiB (-10.0%)")
-    assert plan_during_run.comparison(planned, {"memory_kind": "device", "peak_memory_active_gib": None}) == []
+    assert (
+        plan_during_run.comparison(
+            planned, {"memory_kind": "device", "peak_memory_active_gib": None}
+        )
+        == []
+    )
 
 
-SETTINGS = PlanSettings(hardware=find_hardware("rtx4090"), sequence=Sequence(512, "max_seq_len"), ranks=4)
+SETTINGS = PlanSettings(
+    hardware=find_hardware("rtx4090"), sequence=Sequence(512, "max_seq_len"), ranks=4
+)
 
 
 def test_the_line_says_what_it_was_planned_for():
@@ -97,9 +117,12 @@ def test_a_plan_of_one_step_says_that_it_is_rough():
 @pytest.fixture
 def summary(tmp_path: Path):
     """Figures of a plan, and the summary of the run in its output folder."""
-    (tmp_path / "summary.json").write_text('{"memory_kind": "device", "peak_memory_active_gib": 2.0}', encoding="utf-8")
+    (tmp_path / "summary.json").write_text(
+        '{"memory_kind": "device", "peak_memory_active_gib": 2.0}', encoding="utf-8"
+    )
     (tmp_path / "figures.json").write_text(
-        f'{{"output_dir": "{tmp_path}", "active": {GIB}, "allocated": 1, "reserved": 1}}', encoding="utf-8"
+        f'{{"output_dir": "{tmp_path}", "active": {GIB}, "allocated": 1, "reserved": 1}}',
+        encoding="utf-8",
     )
     return tmp_path / "figures.json"
 
@@ -107,7 +130,9 @@ def summary(tmp_path: Path):
 @pytest.mark.parametrize(
     ("code", "began", "lines"), [(0, 0.0, 1), (3, 0.0, 1), (5, 0.0, 0), (2, 0.0, 0), (0, 100.0, 0)]
 )
-def test_a_run_that_failed_is_not_compared(summary: Path, code, began, lines, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_failed_is_not_compared(
+    summary: Path, code, began, lines, monkeypatch: pytest.MonkeyPatch
+):
     """Nor is a summary that was there before."""
     said: list[str] = []
     monkeypatch.setattr(plan_during_run, "get_logger", lambda: SimpleNamespace(info=said.append))
@@ -116,7 +141,8 @@ def test_a_run_that_failed_is_not_compared(summary: Path, code, began, lines, mo
 
 
 @pytest.mark.parametrize(
-    ("flags", "rank", "speaks"), [([], None, True), (["--node-rank=1"], None, False), ([], "1", False)]
+    ("flags", "rank", "speaks"),
+    [([], None, True), (["--node-rank=1"], None, False), ([], "1", False)],
 )
 def test_one_process_shows_the_plan(flags, rank, speaks: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)

@@ -1,4 +1,6 @@
-"""Receipts from a run's end to the list: what is kept of which run, and that a run never pays for it."""
+"""Receipts from a run's end to the list: what is kept of which run, and that a run never pays for
+it.
+"""
 
 import json
 import subprocess
@@ -29,17 +31,23 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "tune-recipes" / "receipts.jsonl"
 
 
-def end_of_a_run(folder: Path, code: int = 0, changed: dict | None = None, **measured: object) -> None:
+def end_of_a_run(
+    folder: Path, code: int = 0, changed: dict | None = None, **measured: object
+) -> None:
     """What `tune run` does at its end, with the figures that a run on a GPU would have measured."""
     figures, summary, steps = left_by_a_run(output_dir=str(folder / "out"), **(changed or {}))
     (folder / "out").mkdir(exist_ok=True)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "out" / "summary.json").write_text(json.dumps(summary | measured))
-    (folder / "out" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    (folder / "out" / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in steps)
+    )
     plan_during_run._compare(folder / "figures.json", time.time() - 60, code)
 
 
-def test_each_run_on_a_gpu_adds_a_receipt(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture):
+def test_each_run_on_a_gpu_adds_a_receipt(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
+):
     """And the first says so."""
     said = []
     for code in (0, 3):
@@ -54,9 +62,16 @@ def test_each_run_on_a_gpu_adds_a_receipt(tmp_path: Path, file: Path, capsys: py
 
 @pytest.mark.parametrize(
     ("code", "variable", "kind"),
-    [(0, None, "resident set"), (0, None, "resident set since start"), (0, "off", "device"), (5, None, "device")],
+    [
+        (0, None, "resident set"),
+        (0, None, "resident set since start"),
+        (0, "off", "device"),
+        (5, None, "device"),
+    ],
 )
-def test_nothing_is_kept_of_other_runs(code, variable, kind, tmp_path: Path, file: Path, monkeypatch):
+def test_nothing_is_kept_of_other_runs(
+    code, variable, kind, tmp_path: Path, file: Path, monkeypatch
+):
     """On a CPU, with TUNE_RECEIPTS=off, of a run that failed."""
     if variable:
         monkeypatch.setenv("TUNE_RECEIPTS", variable)
@@ -64,19 +79,31 @@ def test_nothing_is_kept_of_other_runs(code, variable, kind, tmp_path: Path, fil
     assert not file.parent.parent.exists()
 
 
-@pytest.mark.parametrize("obstacle", ["state", "state/tune-recipes", "state/tune-recipes/receipts.jsonl/x"])
-def test_a_folder_that_cannot_be_written_is_one_warning(obstacle, tmp_path: Path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize(
+    "obstacle", ["state", "state/tune-recipes", "state/tune-recipes/receipts.jsonl/x"]
+)
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    obstacle, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     if obstacle.endswith("x"):
         (tmp_path / obstacle).mkdir(parents=True)
     else:
         (tmp_path / obstacle).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / obstacle).write_text("a file where a folder should be")
     end_of_a_run(tmp_path)
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("planned / measured")]
-    assert len(lines) == 1 and lines[0].startswith("warning: ") and str(tmp_path / "state") in lines[0]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith("planned / measured")
+    ]
+    assert (
+        len(lines) == 1 and lines[0].startswith("warning: ") and str(tmp_path / "state") in lines[0]
+    )
 
 
-def test_figures_that_say_nonsense_are_one_warning(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture):
+def test_figures_that_say_nonsense_are_one_warning(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
+):
     end_of_a_run(tmp_path, changed={"run": {"recipe": 3}})
     end_of_a_run(tmp_path, changed={"tokens_per_second": float("nan")})
     assert capsys.readouterr().err.count("warning: ") == 2 and not file.exists()
@@ -105,14 +132,19 @@ def test_the_list(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
 )  # fmt: skip
 def test_a_list_takes_no_other_words(words: list[str], named: str, capsys: pytest.CaptureFixture):
     assert tune(["plan", "--receipts", *words]) == 2
-    assert capsys.readouterr().err == f"error: --receipts: lists runs and makes no plan; leave {named} out\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: --receipts: lists runs and makes no plan; leave {named} out\n"
+    )
 
 
 def test_a_file_that_is_none_is_one_line(file: Path, capsys: pytest.CaptureFixture):
     file.mkdir(parents=True)
     assert tune(["plan", "--receipts"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --receipts: ") and "is a folder" in said and said.count("\n") == 1
+    assert (
+        said.startswith("error: --receipts: ") and "is a folder" in said and said.count("\n") == 1
+    )
 
 
 def test_the_list_needs_no_torch(file: Path):
@@ -121,7 +153,9 @@ def test_the_list_needs_no_torch(file: Path):
         "import sys\nfrom recipe_lib.cli.main import main\n"
         "assert main(['plan', '--receipts']) == 0\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -138,7 +172,10 @@ def test_a_plan_quotes_the_nearest(file: Path, monkeypatch: pytest.MonkeyPatch):
     append_receipt(file, made_receipt(card="h100"))
     assert quoted() == ""
     append_receipt(file, made_receipt(16.0, card_memory=memory, settings={"dtype": "fp32"}))
-    append_receipt(file, made_receipt(17.0, card_memory=memory, settings={"dtype": "fp32", "mesh": "data_shard 2"}))
+    append_receipt(
+        file,
+        made_receipt(17.0, card_memory=memory, settings={"dtype": "fp32", "mesh": "data_shard 2"}),
+    )
     assert "planned 16.00 GiB reserved" in quoted()
     monkeypatch.setenv("TUNE_RECEIPTS", "off")
     assert quoted() == ""

@@ -28,7 +28,16 @@ CONFIG = ["--config", "llama3/8B_full"]
         ["--nproc-per-node=4"],
         ["--standalone", "--nproc_per_node=2"],
         ["--nnodes=1:4", "--rdzv_id", "a=b", "--max_restarts", "3", "-t", "3", "-r", "1:1,2:3"],
-        ["--nnodes", "2", "--nproc_per_node", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:29400"],
+        [
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "8",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "host:29400",
+        ],
     ],
 )
 def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
@@ -60,7 +69,9 @@ def test_ranks(flags: list[str], ranks: tuple[int, int], monkeypatch: pytest.Mon
 
 def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torchrun_flags, "own_gpus", list)
-    with pytest.raises(ConfigError, match=r"--nproc_per_node gpu: this machine has none; give a number"):
+    with pytest.raises(
+        ConfigError, match=r"--nproc_per_node gpu: this machine has none; give a number"
+    ):
         torchrun_flags.rank_count(["--nproc_per_node", "gpu"])
     assert torchrun_flags.rank_count(["--nproc_per_node", "auto"]) == (torchrun_flags.cores(), 1)
 
@@ -68,10 +79,19 @@ def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--nproc_per_nod", "4", *CONFIG], "unknown option --nproc_per_nod; did you mean --nproc_per_node?"),
+        (
+            ["--nproc_per_nod", "4", *CONFIG],
+            "unknown option --nproc_per_nod; did you mean --nproc_per_node?",
+        ),
         ([*CONFIG, "--rdzv-id"], "--rdzv-id: expected a value"),
-        (["-m", "recipe", *CONFIG], "-m cannot be used: RECIPE is the name of a recipe or a .py file"),
-        (["--nnodes", "2:1", *CONFIG], "--nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
+        (
+            ["-m", "recipe", *CONFIG],
+            "-m cannot be used: RECIPE is the name of a recipe or a .py file",
+        ),
+        (
+            ["--nnodes", "2:1", *CONFIG],
+            "--nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999",
+        ),
         (["one", "two", *CONFIG], "unexpected argument two; see `tune plan --help`"),
         ([], "no config; expected: tune plan [RECIPE --config] CONFIG"),
         (
@@ -135,13 +155,17 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("7", []),
     ],
 )
-def test_the_gpus_that_a_process_would_see(two_gpus, visible, names: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_gpus_that_a_process_would_see(
+    two_gpus, visible, names: list[str], monkeypatch: pytest.MonkeyPatch
+):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [name for name, _ in local_gpus.own_gpus()] == names
 
 
-def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(two_gpus, monkeypatch: pytest.MonkeyPatch):
+def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(
+    two_gpus, monkeypatch: pytest.MonkeyPatch
+):
     assert local_gpus.own_device() == find_hardware("rtx4090")
     local_gpus.own_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -156,7 +180,9 @@ def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(two_gpus, monk
 
 def test_without_a_gpu_a_card_of_24_gb_is_planned_and_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(local_gpus, "own_gpus", list)
-    ranks, device, assumed = plan_request.device_for(plan_request.read([*CONFIG, "--nproc_per_node", "4"]))
+    ranks, device, assumed = plan_request.device_for(
+        plan_request.read([*CONFIG, "--nproc_per_node", "4"])
+    )
     assert (ranks, device) == (4, dataclasses.replace(find_hardware("24GB"), ranks_per_node=4))
     assert "no GPU here" in assumed[0]
     assert plan_request.device_for(plan_request.read([*CONFIG, "--fit", "2xrtx4090"])) == (
@@ -171,7 +197,9 @@ def test_what_crosses_machines_goes_over_the_network():
     words = [*CONFIG, "--nproc_per_node", "2", "--nnodes", "2", "--device", "h100"]
     ranks, device, assumed = plan_request.device_for(plan_request.read(words))
     assert (ranks, assumed) == (4, ["2 ranks on each of 2 machines"])
-    inside, across = (Collective("all_reduce", "data_replicate", ranks, 2**31) for ranks in ((0, 1), (0, 2)))
+    inside, across = (
+        Collective("all_reduce", "data_replicate", ranks, 2**31) for ranks in ((0, 1), (0, 2))
+    )
     assert collective_seconds(across, device) > 2 * collective_seconds(inside, device)
 
 
@@ -188,14 +216,21 @@ class Training(Base):
 def test_the_class_of_a_recipe(tmp_path: Path):
     for name in ("full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"):
         assert callable(plan_request.recipe_class(RecipeFile.find(name)))
-    one, two, none = (tmp_path / f"{name}.py" for name in ("planned_one", "planned_two", "planned_none"))
+    one, two, none = (
+        tmp_path / f"{name}.py" for name in ("planned_one", "planned_two", "planned_none")
+    )
     one.write_text(RECIPE, encoding="utf-8")
     two.write_text(f"{RECIPE}\nclass Other(Training): ...\n", encoding="utf-8")
     none.write_text("class Training: ...\n", encoding="utf-8")
     assert plan_request.recipe_class(RecipeFile.find(str(one))).__name__ == "Training"
-    with pytest.raises(ConfigError, match=r"planned_two\.py: found several classes with .* \(Training, Other\)"):
+    with pytest.raises(
+        ConfigError, match=r"planned_two\.py: found several classes with .* \(Training, Other\)"
+    ):
         plan_request.recipe_class(RecipeFile.find(str(two)))
-    with pytest.raises(ConfigError, match=r"planned_none\.py: found no class with setup_model, setup_optimizer and tr"):
+    with pytest.raises(
+        ConfigError,
+        match=r"planned_none\.py: found no class with setup_model, setup_optimizer and tr",
+    ):
         plan_request.recipe_class(RecipeFile.find(str(none)))
 
 
@@ -210,12 +245,15 @@ def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
             step()
     external = load_config("demo/full", ["model.implementation=transformers"])
     with pytest.raises(
-        ConfigError, match="^model.implementation=transformers: its class raised KeyError on the simulated"
+        ConfigError,
+        match="^model.implementation=transformers: its class raised KeyError on the simulated",
     ):
         with plan_request.explained(RecipeFile.find("full_finetune_distributed"), external):
             step()
     with (
         pytest.raises(KeyError),
-        plan_request.explained(RecipeFile.find("full_finetune_distributed"), load_config("demo/full")),
+        plan_request.explained(
+            RecipeFile.find("full_finetune_distributed"), load_config("demo/full")
+        ),
     ):
         step()

@@ -1,4 +1,6 @@
-"""The file of `tune generate --prompts`: every line is read as it is or refused by its number; and that of --out."""
+"""The file of `tune generate --prompts`: every line is read as it is or refused by its number; and
+that of --out.
+"""
 
 import json
 import os
@@ -19,7 +21,10 @@ SETTINGS = "0123456789abcdef"
 def test_a_line_ends_with_a_newline_alone(letter: str, tmp_path: Path) -> None:
     texts = [f"one{letter}two", "three"]
     rows, lines = tmp_path / "prompts.jsonl", tmp_path / "prompts.txt"
-    rows.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=letter < " ") + "\n" for text in texts), "utf-8")
+    rows.write_text(
+        "".join(json.dumps({"prompt": text}, ensure_ascii=letter < " ") + "\n" for text in texts),
+        "utf-8",
+    )
     lines.write_text("\n".join(texts), "utf-8")
     assert read_prompts(rows) == read_prompts(lines) == texts
 
@@ -54,28 +59,51 @@ def test_conversations_in_the_spellings_that_training_reads(tmp_path: Path) -> N
         (f'{{"prompt": {"7" * 6000}}}', "found a number of more digits than can be read"),
         ('{"prompt": "\\ud800"}', "found half a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "a\\udfff"}]}', "found half a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "a", "name": "\\ud800"}]}', "found half a surrogate pair"),
-        ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "found prompt and messages, expected"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "name": "\\ud800"}]}',
+            "found half a surrogate pair",
+        ),
+        (
+            '{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
+            "found prompt and messages, expected",
+        ),
         ('{"prompt": "a", "prompt": "b"}', "found the key 'prompt' twice"),
-        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "found the key 'content' twice"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            "found the key 'content' twice",
+        ),
         ('{"prompt": "a", "prompt": 5}', "found the key 'prompt' twice"),
         ('{"prompt": ""}', "prompt is empty; give a text"),
         ('{"prompt": 5}', "prompt: found a number, expected {"),
         ('{"prompt": null}', "prompt: found null, expected {"),
         ('{"prompt": "a", "system": "Be kind."}', "found system, which no prompt is read with"),
         ('{"prompt": "a", "tools": []}', "found tools, which no prompt is read with"),
-        ('{"prompt": "a", "history": [], "x": 1}', "found history, x, which no prompt is read with"),
+        (
+            '{"prompt": "a", "history": [], "x": 1}',
+            "found history, x, which no prompt is read with",
+        ),
         ('{"messages": []}', "messages is empty"),
         ('{"messages": ["a", 5]}', ".messages[0]: found text, expected an object"),
         ('{"messages": [{"role": "user"}]}', ".messages[0].content: found nothing, expected text"),
-        ('{"messages": [{"role": "robot", "content": "a"}]}', ".messages[0].role: found 'robot', expected one of"),
-        ('{"messages": [{"role": "tool", "content": "a"}]}', ".messages[0]: found tool after the start"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "the last message is the assistant's"),
+        (
+            '{"messages": [{"role": "robot", "content": "a"}]}',
+            ".messages[0].role: found 'robot', expected one of",
+        ),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            ".messages[0]: found tool after the start",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}]}',
+            "the last message is the assistant's",
+        ),
         ('"a"', "found text, expected an object"),
         ("{}", "found no keys, expected"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_refused_by_its_number(line: str, said: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_prompt_is_refused_by_its_number(
+    line: str, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n', "utf-8")
     with pytest.raises(DataError) as caught:
@@ -107,7 +135,9 @@ def test_what_is_no_file_is_refused_without_waiting(ending: str, tmp_path: Path)
 
 
 def begin(number: int = 1, settings: str = SETTINGS) -> bytes:
-    return json.dumps({"number": number, "settings": settings, "prompt": "a", "answer": "b"}).encode()
+    return json.dumps(
+        {"number": number, "settings": settings, "prompt": "a", "answer": "b"}
+    ).encode()
 
 
 @pytest.mark.parametrize("whole", [0, 1, 3])
@@ -117,7 +147,9 @@ def test_half_an_answer_is_written_anew(whole: int, cut: int, tmp_path: Path) ->
     lines = b"".join(begin(number + 1) + b"\n" for number in range(whole))
     path.write_bytes(lines + begin(whole + 1)[:cut])
     answers = Answers(path, SETTINGS)
-    assert answers.count == whole and path.read_bytes() == lines + begin(whole + 1)[:cut]  # nothing is written yet
+    assert (
+        answers.count == whole and path.read_bytes() == lines + begin(whole + 1)[:cut]
+    )  # nothing is written yet
     answers.write([{"prompt": "a", "answer": "b"}])
     answers.close()
     assert path.read_bytes() == lines + begin(whole + 1) + b"\n"
@@ -125,7 +157,15 @@ def test_half_an_answer_is_written_anew(whole: int, cut: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("whole", [0, 1, 3])
 @pytest.mark.parametrize(
-    "end", [b"my notes", b'{"number": 9, "settings": "', begin(settings="f" * 16)[:60], b"\0\1\2", b"[1, 2]", b" "]
+    "end",
+    [
+        b"my notes",
+        b'{"number": 9, "settings": "',
+        begin(settings="f" * 16)[:60],
+        b"\0\1\2",
+        b"[1, 2]",
+        b" ",
+    ],
 )
 def test_half_a_line_of_something_else_stays(whole: int, end: bytes, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"

@@ -1,4 +1,6 @@
-"""No file that a user names is waited for without end or read without bound: every reader, every kind of file."""
+"""No file that a user names is waited for without end or read without bound: every reader, every
+kind of file.
+"""
 
 import importlib
 import io
@@ -58,9 +60,14 @@ KEYS_NOT_READ = {
 
 
 @pytest.fixture(autouse=True)
-def bounded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def bounded(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     callspec = getattr(request.node, "callspec", None)
-    if callspec is not None and getattr(callspec.params.get("reader"), "beside", None) is put_whole_model:
+    if (
+        callspec is not None
+        and getattr(callspec.params.get("reader"), "beside", None) is put_whole_model
+    ):
         make_whole_model()  # which may take longer than a read
 
     def late(*_: object) -> None:
@@ -98,7 +105,9 @@ def make(reader: Reader, kind: str, folder: Path) -> Path:
     return file
 
 
-def check_refused(reader: Reader, kind: str, folder: Path, config: Path, capsys: pytest.CaptureFixture) -> None:
+def check_refused(
+    reader: Reader, kind: str, folder: Path, config: Path, capsys: pytest.CaptureFixture
+) -> None:
     file = make(reader, kind, folder)
     code = main(reader.command(file, config))
     said = capsys.readouterr().err
@@ -106,12 +115,16 @@ def check_refused(reader: Reader, kind: str, folder: Path, config: Path, capsys:
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     named = f"{folder.parent.name}/{folder.name}"  # from the working folder on, for some
     assert any(named in line for line in lines), f"{reader}: {kind}: {said}"
-    assert not any("permission" in line for line in lines), f"{reader}: {kind}: not what is wrong: {said}"
+    assert not any("permission" in line for line in lines), (
+        f"{reader}: {kind}: not what is wrong: {said}"
+    )
     assert max(map(len, said.splitlines())) < 2000, f"{reader}: {kind}: a line without end"
 
 
 @pytest.mark.parametrize("reader", slow_but(READERS, 9), ids=str)
-def test_what_would_not_end_is_refused(reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_what_would_not_end_is_refused(
+    reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     for number, kind in enumerate(AT_ONCE):
         if kind not in reader.accepts:
             check_refused(reader, kind, tmp_path / str(number) / "in", config, capsys)
@@ -146,7 +159,8 @@ def test_no_permission(reader: Reader, config: Path, tmp_path: Path):
     assert code == 2 and "error: " in said and "Traceback" not in said, said
 
 
-# Each reader with one of them, a plugin with one that is refused: with the others the verb would go on to its work.
+# Each reader with one of them, a plugin with one that is refused: with the others the verb would go
+# on to its work.
 ODD_IN_TURN = [
     (reader, "a NUL" if reader.name == "p.py" else kind)
     for reader, kind in zip(READERS, itertools.cycle(ODD), strict=False)
@@ -155,7 +169,9 @@ ODD_IN_TURN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("reader", "kind"), ODD_IN_TURN, ids=str)
-def test_odd_letters(reader: Reader, kind: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_odd_letters(
+    reader: Reader, kind: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     """Read, or refused in lines that any terminal takes."""
     file = make(reader, "missing", tmp_path / "0" / "in")
     file.write_bytes(ODD[kind])
@@ -165,8 +181,12 @@ def test_odd_letters(reader: Reader, kind: str, config: Path, tmp_path: Path, ca
     assert said.isascii() or said.encode()
 
 
-@pytest.mark.parametrize("reader", [reader for reader in READERS if "{file}" in reader.words], ids=str)
-def test_a_name_that_no_file_can_have(reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize(
+    "reader", [reader for reader in READERS if "{file}" in reader.words], ids=str
+)
+def test_a_name_that_no_file_can_have(
+    reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     file = tmp_path / "in" / f"a\0{reader.name}"
     file.parent.mkdir()
     assert main(reader.command(file, config)) == 2
@@ -174,25 +194,48 @@ def test_a_name_that_no_file_can_have(reader: Reader, config: Path, tmp_path: Pa
     assert said.startswith("error: ") and "Traceback" not in said and "\0" not in said
 
 
-@pytest.mark.parametrize("reader", [reader for reader in READERS if reader.whole is not None], ids=str)
-def test_a_byte_order_mark_changes_nothing(reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize(
+    "reader", [reader for reader in READERS if reader.whole is not None], ids=str
+)
+def test_a_byte_order_mark_changes_nothing(
+    reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     answers = []
     for encoding in ("utf-8", "utf-8-sig"):
         file = make(reader, "missing", tmp_path / encoding / "in")
         file.write_text(reader.whole or "", encoding=encoding)
         code = main(reader.command(file, config))
         said = capsys.readouterr()
-        answers.append((code, *(text.replace(encoding, "").replace("\ufeff", "") for text in (said.out, said.err))))
+        answers.append(
+            (
+                code,
+                *(
+                    text.replace(encoding, "").replace("\ufeff", "")
+                    for text in (said.out, said.err)
+                ),
+            )
+        )
     assert answers[0] == answers[1]
-    assert "JSON" not in answers[0][2] and "YAML" not in answers[0][2] and "Traceback" not in answers[0][2]
+    assert (
+        "JSON" not in answers[0][2]
+        and "YAML" not in answers[0][2]
+        and "Traceback" not in answers[0][2]
+    )
 
 
 def test_no_option_is_left_out():
-    """An option that takes a text is one of a reader, or is said not to name a file that is read."""
+    """An option that takes a text is one of a reader, or is said not to name a file that is
+    read.
+    """
     options = set()
     for verb in VERBS:
         for action in importlib.import_module(module_of(verb)).parser()._actions:
-            if action.nargs != 0 and action.choices is None and action.type is None and action.help != "torchrun's":
+            if (
+                action.nargs != 0
+                and action.choices is None
+                and action.type is None
+                and action.help != "torchrun's"
+            ):
                 options.add(f"{verb} {(action.option_strings or [action.dest])[0]}")
     read = {reader.option for reader in READERS if " " in reader.option}
     assert options == read | set(NOT_READ) and not read & set(NOT_READ)
@@ -205,7 +248,9 @@ def test_no_key_is_left_out():
     assert keys - read == set(KEYS_NOT_READ) and not read & set(KEYS_NOT_READ)
 
 
-@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a folder", "too large", "deep", "not UTF-8"])
+@pytest.mark.parametrize(
+    "kind", ["a FIFO", "a device", "a folder", "too large", "deep", "not UTF-8"]
+)
 def test_receipts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     reader = Reader("plan --receipts", "receipts.jsonl", "plan --receipts")
     make(reader, kind, tmp_path / "state" / "tune-recipes")

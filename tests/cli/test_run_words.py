@@ -1,4 +1,6 @@
-"""`tune run`: which words are torchrun's, which is the recipe, and what is refused before anything starts."""
+"""`tune run`: which words are torchrun's, which is the recipe, and what is refused before anything
+starts.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,16 @@ CONFIG = "llama3/8B_full"
         ["--nproc_per_node", "4"],
         ["--nproc-per-node=4"],
         ["--standalone", "--nproc_per_node=2"],
-        ["--nnodes", "2", "--nproc_per_node", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:29400"],
+        [
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "8",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "host:29400",
+        ],
         ["--nnodes=1:4", "--rdzv_id", "a=b", "--max_restarts", "3", "-t", "3", "-r", "1:1,2:3"],
         ["-t3", "--log_dir", "logs"],
         ["--numa-binding", "node", "--rdzv-conf", "timeout=60"],
@@ -63,7 +74,10 @@ def test_standalone_unless_a_rendezvous_is_given(
 
 
 def test_the_last_value_of_a_flag_counts():
-    assert torchrun_flags.value_of(["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node") == "3"
+    assert (
+        torchrun_flags.value_of(["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node")
+        == "3"
+    )
     assert torchrun_flags.value_of(["--standalone"], "--nnodes") is None
 
 
@@ -75,7 +89,10 @@ MISTAKES = [
         ["--nproc_per_nod", "2", RECIPE],
         "tune run: unknown torchrun flag --nproc_per_nod; did you mean --nproc-per-node?",
     ),
-    (["--nproc", "2", RECIPE], "tune run: unknown torchrun flag --nproc; did you mean --nproc-per-node?"),
+    (
+        ["--nproc", "2", RECIPE],
+        "tune run: unknown torchrun flag --nproc; did you mean --nproc-per-node?",
+    ),
     (["--frob", "2", RECIPE], "tune run: unknown torchrun flag --frob; see `torchrun --help`"),
     (
         ["--nproc_per_node", "0", RECIPE],
@@ -87,29 +104,52 @@ MISTAKES = [
     ),
     (
         ["--nproc_per_node", "9" * 9, RECIPE],
-        "tune run: --nproc_per_node 999999999: expected a number from 1 to 99999, or auto, cpu, gpu, xpu",
+        (
+            "tune run: --nproc_per_node 999999999: expected a number from 1 to 99999, or auto, cpu,"
+            " gpu, xpu"
+        ),
     ),
-    (["--nnodes", "2:1", RECIPE], "tune run: --nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
-    (["--no-python", RECIPE], "tune run: --no-python cannot be used: RECIPE is the name of a recipe or a .py file"),
+    (
+        ["--nnodes", "2:1", RECIPE],
+        "tune run: --nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999",
+    ),
+    (
+        ["--no-python", RECIPE],
+        "tune run: --no-python cannot be used: RECIPE is the name of a recipe or a .py file",
+    ),
     (["-m", RECIPE], "tune run: -m cannot be used: RECIPE is the name of a recipe or a .py file"),
     (["batch_size=1", RECIPE], "tune run: batch_size=1: overrides come after CONFIG"),
-    (["llama3/8B_ful"], f"llama3/8B_ful: no such config and no such recipe; did you mean {CONFIG}?"),
-    (["full_finetune", "--config", CONFIG], f"full_finetune: no such recipe; did you mean {RECIPE}?"),
+    (
+        ["llama3/8B_ful"],
+        f"llama3/8B_ful: no such config and no such recipe; did you mean {CONFIG}?",
+    ),
+    (
+        ["full_finetune", "--config", CONFIG],
+        f"full_finetune: no such recipe; did you mean {RECIPE}?",
+    ),
     ([RECIPE], f"tune run: no config; expected: tune run {RECIPE} --config CONFIG (see `tune ls`)"),
     ([RECIPE, "--confg", CONFIG], "tune run: unknown option --confg; did you mean --config?"),
-    ([RECIPE, "--config", "llama3/8B_ful"], f"llama3/8B_ful: no such config; did you mean {CONFIG}?"),
+    (
+        [RECIPE, "--config", "llama3/8B_ful"],
+        f"llama3/8B_ful: no such config; did you mean {CONFIG}?",
+    ),
     (
         [RECIPE, "--config", CONFIG, "--nproc_per_node", "2"],
         "tune run: --nproc_per_node: torchrun's flags come before RECIPE",
     ),
     (
         [RECIPE, "--config", CONFIG, "batch_size"],
-        "command line: batch_size: expected key=value, or ~key for the default; a further config is --config FILE",
+        (
+            "command line: batch_size: expected key=value, or ~key for the default; a further"
+            " config is --config FILE"
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("words", "line"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES]
+)
 def test_mistakes_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture):
     assert main(["run", *words]) == 2
     printed = capsys.readouterr()
@@ -121,7 +161,9 @@ def test_several_faults_are_reported_together(capsys: pytest.CaptureFixture):
     assert main(["run", RECIPE, "--config", CONFIG, "optimizer.lrr=1", "batch_size=0"]) == 2
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 2
-    assert printed[0].startswith("error: command line: optimizer.lrr=1: unknown key; did you mean optimizer.lr?")
+    assert printed[0].startswith(
+        "error: command line: optimizer.lrr=1: unknown key; did you mean optimizer.lr?"
+    )
     assert printed[1].startswith("error: command line: batch_size=0: found 0, expected")
 
 
@@ -129,16 +171,24 @@ def test_a_config_of_another_recipe(tmp_path, capsys: pytest.CaptureFixture):
     config = tmp_path / "x.yaml"
     config.write_text("recipe: lora_somewhere\nmodel:\n  preset: llama3/8B\n")
     assert main(["run", RECIPE, "--config", str(config)]) == 2
-    assert f"error: {config}:1: recipe: found 'lora_somewhere', expected {RECIPE}" in capsys.readouterr().err
+    assert (
+        f"error: {config}:1: recipe: found 'lora_somewhere', expected {RECIPE}"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
     recipe = tmp_path / "mainless.py"
     recipe.write_text("x = 1\n")
     assert main(["run", str(recipe)]) == 2
-    line = f"error: {show(str(recipe))}: has no function `main(argv)`; expected one, like the shipped recipes\n"
+    line = (
+        f"error: {show(str(recipe))}: has no function `main(argv)`; expected one, like the shipped"
+        " recipes\n"
+    )
     assert capsys.readouterr().err == line
-    assert [path.name for path in tmp_path.iterdir()] == ["mainless.py"]  # no __pycache__ beside a user's program
+    assert [path.name for path in tmp_path.iterdir()] == [
+        "mainless.py"
+    ]  # no __pycache__ beside a user's program
 
 
 def test_a_flag_without_its_value_is_named():
@@ -157,7 +207,9 @@ def test_a_flag_without_its_value_is_named():
         ([RECIPE, "--config", CONFIG], [CONFIG]),
     ],
 )
-def test_the_recipe_is_the_one_that_the_config_names(words: list[str], configs: list[str], tmp_path, monkeypatch):
+def test_the_recipe_is_the_one_that_the_config_names(
+    words: list[str], configs: list[str], tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(f"recipe: {RECIPE}\n")
     flags, name, rest = torchrun_flags.split(["--nproc_per_node", "2", *words])

@@ -1,4 +1,6 @@
-"""The conversation of `tune generate`: lines of a pipe and of a terminal, and a message of the system."""
+"""The conversation of `tune generate`: lines of a pipe and of a terminal, and a message of the
+system.
+"""
 
 import io
 import os
@@ -22,10 +24,13 @@ from tests.report.terminal_screen import lines_on
 
 LONG = ["--max-new-tokens", "12"]
 REFUSES = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-    "{{ m.content }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{%"
+    " endif %}{{ m.content }}{% endfor %}"
 )
-LEAVES_OUT = "{% for m in messages %}{% if m.role != 'system' %}<s>{{ m.content }}</s>{% endif %}{% endfor %}<s>"
+LEAVES_OUT = (
+    "{% for m in messages %}{% if m.role != 'system' %}<s>{{ m.content }}</s>{% endif %}{% endfor"
+    " %}<s>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,9 @@ def run(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, text: str, *words: object) -> tuple[str, str]:
+def piped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, text: str, *words: object
+) -> tuple[str, str]:
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["generate", *map(str, words)]) == 0
@@ -45,7 +52,11 @@ def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, text: 
 
 def told(err: str) -> list[str]:
     """The notes, without the lines that say what was loaded and why an answer ended."""
-    return [line for line in err.splitlines() if not line.startswith(("adapter:", "note: stopped after"))]
+    return [
+        line
+        for line in err.splitlines()
+        if not line.startswith(("adapter:", "note: stopped after"))
+    ]
 
 
 @pytest.mark.slow
@@ -62,15 +73,23 @@ def test_a_pipe_is_answered_line_by_line(
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "adapter")
     turns = [("user", "Hi"), ("assistant", first.removesuffix("\n")), ("user", "Who are you?")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    base = transformers.AutoModelForCausalLM.from_pretrained(realdata / "stories260K-hf", dtype=torch.float32)
+    asked = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        realdata / "stories260K-hf", dtype=torch.float32
+    )
     model = peft.PeftModel.from_pretrained(base, run / "adapter")
-    answer = model.generate(**asked, max_new_tokens=12, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    answer = model.generate(**asked, max_new_tokens=12, do_sample=False)[
+        0, asked["input_ids"].shape[1] :
+    ]
     assert out == first + tokenizer.decode(answer, skip_special_tokens=True) + "\n"
 
 
 @pytest.mark.slow
-def test_commands_of_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_commands_of_a_pipe(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     answer = piped(monkeypatch, capsys, "Hi\n", run, *LONG)[0]
     out, err = piped(monkeypatch, capsys, "Hi\n/reset\nHi\n/exit\nHi\n", run, *LONG)
     assert out == answer * 2 and told(err) == ["the conversation begins anew"]
@@ -82,27 +101,34 @@ def test_a_line_that_is_too_long_ends_a_pipe(
 ) -> None:
     """Whoever pairs answers with lines would take the next answer for this one's."""
     answer = piped(monkeypatch, capsys, "Hi\n", run, *LONG)[0]
-    for before, again in (("Hi\n\n", "; a line /reset before it begins anew"), ("Hi\n/reset\n", "")):
+    for before, again in (
+        ("Hi\n\n", "; a line /reset before it begins anew"),
+        ("Hi\n/reset\n", ""),
+    ):
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{before}{'cat ' * 600}\nHi\n"))
         assert main(["generate", str(run), *LONG]) == 2
         printed = capsys.readouterr()
         assert printed.out == answer
         line = told(printed.err)[-1]
         assert re.fullmatch(
-            r"error: standard input: line 3: the conversation: \d+ tokens; the model takes 512, completion included"
-            + re.escape(again),
+            r"error: standard input: line 3: the conversation: \d+ tokens; the model takes 512,"
+            r" completion included" + re.escape(again),
             line,
         )
 
 
-def test_a_line_that_is_not_utf8(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_line_that_is_not_utf8(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nb\udcffb\n"))
     assert main(["generate", str(run), *LONG]) == 2
     line = "error: standard input: line 2 is not UTF-8; give it in UTF-8 text\n"
     assert capsys.readouterr().err.endswith(line)
 
 
-def test_a_message_of_the_system(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_message_of_the_system(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     words = [run, "--system", "Be kind.", *LONG]
     out = piped(monkeypatch, capsys, "Hi\n/reset\nHi\n", *words)[0]
     assert main(["generate", *map(str, words), "--prompt", "Hi"]) == 0
@@ -110,7 +136,9 @@ def test_a_message_of_the_system(run: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert out != piped(monkeypatch, capsys, "Hi\n/reset\nHi\n", run, *LONG)[0]
 
 
-@pytest.mark.parametrize(("template", "why"), [(REFUSES, "no system here"), (LEAVES_OUT, "does not write a system")])
+@pytest.mark.parametrize(
+    ("template", "why"), [(REFUSES, "no system here"), (LEAVES_OUT, "does not write a system")]
+)
 def test_a_template_without_a_place_for_the_system(
     template: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -134,7 +162,9 @@ class Terminal:
         self.text = ""
 
     def until(self, end: str, seconds: float = 60, more: int = 0) -> str:
-        """What is written until it ends so, or until there are `more` letters; else up to the end of the process."""
+        """What is written until it ends so, or until there are `more` letters; else up to the end
+        of the process.
+        """
         begun, deadline = len(self.text), time.monotonic() + seconds
         while time.monotonic() < deadline:
             new = self.text[begun:]
@@ -153,17 +183,29 @@ class Terminal:
 
 @pytest.mark.slow
 def test_at_a_terminal(run: Path) -> None:
-    """Rows of what goes on are gone before the first token; Ctrl-C stops an answer and no more, Ctrl-D ends."""
+    """Rows of what goes on are gone before the first token; Ctrl-C stops an answer and no more,
+    Ctrl-D ends.
+    """
     terminal = Terminal("generate", str(run), "--max-new-tokens", "400")
     before = lines_on(terminal.until("\n> "))
     first = " ".join(" ".join(before[-3:-1]).split())  # in as many lines as it takes
-    assert first.endswith("adapter; /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer")
-    assert before[-1] == ">" and not any("importing" in line or "reading" in line for line in before)
+    assert first.endswith(
+        "adapter; /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+    )
+    assert before[-1] == ">" and not any(
+        "importing" in line or "reading" in line for line in before
+    )
     terminal.type(f"{'cat ' * 600}\n")
     long = " ".join(terminal.until("\n> ").split())
-    assert "the model takes 512, completion included; this line was left out, /reset begins anew" in long
+    assert (
+        "the model takes 512, completion included; this line was left out, /reset begins anew"
+        in long
+    )
     os.write(terminal.side, b"caf\xff\n")  # readline itself drops a letter that is begun, as \xe9
-    assert "note: this line is not UTF-8 and was left out; check the terminal's encoding" in terminal.until("\n> ")
+    assert (
+        "note: this line is not UTF-8 and was left out; check the terminal's encoding"
+        in terminal.until("\n> ")
+    )
     terminal.type("Once upon a time\n")
     said = terminal.until("", more=40)
     terminal.type("\x03")

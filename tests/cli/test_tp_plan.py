@@ -37,7 +37,12 @@ UNLIKE = LLAMA | {
     "moe_intermediate_size": 32,
     "mlp_only_layers": [0],
 }
-NO_SHARE = LLAMA | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 97}
+NO_SHARE = LLAMA | {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "intermediate_size": 97,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,19 +70,29 @@ def test_the_report_says_what_is_cut_and_what_is_sent(tmp_path, capsys):
     assert "model.layers.*.self_attn.k_proj.weight 3 32 x 64 column 0 8" in lines
     assert "model.layers.*.mlp.down_proj.weight 3 64 x 96 row 1 1" in lines
     assert any(
-        line.startswith("leave model.layers.*.self_attn.o_proj 3 linear output, dim 2 modeling_llama") for line in lines
-    )
-    assert any(
-        line.startswith("model.norm.weight 1 64 partial dimension 0: hidden states have it, and norms")
+        line.startswith(
+            "leave model.layers.*.self_attn.o_proj 3 linear output, dim 2 modeling_llama"
+        )
         for line in lines
     )
-    assert any(line.startswith("gather model.layers.*.input_layernorm 3 mul output, dim 1 ") for line in lines)
-    # (t - 1) / t x 1024 tokens x 2 bytes x 64 numbers of a gather or a scatter: 4 in each layer, and others
+    assert any(
+        line.startswith(
+            "model.norm.weight 1 64 partial dimension 0: hidden states have it, and norms"
+        )
+        for line in lines
+    )
+    assert any(
+        line.startswith("gather model.layers.*.input_layernorm 3 mul output, dim 1 ")
+        for line in lines
+    )
+    # (t - 1) / t x 1024 tokens x 2 bytes x 64 numbers of a gather or a scatter: 4 in each layer,
+    # and others
     assert "forward 7 all-gathers, 1 all-reduce, 6 reduce-scatters 960.00 KiB 1.41 MiB" in lines
     assert "backward 14 all-gathers, 7 reduce-scatters 1.31 MiB 1.97 MiB" in lines
     assert "legal sizes: 2, 4" in lines
     assert any(
-        line.startswith("replicated for 3 ranks: 3 ranks do not divide the 4 units of model.layers") for line in lines
+        line.startswith("replicated for 3 ranks: 3 ranks do not divide the 4 units of model.layers")
+        for line in lines
     )
 
 
@@ -94,9 +109,11 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
         whole = 2 * tokens * width
         ring = 2 * (size - 1) / size
         assert numbers["sent_bytes"] == {
-            # Two products that sum in each layer, and tokens that are gathered twice; the embedding, the head's input.
+            # Two products that sum in each layer, and tokens that are gathered twice; the
+            # embedding, the head's input.
             "forward": ring * whole * (2 * layers + 1) + ring / 2 * whole,
-            # The same backward, and the gathers once more; the tokens that the first layer took from the embedding.
+            # The same backward, and the gathers once more; the tokens that the first layer took
+            # from the embedding.
             "backward": ring / 2 * whole * (4 * layers + 1 + 2 * layers + 1 + 1),
             "loss": ring * 4 * tokens * 3,
             "gradients": ring * 4 * norms,
@@ -160,7 +177,9 @@ def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkey
     assert "certificate, 2 ranks: NOT PASSED" in out and lines[0] in out
 
 
-def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(tmp_path, capsys, monkeypatch):
+def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(
+    tmp_path, capsys, monkeypatch
+):
     from recipe_lib.external.tensor_plan import transformers_models
 
     right = transformers_models.plan_and_mask
@@ -178,10 +197,17 @@ def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(tmp_path,
 
 
 def test_a_size_that_the_small_copy_does_not_allow_is_proven_with_fewer_ranks(tmp_path, capsys):
-    config = LLAMA | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": 2**14}
+    config = LLAMA | {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "vocab_size": 2**14,
+    }
     assert main(["tp-plan", model(tmp_path, config), "--tensor", "4,8", "--certify"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    four, eight = (line.partition("passed, ")[2] for line in lines if line.startswith("certificate, "))
+    four, eight = (
+        line.partition("passed, ")[2] for line in lines if line.startswith("certificate, ")
+    )
     assert four.endswith(" on a small model") and eight == f"{four}, by 4 ranks"
 
 
@@ -189,7 +215,9 @@ def test_sizes_of_which_none_is_legal_are_exit_code_2(tmp_path, capsys):
     assert main(["tp-plan", model(tmp_path, LLAMA), "--tensor", "5,7"]) == 2
     said = capsys.readouterr()
     first, second = said.err.splitlines()
-    assert first.startswith("error: --tensor 5,7: 5 ranks do not divide the 4 units of model.layers.*.self_attn.q_proj")
+    assert first.startswith(
+        "error: --tensor 5,7: 5 ranks do not divide the 4 units of model.layers.*.self_attn.q_proj"
+    )
     assert first.endswith("; legal sizes: 2, 4") and "7 ranks do not divide" in second
     assert said.out == ""
 
@@ -205,13 +233,22 @@ NOTHING = "found no folder, no preset and nothing in the hub cache; "
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["nowhere/model"], f"tune tp-plan: nowhere/model: {NOTHING}fetch it with `tune download nowhere/model`"),
+        (
+            ["nowhere/model"],
+            f"tune tp-plan: nowhere/model: {NOTHING}fetch it with `tune download nowhere/model`",
+        ),
         (
             ["/nope"],
-            "tune tp-plan: /nope: no such folder; expected a model folder, a preset, or a hub id such as OWNER/",
+            (
+                "tune tp-plan: /nope: no such folder; expected a model folder, a preset, or a hub"
+                " id such as OWNER/"
+            ),
         ),
         (["llama3/8b"], f"tune tp-plan: llama3/8b: {NOTHING}did you mean llama3/8B?"),
-        (["llama3/8B", "--tensor", "two"], "--tensor: found 'two', expected numbers above 1, commas between them"),
+        (
+            ["llama3/8B", "--tensor", "two"],
+            "--tensor: found 'two', expected numbers above 1, commas between them",
+        ),
         (["llama3/8B", "--tensor", "1"], "--tensor: found '1', expected numbers above 1"),
         (["llama3/8B", "--tokens", "0"], "--tokens: found 0, expected a number >= 1"),
         (["llama3/8B", "--json", "no/such/plan.json"], "--json: no/such: no such folder"),
@@ -229,7 +266,8 @@ def test_a_kind_of_model_that_transformers_does_not_have_is_told(tmp_path, capsy
     assert main(["tp-plan", folder]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
-        f"error: {show(folder)}: config.json: model_type 'mine' is not one of transformers'; install a"
+        f"error: {show(folder)}: config.json: model_type 'mine' is not one of transformers';"
+        " install a"
     )
 
 
@@ -242,6 +280,7 @@ def test_a_config_that_its_class_cannot_compute_with_is_told(tmp_path, capsys):
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["tp-plan", model(tmp_path, LLAMA)]) == 2
-    assert capsys.readouterr().err == (
-        "error: tune tp-plan: found no package transformers; pip install 'transformers<6,>=4.57'\n"
+    assert (
+        capsys.readouterr().err == "error: tune tp-plan: found no package transformers; pip install"
+        " 'transformers<6,>=4.57'\n"
     )

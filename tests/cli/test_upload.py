@@ -19,7 +19,9 @@ from tests.cli.commands import tune
 def adapted(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """output_dir of a run of adapters, with a state."""
     folder = tmp_path_factory.mktemp("adapted") / "mine"
-    adapter_run(realdata, folder, "checkpoint.save_every_n_steps=1", "validation.source=${data.source}")
+    adapter_run(
+        realdata, folder, "checkpoint.save_every_n_steps=1", "validation.source=${data.source}"
+    )
     return folder
 
 
@@ -43,7 +45,9 @@ class Recorder:
         from huggingface_hub.utils import filter_repo_objects
 
         folder = Path(more["folder_path"])
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        names = [
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        ]
         self.sent = sorted(filter_repo_objects(names, allow_patterns=more["allow_patterns"]))
         self.asked.append(("upload_folder", more["repo_id"], {"revision": more["revision"]}))
         return SimpleNamespace(commit_url="https://hub/o/n/commit/1")
@@ -68,7 +72,9 @@ ADAPTER = ["README.md", "adapter_config.json", "adapter_model.safetensors", "cha
            "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]  # fmt: skip
 
 
-def test_an_adapter_with_its_card_and_nothing_else(adapted: Path, hub: Recorder, capsys: pytest.CaptureFixture):
+def test_an_adapter_with_its_card_and_nothing_else(
+    adapted: Path, hub: Recorder, capsys: pytest.CaptureFixture
+):
     secret = adapted / "adapter" / "notes.txt"
     secret.write_text("mine")
     (adapted / "adapter" / "state").mkdir(exist_ok=True)
@@ -82,7 +88,8 @@ def test_an_adapter_with_its_card_and_nothing_else(adapted: Path, hub: Recorder,
     assert lines[len(ADAPTER)].startswith(f"8 files of {adapted / 'adapter'}, ")
     assert "note: stays here, being neither weights, tokenizer nor card: notes.txt, state/" in lines
     assert any(
-        line.startswith("note: adapter_config.json names the base by a folder of this machine") for line in lines
+        line.startswith("note: adapter_config.json names the base by a folder of this machine")
+        for line in lines
     )
     assert lines[-1] == "uploaded: https://hub/o/n/commit/1"
     assert [name for name, *_ in hub.asked] == ["create_repo", "create_branch", "upload_folder"]
@@ -106,15 +113,20 @@ def test_a_dry_run_asks_nobody(adapted: Path, hub: Recorder, capsys: pytest.Capt
 
 def test_private_means_private(adapted: Path, hub: Recorder, capsys: pytest.CaptureFixture):
     code, _, err = call(capsys, adapted, "owner/name", "--private")
-    assert code == 2 and err == (
-        "error: owner/name: is there already and is public; make it private on its page, or choose another\n"
+    assert (
+        code == 2
+        and err
+        == "error: owner/name: is there already and is public; make it private on its page, or"
+        " choose another\n"
     )
     assert [name for name, *_ in hub.asked] == ["create_repo"] and hub.asked[0][2]["private"]
     hub.private = True
     assert call(capsys, adapted, "owner/name", "--private")[0] == 0
 
 
-def test_a_secret_in_a_text_is_not_sent(adapted: Path, hub: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_secret_in_a_text_is_not_sent(
+    adapted: Path, hub: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     import shutil
 
     shutil.copytree(adapted / "adapter", tmp_path / "own")
@@ -122,17 +134,25 @@ def test_a_secret_in_a_text_is_not_sent(adapted: Path, hub: Recorder, tmp_path: 
     card.write_text(card.read_text() + "\nlogin with hf_" + "aBcDeFgHiJ" * 4)
     code, out, err = call(capsys, tmp_path / "own", "owner/name")
     assert (code, out) == (2, "")
-    assert err == f"error: {card}: holds what looks like a token or a password; take it out, nothing was sent\n"
+    assert (
+        err
+        == f"error: {card}: holds what looks like a token or a password; take it out, nothing was"
+        " sent\n"
+    )
     assert hub.asked == []
 
 
-def test_what_is_no_model(adapted: Path, tmp_path: Path, hub: Recorder, capsys: pytest.CaptureFixture):
+def test_what_is_no_model(
+    adapted: Path, tmp_path: Path, hub: Recorder, capsys: pytest.CaptureFixture
+):
     def refused(*words: object) -> str:
         code, out, err = call(capsys, *words)
         assert (code, out) == (2, "") and err.count("\n") == 1
         return err.removeprefix("error: ").removesuffix("\n")
 
-    assert refused(adapted, "name").startswith("name: is not a repository on the hub; expected OWNER/NAME")
+    assert refused(adapted, "name").startswith(
+        "name: is not a repository on the hub; expected OWNER/NAME"
+    )
     assert refused(tmp_path / "no", "o/n").endswith(
         "no such folder; expected a run's output_dir, a model or an adapter"
     )
@@ -140,9 +160,13 @@ def test_what_is_no_model(adapted: Path, tmp_path: Path, hub: Recorder, capsys: 
         f"{tmp_path}: is no model, adapter or run; expected config.json or adapter"
     )
     state = next((adapted / "state").glob("step_*"))
-    assert "is a state to resume from, no model; write one with `tune export`" in refused(state, "o/n")
+    assert "is a state to resume from, no model; write one with `tune export`" in refused(
+        state, "o/n"
+    )
     (tmp_path / "config.json").write_text("{}")
-    assert refused(tmp_path, "o/n").endswith("is a model without weights; expected .safetensors files")
+    assert refused(tmp_path, "o/n").endswith(
+        "is a model without weights; expected .safetensors files"
+    )
 
 
 class _Refusing(BaseHTTPRequestHandler):
@@ -178,21 +202,33 @@ def refusing() -> Iterator[Callable[[int], str]]:
 
 
 def test_what_the_hub_refuses_is_one_line(
-    adapted: Path, refusing: Callable[[int], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    adapted: Path,
+    refusing: Callable[[int], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert call(capsys, adapted, "owner/name")[2] == (
-        "error: owner/name: there is no token to write with; `hf auth login`, or set HF_TOKEN\n"
+    assert (
+        call(capsys, adapted, "owner/name")[2]
+        == "error: owner/name: there is no token to write with; `hf auth login`, or set HF_TOKEN\n"
     )
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "a token")
     made = huggingface_hub.HfApi
-    assert call(capsys, adapted, "owner/name")[2] == "error: owner/name: HF_HUB_OFFLINE is set; unset it to upload\n"
+    assert (
+        call(capsys, adapted, "owner/name")[2]
+        == "error: owner/name: HF_HUB_OFFLINE is set; unset it to upload\n"
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for status, line in ((401, "the hub refused the token (401)"), (403, "the token may not write to owner (403)")):
+    for status, line in (
+        (401, "the hub refused the token (401)"),
+        (403, "the token may not write to owner (403)"),
+    ):
         api = made(endpoint=refusing(status), token="a token")
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda api=api: api)
         code, _, err = call(capsys, adapted, "owner/name")
-        assert code == 2 and err.startswith(f"error: owner/name: {line}; ") and err.count("\n") == 1, err
+        assert (
+            code == 2 and err.startswith(f"error: owner/name: {line}; ") and err.count("\n") == 1
+        ), err
 
 
 def test_without_a_network(adapted: Path, tmp_path: Path):
@@ -201,6 +237,9 @@ def test_without_a_network(adapted: Path, tmp_path: Path):
         "no_proxy": "127.0.0.1", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": None,
     }  # fmt: skip
     done = tune("upload", adapted, "owner/name", timeout=90, **settings)
-    assert done.returncode == 2 and done.stderr == (
-        "error: owner/name: cannot reach http://127.0.0.1:9; check the network, a proxy, and HF_ENDPOINT\n"
+    assert (
+        done.returncode == 2
+        and done.stderr
+        == "error: owner/name: cannot reach http://127.0.0.1:9; check the network, a proxy, and"
+        " HF_ENDPOINT\n"
     )

@@ -1,4 +1,6 @@
-"""Every writer against every trouble: one line, exit code 2 or 6, nothing of the user's changed, nothing left."""
+"""Every writer against every trouble: one line, exit code 2 or 6, nothing of the user's changed,
+nothing left.
+"""
 
 import contextlib
 import io
@@ -54,9 +56,14 @@ def out_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def parameters(writers: list[Writer] | tuple[Writer, ...] = WRITERS, *, slow: bool = True) -> list:
-    """Return the rows; those that take seconds are marked, unless the trouble is seen before the work."""
+    """Return the rows; those that take seconds are marked, unless the trouble is seen before the
+    work.
+    """
     marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(writer, id=str(writer), marks=marks[slow and writer.slow]) for writer in writers]
+    return [
+        pytest.param(writer, id=str(writer), marks=marks[slow and writer.slow])
+        for writer in writers
+    ]
 
 
 def look(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -65,7 +72,10 @@ def look(folder: Path) -> dict[str, tuple[int, bytes]]:
     for path in sorted(folder.rglob("*")):
         kind = stat.S_IFMT(path.lstat().st_mode)
         content = path.read_bytes() if kind == stat.S_IFREG else b""
-        seen[str(path.relative_to(folder))] = kind, os.readlink(path).encode() if path.is_symlink() else content
+        seen[str(path.relative_to(folder))] = (
+            kind,
+            os.readlink(path).encode() if path.is_symlink() else content,
+        )
     return seen
 
 
@@ -108,7 +118,9 @@ PLACES += [
 
 
 @pytest.mark.parametrize(("writer", "trouble"), PLACES)
-def test_what_is_no_file_stays_in_its_place(writer: Writer, trouble: str, material: Material, out_folder: Path) -> None:
+def test_what_is_no_file_stays_in_its_place(
+    writer: Writer, trouble: str, material: Material, out_folder: Path
+) -> None:
     out = out_folder / f"out{writer.ending}"
     if trouble == "folder" and writer.kind == FILE:
         out.mkdir()
@@ -128,7 +140,9 @@ def test_what_is_no_file_stays_in_its_place(writer: Writer, trouble: str, materi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", parameters(WRITERS[::2], slow=False))
-def test_a_place_under_a_file_or_without_permission(writer: Writer, material: Material, out_folder: Path) -> None:
+def test_a_place_under_a_file_or_without_permission(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
     (out_folder / "file").write_bytes(b"mine")
     assert refused(writer, material, out_folder, out_folder / "file" / f"out{writer.ending}")
     closed = out_folder / "closed"
@@ -139,8 +153,12 @@ def test_a_place_under_a_file_or_without_permission(writer: Writer, material: Ma
 
 # With --force `cp` replaces what is there, as it is told.
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.note != "--force"][::2], slow=False))
-def test_a_file_of_the_users_stays_as_it_is(writer: Writer, material: Material, out_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "writer", parameters([row for row in FILES if row.note != "--force"][::2], slow=False)
+)
+def test_a_file_of_the_users_stays_as_it_is(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
     out = out_folder / f"out{writer.ending}"
     for name, content in FOREIGN.items():
         if writer.verb == "generate" and not content:
@@ -149,8 +167,12 @@ def test_a_file_of_the_users_stays_as_it_is(writer: Writer, material: Material, 
         assert "out" in refused(writer, material, out_folder, out), name
 
 
-@pytest.mark.parametrize("writer", parameters([row for row in WRITERS if row.kind == FOLDER], slow=False))
-def test_files_of_the_users_in_a_folder_stay(writer: Writer, material: Material, out_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "writer", parameters([row for row in WRITERS if row.kind == FOLDER], slow=False)
+)
+def test_files_of_the_users_in_a_folder_stay(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
     for name in writer.names:
         out = out_folder / f"holds {name}"
         out.mkdir()
@@ -158,9 +180,13 @@ def test_files_of_the_users_in_a_folder_stay(writer: Writer, material: Material,
         assert refused(writer, material, out_folder, out), name
 
 
-@pytest.mark.parametrize("way", slow_except(["the same", "relative", "link", "hard link"], ["link"]))
+@pytest.mark.parametrize(
+    "way", slow_except(["the same", "relative", "link", "hard link"], ["link"])
+)
 @pytest.mark.parametrize("writer", parameters([row for row in WRITERS if row.reads], slow=False))
-def test_no_output_is_an_input(writer: Writer, way: str, material: Material, out_folder: Path) -> None:
+def test_no_output_is_an_input(
+    writer: Writer, way: str, material: Material, out_folder: Path
+) -> None:
     for name in writer.reads:
         read = getattr(material, name)
         out = out_folder / f"out{writer.ending}"
@@ -178,8 +204,13 @@ def test_no_output_is_an_input(writer: Writer, way: str, material: Material, out
 
 
 @pytest.mark.parametrize("writer", parameters())
-def test_a_full_disk_leaves_all_or_nothing(writer: Writer, material: Material, out_folder: Path) -> None:
-    takes_links = writer.kind == FILE and writer.verb not in ("import", "export")  # the others refuse what is there
+def test_a_full_disk_leaves_all_or_nothing(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
+    takes_links = writer.kind == FILE and writer.verb not in (
+        "import",
+        "export",
+    )  # the others refuse what is there
     for full, is_link in itertools.product(writer.full, (False, True) if takes_links else (False,)):
         out = out_folder / f"out{full}{writer.ending}"
         if is_link:
@@ -193,23 +224,38 @@ def test_a_full_disk_leaves_all_or_nothing(writer: Writer, material: Material, o
         left = list(out_folder.rglob("*"))
         assert not [path for path in left if files.is_temporary(path, "*")]
         if writer.kind == FOLDER:
-            assert all(path.stat().st_size < full for path in left if path.is_file() and out in path.parents)
+            assert all(
+                path.stat().st_size < full
+                for path in left
+                if path.is_file() and out in path.parents
+            )
         else:
             assert left == []
 
 
 @pytest.mark.parametrize("writer", parameters())
-def test_a_name_that_the_system_refuses_is_one_line(writer: Writer, material: Material, out_folder: Path) -> None:
+def test_a_name_that_the_system_refuses_is_one_line(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
     code, said = attempt(writer, material, Path("/proc") / f"out{writer.ending}")
-    assert code in (MISTAKE, STORAGE) and said.count("\nerror: ") == 1 and "0 B are free" not in said, (code, said)
+    assert (
+        code in (MISTAKE, STORAGE) and said.count("\nerror: ") == 1 and "0 B are free" not in said
+    ), (code, said)
     check_remedy(writer, said)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "writer", parameters([row for row in FILES if row.verb not in ("import", "export") and row.note != "--force"][::2])
+    "writer",
+    parameters(
+        [row for row in FILES if row.verb not in ("import", "export") and row.note != "--force"][
+            ::2
+        ]
+    ),
 )
-def test_a_link_stays_and_is_written_through(writer: Writer, material: Material, out_folder: Path) -> None:
+def test_a_link_stays_and_is_written_through(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
     """To a file that is not there yet, and to one that an earlier start wrote."""
     out = out_folder / f"out{writer.ending}"
     (out_folder / "elsewhere").mkdir()
@@ -223,8 +269,12 @@ def test_a_link_stays_and_is_written_through(writer: Writer, material: Material,
 
 # The answers of `generate` are added to their file, a batch at a time.
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.verb != "generate"][::2]))
-def test_what_a_killed_start_left_goes(writer: Writer, material: Material, out_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "writer", parameters([row for row in FILES if row.verb != "generate"][::2])
+)
+def test_what_a_killed_start_left_goes(
+    writer: Writer, material: Material, out_folder: Path
+) -> None:
     """Unless somebody may still be writing it."""
     out = out_folder / f"out{writer.ending}"
     left = [files.temporary_path(out) for _ in range(2)]
@@ -236,7 +286,9 @@ def test_what_a_killed_start_left_goes(writer: Writer, material: Material, out_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.verb not in ("cp", "import", "export")]))
+@pytest.mark.parametrize(
+    "writer", parameters([row for row in FILES if row.verb not in ("cp", "import", "export")])
+)
 def test_what_an_earlier_start_wrote_is_whole_when_the_disk_is_full(
     writer: Writer, material: Material, out_folder: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""All that `tune` writes where its user says: one row a writer, for the table in test_writers.py."""
+"""All that `tune` writes where its user says: one row a writer, for the table in
+test_writers.py.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,14 +35,29 @@ class Material:
     @property
     def of_model(self) -> list[str]:
         """Words of a run that begins from the model, in place of the preset."""
-        begin = [word for word in arguments(self.folder / "unused") if not word.startswith(("model.", "output_dir="))]
+        begin = [
+            word
+            for word in arguments(self.folder / "unused")
+            if not word.startswith(("model.", "output_dir="))
+        ]
         return [*begin, "~model.preset", f"model.path={self.model}", "device=cpu", "max_steps=1"]
 
     @cached_property
     def trained(self) -> Path:
         """Of all weights, with a state."""
         out = self.folder / "trained"
-        assert main(["run", *arguments(out), "max_steps=1", "checkpoint.save_every_n_steps=1", "device=cpu"]) == 0
+        assert (
+            main(
+                [
+                    "run",
+                    *arguments(out),
+                    "max_steps=1",
+                    "checkpoint.save_every_n_steps=1",
+                    "device=cpu",
+                ]
+            )
+            == 0
+        )
         return out
 
     @cached_property
@@ -71,12 +88,13 @@ Words = Callable[[Material, Path], Sequence[object]]
 
 @dataclass(frozen=True)
 class Writer:
-    """verb, option: as they are typed; a key of the config where the option is none. words: of the command that writes
-    a path. kind: a file, a folder that must not be there, or one that is gone on with. ending: of the path's name.
-    reads: attributes of `Material` that are read, which the path may not be. full: bytes that a file may have on
-    a full disk, to be tried one by one.
-    names: of a folder's files that are written over. source: of `Material`, what is written. slow: takes seconds to get
-    to the writing."""
+    """verb, option: as they are typed; a key of the config where the option is none. words: of the
+    command that writes a path. kind: a file, a folder that must not be there, or one that is gone
+    on with. ending: of the path's name. reads: attributes of `Material` that are read, which the
+    path may not be. full: bytes that a file may have on a full disk, to be tried one by one. names:
+    of a folder's files that are written over. source: of `Material`, what is written. slow: takes
+    seconds to get to the writing.
+    """
 
     verb: str
     option: str
@@ -141,12 +159,17 @@ WRITERS = (
 NOT_IN_THE_TABLE = {
     ("download", "--output-dir"): "the hub's own client writes aside; tests/cli/test_download.py",
     ("run", "--log-dir"): "torchrun's own",
-    ("run", "data.cache_dir"): "what cannot be kept there stays in memory; tests/data/test_cache.py",
+    (
+        "run",
+        "data.cache_dir",
+    ): "what cannot be kept there stays in memory; tests/data/test_cache.py",
 }
 
 
 def write(writer: Writer, material: Material, out: Path) -> int:
-    """Run the command in this process; what it measures or plans first is known already. Returns its exit code."""
+    """Run the command in this process; what it measures or plans first is known already. Returns
+    its exit code.
+    """
     from recipe_lib.cli import doctor, plan
     from recipe_lib.plan.timing import calibrate
 

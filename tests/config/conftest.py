@@ -15,7 +15,9 @@ NEEDED = {"model": "  path: checkpoint\n", "data": "  source: rows.jsonl\n"}
 
 def complete(text: str) -> str:
     """The text with the sections that every config needs, unless it has them."""
-    missing = [f"{section}:\n{keys}" for section, keys in NEEDED.items() if f"{section}:" not in text]
+    missing = [
+        f"{section}:\n{keys}" for section, keys in NEEDED.items() if f"{section}:" not in text
+    ]
     return text + "".join(missing)
 
 
@@ -45,7 +47,9 @@ def load(write) -> Callable[..., FullFinetuneConfig]:
 def faults(write) -> Callable[..., list[str]]:
     """The fault lines of a text, the file called `c.yaml`; fails if the text loads."""
 
-    def faults(text: str | bytes, *overrides: str, schema: type = FullFinetuneConfig, whole: bool = False) -> list[str]:
+    def faults(
+        text: str | bytes, *overrides: str, schema: type = FullFinetuneConfig, whole: bool = False
+    ) -> list[str]:
         path = write(text if whole or isinstance(text, bytes) else complete(text))
         with pytest.raises(ConfigError) as caught:
             load_config(path, overrides, schema)
@@ -53,6 +57,9 @@ def faults(write) -> Callable[..., list[str]]:
         for fault in caught.value.faults:
             assert "\n" not in fault
             assert fault.isprintable()
-        return [fault.replace(str(path), "c.yaml").replace(show(str(path)), "c.yaml") for fault in caught.value.faults]
+        return [
+            fault.replace(str(path), "c.yaml").replace(show(str(path)), "c.yaml")
+            for fault in caught.value.faults
+        ]
 
     return faults

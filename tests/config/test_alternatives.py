@@ -1,4 +1,6 @@
-"""Of two keys for the same thing the one that is set later counts, and the other one is said to have no effect."""
+"""Of two keys for the same thing the one that is set later counts, and the other one is said to
+have no effect.
+"""
 
 from pathlib import Path
 
@@ -24,13 +26,25 @@ def write(tmp_path: Path):
 @pytest.mark.parametrize(
     ("first", "override", "taken", "kept"),
     [
-        (ONE + RATIO, "lr_scheduler.warmup_steps=30", "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps"),
-        (ONE + STEPS, "lr_scheduler.warmup_ratio=0.2", "lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"),
+        (
+            ONE + RATIO,
+            "lr_scheduler.warmup_steps=30",
+            "lr_scheduler.warmup_ratio",
+            "lr_scheduler.warmup_steps",
+        ),
+        (
+            ONE + STEPS,
+            "lr_scheduler.warmup_ratio=0.2",
+            "lr_scheduler.warmup_steps",
+            "lr_scheduler.warmup_ratio",
+        ),
         (ONE, "data.sources=[{source: b.jsonl}]", "data.source", "data.sources"),
         (SEVERAL, "data.source=c.jsonl", "data.sources", "data.source"),
     ],
 )
-def test_the_command_line_takes_the_place_of_the_file(first: str, override: str, taken: str, kept: str, write):
+def test_the_command_line_takes_the_place_of_the_file(
+    first: str, override: str, taken: str, kept: str, write
+):
     loaded = load(write("c.yaml", BASE + first), [override])
     assert loaded.idle == [f"{taken} has no effect: {kept} takes its place (command line)"]
     rows = {name: (value, where) for name, value, where in loaded.rows}
@@ -56,4 +70,6 @@ def test_both_in_one_place_are_refused(write):
     with pytest.raises(ConfigError, match="both are set"):
         load(path)
     with pytest.raises(ConfigError, match="both are set"):
-        load(write("d.yaml", BASE + ONE), ["data.source=x.jsonl", "data.sources=[{source: y.jsonl}]"])
+        load(
+            write("d.yaml", BASE + ONE), ["data.source=x.jsonl", "data.sources=[{source: y.jsonl}]"]
+        )

@@ -1,4 +1,6 @@
-"""Reading a config imports no torch, and little else; `python -m benchmarks.footprint` has the seconds."""
+"""Reading a config imports no torch, and little else; `python -m benchmarks.footprint` has the
+seconds.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""What is generated from the schema: the reference page, the terminal text, and a config as YAML."""
+"""What is generated from the schema: the reference page, the terminal text, and a config as
+YAML.
+"""
 
 import dataclasses
 import os
@@ -35,15 +37,30 @@ def test_every_key_and_combination_is_described():
 
 
 def test_every_key_has_its_name_elsewhere():
-    """Of torch, HF, PEFT, TRL, torchtitan, Megatron, torchtune or another tool, or the reason why none has one."""
+    """Of torch, HF, PEFT, TRL, torchtitan, Megatron, torchtune or another tool, or the reason why
+    none has one.
+    """
     page, tools = (
         markdown(),
-        ("torch", "HF", "PEFT", "TRL", "Megatron", "DeepSpeed", "Axolotl", "LLaMA-Factory", "vLLM", "Soup"),
+        (
+            "torch",
+            "HF",
+            "PEFT",
+            "TRL",
+            "Megatron",
+            "DeepSpeed",
+            "Axolotl",
+            "LLaMA-Factory",
+            "vLLM",
+            "Soup",
+        ),
     )
     inner = item_schema(read_schema(DpoFinetuneConfig).keys["data.sources"], 0).keys
     for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():
         known = described.limits.get("known_as", "")
-        assert known.startswith(("none has it: ", "as data.")) or known.startswith(tools), f"{name}: {known!r}"
+        assert known.startswith(("none has it: ", "as data.")) or known.startswith(tools), (
+            f"{name}: {known!r}"
+        )
         assert f" | {known} |" in page
 
 
@@ -59,7 +76,10 @@ def test_own_keys_are_described():
         noise: float = key(0.5, "Share of tokens | replaced.", minimum=0, below=1)
         bare: int = 3
 
-    assert "| `noise` | `0.5` | a number >= 0 and < 1 | Share of tokens \\| replaced. |" in markdown(Mine)
+    assert (
+        "| `noise` | `0.5` | a number >= 0 and < 1 | Share of tokens \\| replaced. |"
+        in markdown(Mine)
+    )
     assert "  bare = 3   (an integer)\n" in describe_text(Mine)
 
 
@@ -88,7 +108,8 @@ def test_resolved_names_both_places_of_a_mapping(write):
     assert told["data.columns"] == ({"a": "b", "c": "d"}, f"{path}:4, command line")
 
 
-# Enough of them to have every recipe and family; all are loaded by the tests of the configs themselves.
+# Enough of them to have every recipe and family; all are loaded by the tests of the configs
+# themselves.
 SHIPPED = [(recipe, name) for recipe, names in list_configs().items() for name in names[::7]]
 
 
@@ -102,10 +123,14 @@ def test_yaml_of_a_shipped_config_reads_back(write, recipe, name):
 def test_yaml_of_sources_reads_back(write):
     cfg = FullFinetuneConfig()
     cfg.model.path = "x"
-    cfg.data.sources = [SourceConfig("a: b", 0.5), SourceConfig("hub:a/b", columns={"x": "true"}, format="text")]
+    cfg.data.sources = [
+        SourceConfig("a: b", 0.5),
+        SourceConfig("hub:a/b", columns={"x": "true"}, format="text"),
+    ]
     written = to_yaml(cfg)
     assert (
-        '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_samples: null}\n' in written
+        '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_samples:'
+        " null}\n" in written
     )
     assert load_config(write(written)) == cfg
 
@@ -122,14 +147,18 @@ def test_yaml_of_any_text_reads_back(write, text):
 
     cfg = FullFinetuneConfig()
     cfg.log.run_name = text
-    cfg.model.path = cfg.data.source = cfg.output_dir = os.path.expanduser(text)  # as a path is read
+    cfg.model.path = cfg.data.source = cfg.output_dir = os.path.expanduser(
+        text
+    )  # as a path is read
     cfg.parallel.fsdp_wrap_policy = [text, text]
     cfg.data.columns = {text: text}
     cfg.optimizer.lr, cfg.optimizer.eps = 1e-300, 123456789.123456789
     written = to_yaml(cfg)
     assert load_config(write(written)) == cfg
     if not set(text) & {"\\"}:
-        assert yaml.safe_load(written)["data"]["columns"] == {text: text}  # other readers see the same text
+        assert yaml.safe_load(written)["data"]["columns"] == {
+            text: text
+        }  # other readers see the same text
 
 
 @pytest.mark.parametrize(

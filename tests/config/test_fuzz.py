@@ -1,4 +1,6 @@
-"""Whatever a file or a command line holds: a config object or ConfigError, in printable lines, and nothing else."""
+"""Whatever a file or a command line holds: a config object or ConfigError, in printable lines, and
+nothing else.
+"""
 
 from pathlib import Path
 

@@ -19,7 +19,9 @@ def imported(path: Path) -> str:
     try:
         import_file(str(path)).yaml("ours.yaml")
     except UserError as error:
-        assert error.faults and all("\n" not in fault and len(fault) < 6000 for fault in error.faults)
+        assert error.faults and all(
+            "\n" not in fault and len(fault) < 6000 for fault in error.faults
+        )
         return str(error)
     return ""
 
@@ -52,6 +54,9 @@ def test_changed_configs_of_the_wheel(kind: str, tmp_path: Path):
 def test_names_that_grow_end_in_a_line(text: str, tmp_path: Path):
     """Ten names of ten names: filled in anew each time they would be a million texts."""
     path = tmp_path / "theirs.yaml"
-    lines = [f"a0: {text}", *(f"a{number}: {f'${{a{number - 1}}}' * 10}" for number in range(1, 12))]
+    lines = [
+        f"a0: {text}",
+        *(f"a{number}: {f'${{a{number - 1}}}' * 10}" for number in range(1, 12)),
+    ]
     path.write_text("\n".join(reversed(lines)) + "\n")
     assert "grow beyond" in imported(path)

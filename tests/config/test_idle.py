@@ -1,4 +1,6 @@
-"""A key that another one makes idle is a line, not a fault, and has its default in the config that is used."""
+"""A key that another one makes idle is a line, not a fault, and has its default in the config that
+is used.
+"""
 
 import dataclasses
 
@@ -156,18 +158,37 @@ def test_conditions_name_keys_that_stand_before(write):
             if needs := key.limits.get("needs"):
                 assert needs_text(needs)
                 conditions = needs if isinstance(needs, tuple) else (needs,)
-                for one in (part for each in conditions if isinstance(each, str) for part in each.split(" or ")):
+                for one in (
+                    part
+                    for each in conditions
+                    if isinstance(each, str)
+                    for part in each.split(" or ")
+                ):
                     named = one.partition(" ")[0]
-                    assert any(named in read_schema(each).keys for each in RECIPE_CONFIGS.values()), name
+                    assert any(
+                        named in read_schema(each).keys for each in RECIPE_CONFIGS.values()
+                    ), name
                     if "needs" in getattr(keys.get(named), "limits", {}):
-                        assert order.index(named) < order.index(name), f"{name} is judged before {named}"
+                        assert order.index(named) < order.index(name), (
+                            f"{name} is judged before {named}"
+                        )
 
 
 @pytest.mark.parametrize(
     ("overrides", "kept", "idle", "schema"),
     [
-        (["dtype=fp32", "optimizer.master_weights=true"], "fused", "optimizer.master_weights", FullFinetuneConfig),
-        (["dtype=fp32", "optimizer.stochastic_rounding=true"], "fused", "optimizer.stochastic_rounding", LORA),
+        (
+            ["dtype=fp32", "optimizer.master_weights=true"],
+            "fused",
+            "optimizer.master_weights",
+            FullFinetuneConfig,
+        ),
+        (
+            ["dtype=fp32", "optimizer.stochastic_rounding=true"],
+            "fused",
+            "optimizer.stochastic_rounding",
+            LORA,
+        ),
     ],
 )
 def test_an_idle_key_makes_no_other_idle(write, overrides, kept, idle, schema):
@@ -177,7 +198,10 @@ def test_an_idle_key_makes_no_other_idle(write, overrides, kept, idle, schema):
 
 
 def test_a_pipeline_config_without_its_pipeline(write, capsys, monkeypatch):
-    text = GOOD + "parallel:\n  pipeline: 2\n  pipeline_schedule: zbv\n  pipeline_microbatches: 4\nbatch_size: 4\n"
+    text = (
+        GOOD + "parallel:\n  pipeline: 2\n  pipeline_schedule: zbv\n  pipeline_microbatches:"
+        " 4\nbatch_size: 4\n"
+    )
     loaded = load_all(write(text), ["parallel.pipeline=1"])
     assert loaded.idle == [
         "parallel.pipeline_schedule has no effect: parallel.pipeline is 1",
@@ -189,7 +213,12 @@ def test_at_its_default_nothing_is_said(write):
     for text in ("optimizer: {name: sgd, betas: [0.9, 0.95], eps: 1e-8}\n", "data: {source: a, split: train}\n",
                  "lr_scheduler: {type: constant, min_lr_ratio: 0}\n"):  # fmt: skip
         assert (
-            load_all(write("model: {path: x}\n" + ("" if "data" in text else "data: {source: a}\n") + text)).idle == []
+            load_all(
+                write(
+                    "model: {path: x}\n" + ("" if "data" in text else "data: {source: a}\n") + text
+                )
+            ).idle
+            == []
         )
 
 
@@ -230,5 +259,8 @@ def test_schedules_are_those_of_the_table():
              if name.endswith(("deferred_weight_grads", "stages_per_rank"))}  # fmt: skip
     splitting = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
     free = ", ".join(name for name, facts in SCHEDULES.items() if facts.stages is None)
-    assert needs["parallel.pipeline_max_deferred_weight_grads"] == f"parallel.pipeline_schedule in {splitting}"
+    assert (
+        needs["parallel.pipeline_max_deferred_weight_grads"]
+        == f"parallel.pipeline_schedule in {splitting}"
+    )
     assert needs["parallel.pipeline_stages_per_rank"] == f"parallel.pipeline_schedule in {free}"

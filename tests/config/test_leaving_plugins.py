@@ -1,4 +1,6 @@
-"""A file of the user that leaves Python, or that Python cannot read, ends in one line and the code of a mistake."""
+"""A file of the user that leaves Python, or that Python cannot read, ends in one line and the code
+of a mistake.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,9 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD, ids=BAD.values())
 @pytest.mark.parametrize("option", ["--plugin", "--recipe"])
-def test_one_line_and_exit_code_2(option: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_one_line_and_exit_code_2(
+    option: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     file = tmp_path / "mine.py"
     file.write_text(text)
     assert main(["validate", "demo/full", option, str(file)]) == USER_ERROR
@@ -32,6 +36,8 @@ def test_the_code_of_a_saved_run_is_of_a_saved_run(capsys: pytest.CaptureFixture
         raise SystemExit(STOPPED_AND_SAVED)
 
     assert exit_code_of(leave) == USER_ERROR
-    assert capsys.readouterr().err == (
-        "error: a part of the run called SystemExit(3), the code of a run that has stopped and saved\n"
+    assert (
+        capsys.readouterr().err
+        == "error: a part of the run called SystemExit(3), the code of a run that has stopped and"
+        " saved\n"
     )

@@ -13,12 +13,21 @@ def test_every_lever_is_a_key_of_the_schema():
     assert {*LEVERS, *NO_LEVERS} <= set(keys)
     assert {name.partition(".")[0] for name in NO_LEVERS} <= set(LEVER_SECTIONS)
     paths = {name for name, key in keys.items() if key.limits.get("path")}
-    levers = {name for name in keys if name in LEVERS or name.partition(".")[0] in LEVER_SECTIONS} - set(NO_LEVERS)
+    levers = {
+        name for name in keys if name in LEVERS or name.partition(".")[0] in LEVER_SECTIONS
+    } - set(NO_LEVERS)
     assert not levers & paths
 
 
 def test_what_is_not_at_its_default():
-    words = ["lora.rank=8", "lora.alpha=5", "compile=true", "dtype=fp32", "data.packing=false", "optimizer.lr=1"]
+    words = [
+        "lora.rank=8",
+        "lora.alpha=5",
+        "compile=true",
+        "dtype=fp32",
+        "data.packing=false",
+        "optimizer.lr=1",
+    ]
     before = levers_of(load_config("llama3/8B_lora", ["data.packing=false"], LoraFinetuneConfig))
     found = levers_of(load_config("llama3/8B_lora", words, LoraFinetuneConfig))
     assert found == before | {"lora.rank": "8", "compile": "true"}

@@ -1,4 +1,6 @@
-"""A list of sections: `data.sources` in a file and on the command line, all faults in one go, each in its place."""
+"""A list of sections: `data.sources` in a file and on the command line, all faults in one go, each
+in its place.
+"""
 
 import dataclasses
 
@@ -29,13 +31,19 @@ def test_in_a_file(write):
 def test_on_the_command_line(load):
     text = "[{source: a.jsonl, weight: 2}, {source: b, columns: {instruction: question}}]"
     cfg = load("", "~data.source", f"data.sources={text}")
-    assert cfg.data.sources == [SourceConfig("a.jsonl", 2.0), SourceConfig("b", columns={"instruction": "question"})]
+    assert cfg.data.sources == [
+        SourceConfig("a.jsonl", 2.0),
+        SourceConfig("b", columns={"instruction": "question"}),
+    ]
     assert load("", "~data.source", f"data={{sources: {text}}}").data.sources == cfg.data.sources
 
 
 def test_one_key_of_one_section(write):
     path = write(TWO)
-    cfg = load_config(path, ["data.sources[1].weight=0.5", "data.sources[0].format=text", "data.sources[1].split=null"])
+    cfg = load_config(
+        path,
+        ["data.sources[1].weight=0.5", "data.sources[0].format=text", "data.sources[1].split=null"],
+    )
     assert cfg.data.sources == [SourceConfig("a.jsonl", 2.0, "text"), SourceConfig("hub:a/b", 0.5)]
     told = {name: where for name, _, where in load(path, ["data.sources[1].weight=0.5"]).rows}
     assert told["data.sources"] == f"{path}:3, command line"
@@ -43,12 +51,16 @@ def test_one_key_of_one_section(write):
         load_config(path, ["data.sources[2].weight=1", "data.sources[0].wieght=1", "data.sources[0].weight=x",
                            "data.format[0].weight=1"])  # fmt: skip
     assert caught.value.faults[:3] == [
-        "command line: data.sources[2].weight=1: data.sources[2] is not there, the last one is data.sources[1]; "
-        "write data.sources=[...] for another list",
+        (
+            "command line: data.sources[2].weight=1: data.sources[2] is not there, the last one is"
+            " data.sources[1]; write data.sources=[...] for another list"
+        ),
         "command line: data.sources[0].wieght=1: unknown key; did you mean data.sources[0].weight?",
         "command line: data.sources[0].weight=x: found 'x', expected a number > 0",
     ]
-    assert caught.value.faults[3].startswith("command line: data.format[0].weight=1: unknown key; the keys of data are")
+    assert caught.value.faults[3].startswith(
+        "command line: data.format[0].weight=1: unknown key; the keys of data are"
+    )
 
 
 def test_a_key_of_a_section_that_no_list_has(faults):
@@ -60,14 +72,19 @@ def test_a_key_of_a_section_that_no_list_has(faults):
 
 def test_all_faults_of_a_file_in_its_order(faults):
     text = (
-        "model: {path: x}\ndata:\n  sources:\n    - source: a.jsonl\n      wieght: 2\n      format: alpacca\n"
-        "    - 3\n    - path: b\n    - {source: c, weight: 0, max_samples: 1.5, columns: x}\n    - weight: 1\n"
-        "    - {source: a, source: b}\n    - [a]\nseed: x\n"
+        "model: {path: x}\ndata:\n  sources:\n    - source: a.jsonl\n      wieght: 2\n      format:"
+        " alpacca\n    - 3\n    - path: b\n    - {source: c, weight: 0, max_samples: 1.5, columns:"
+        " x}\n    - weight: 1\n    - {source: a, source: b}\n    - [a]\nseed: x\n"
     )
-    formats = "auto, alpaca, sharegpt, messages, prompt_completion, text, preference, kto, classification"
+    formats = (
+        "auto, alpaca, sharegpt, messages, prompt_completion, text, preference, kto, classification"
+    )
     assert faults(text, whole=True) == [
         "c.yaml:5: data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
-        f"c.yaml:6: data.sources[0].format: found 'alpacca', expected one of {formats}, or null; did you mean alpaca?",
+        (
+            f"c.yaml:6: data.sources[0].format: found 'alpacca', expected one of {formats}, or"
+            " null; did you mean alpaca?"
+        ),
         f"c.yaml:7: data.sources[1]: found 3, expected a section of keys ({KEYS})",
         "c.yaml:8: data.sources[2].path: unknown key; did you mean data.sources[2].source?",
         "c.yaml:9: data.sources[3].weight: found 0, expected a number > 0",
@@ -83,7 +100,10 @@ def test_all_faults_of_a_file_in_its_order(faults):
 def test_all_faults_of_an_override(faults):
     word = "data.sources=[{source: a, wieght: 2}, x, {weight: 1}]"
     assert faults("", "~data.source", word) == [
-        f"command line: {word}: data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
+        (
+            f"command line: {word}: data.sources[0].wieght: unknown key; did you mean"
+            " data.sources[0].weight?"
+        ),
         f"command line: {word}: data.sources[1]: found 'x', expected a section of keys ({KEYS})",
         f"command line: {word}: data.sources[2].source: is not set, expected text",
     ]
@@ -109,7 +129,9 @@ def test_what_is_no_list(faults, value, what):
 def test_a_faulty_list_is_not_judged(faults):
     """Neither as missing data nor as sources without splits."""
     text = "model: {path: x}\ndata:\n  split: test\n  sources: [{source: 'hub:a/b', weight: -1}]\n"
-    assert faults(text, whole=True) == ["c.yaml:4: data.sources[0].weight: found -1, expected a number > 0"]
+    assert faults(text, whole=True) == [
+        "c.yaml:4: data.sources[0].weight: found -1, expected a number > 0"
+    ]
 
 
 def test_fifty_faults_are_enough(faults):
@@ -154,7 +176,10 @@ def test_resolved_sources():
     one = DataConfig(source="a", format="text", split="x", columns={"text": "t"}, max_samples=3)
     assert resolved_sources(one) == [SourceConfig("a", 1.0, "text", "x", {"text": "t"}, 3)]
     several = DataConfig(
-        sources=[SourceConfig("a", 2.0, "messages"), SourceConfig("b", columns={}, max_samples=7, split="y")],
+        sources=[
+            SourceConfig("a", 2.0, "messages"),
+            SourceConfig("b", columns={}, max_samples=7, split="y"),
+        ],
         columns={"output": "answer"},
         max_samples=5,
     )

@@ -1,4 +1,6 @@
-"""What a config, a plan and the stages of a pipeline know of an optimizer, read from its file without torch."""
+"""What a config, a plan and the stages of a pipeline know of an optimizer, read from its file
+without torch.
+"""
 
 import pytest
 
@@ -48,6 +50,10 @@ def test_a_plugin_gives_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_follow_the_keys() -> None:
     momentum = built_in_optimizers()["sgd"]
     assert momentum.states_of(OptimizerConfig(), layer_matrix=True) == ()
-    assert momentum.states_of(OptimizerConfig(momentum=0.9), layer_matrix=True) == ("momentum_buffer",)
+    assert momentum.states_of(OptimizerConfig(momentum=0.9), layer_matrix=True) == (
+        "momentum_buffer",
+    )
     assert momentum.state_bits(OptimizerConfig(state_bits=8)) is None
-    assert built_in_optimizers()["muon"].states_of(OptimizerConfig(), layer_matrix=True) == ("momentum_buffer",)
+    assert built_in_optimizers()["muon"].states_of(OptimizerConfig(), layer_matrix=True) == (
+        "momentum_buffer",
+    )

@@ -1,4 +1,6 @@
-"""Keys as other tools call them: each leads to ours, or to nothing, and never to a key that means something else."""
+"""Keys as other tools call them: each leads to ours, or to nothing, and never to a key that means
+something else.
+"""
 
 import re
 
@@ -115,7 +117,9 @@ MORE = {
     "parallel.pipeline_max_deferred_weight_grads", "distributed_type": "parallel.strategy", "gamma_beta_ratio": None,
 }  # fmt: skip
 KEYS = [
-    (name, ours) for table in (TITAN, MEGATRON, HUGGING_FACE, AXOLOTL_AND_OTHERS, MORE) for name, ours in table.items()
+    (name, ours)
+    for table in (TITAN, MEGATRON, HUGGING_FACE, AXOLOTL_AND_OTHERS, MORE)
+    for name, ours in table.items()
 ]
 
 
@@ -131,7 +135,8 @@ def test_there_are_many() -> None:
 def test_an_unknown_section_says_what_is_there(faults) -> None:
     found = faults("", "parallelism.disable_loss_parallel=true")
     assert found[0].startswith(
-        "command line: parallelism.disable_loss_parallel=true: unknown key; the keys of parallel are "
+        "command line: parallelism.disable_loss_parallel=true: unknown key; the keys of parallel"
+        " are "
     )
     assert faults("", "profiling.freq=3") == [
         "command line: profiling.freq=3: unknown key; `tune cat CONFIG --describe` lists all keys"
@@ -153,18 +158,26 @@ def test_what_is_far_is_not_near(found: str) -> None:
 def test_keys_of_another_recipe(name: str, found: str) -> None:
     hint, _ = hint_for(name, read_schema(FullFinetuneConfig))
     assert (
-        hint.startswith(f"; {found} is a key of the recipe lora_finetune_distributed") if found else "; `tune" in hint
+        hint.startswith(f"; {found} is a key of the recipe lora_finetune_distributed")
+        if found
+        else "; `tune" in hint
     )
 
 
 def test_names_of_the_reference_are_known() -> None:
-    """What the column `known as` says, typed at us; but for what is no key there, and names of other matters too."""
+    """What the column `known as` says, typed at us; but for what is no key there, and names of
+    other matters too.
+    """
     missing = {}
     for schema in RECIPE_CONFIGS.values():
         for key in read_schema(schema).keys.values():
             for part in key.limits.get("known_as", "").split("; "):
                 tool, _, name = part.partition(" ")
-                words = [word for word in name.split(", ") if re.fullmatch(r"[a-z_0-9.]+", word) and "_" in word]
+                words = [
+                    word
+                    for word in name.split(", ")
+                    if re.fullmatch(r"[a-z_0-9.]+", word) and "_" in word
+                ]
                 for word in words if tool in TOOLS else []:
                     if meant_by(word, read_schema(schema)) != [key.name]:
                         missing[word] = key.name

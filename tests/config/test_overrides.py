@@ -1,4 +1,6 @@
-"""The command line: `key=value`, `section={...}`, `~key`, and what is said when it is none of these."""
+"""The command line: `key=value`, `section={...}`, `~key`, and what is said when it is none of
+these.
+"""
 
 import pytest
 
@@ -20,7 +22,13 @@ def test_values(load):
         "compile=true",
         "max_steps= 5 ",
     )
-    assert (cfg.batch_size, cfg.epochs, cfg.max_steps, cfg.resume, cfg.compile) == (4, 3, 5, None, True)
+    assert (cfg.batch_size, cfg.epochs, cfg.max_steps, cfg.resume, cfg.compile) == (
+        4,
+        3,
+        5,
+        None,
+        True,
+    )
     assert cfg.optimizer.lr == 3e-4
     assert cfg.optimizer.betas == [0.8, 0.9]
     assert cfg.data.source == "a=b # c: *d &e !f"
@@ -35,7 +43,12 @@ def test_the_last_one_wins(load):
 
 
 def test_back_to_the_default(load):
-    cfg = load("seed: 1\nclip_grad_norm: 3\noptimizer: {lr: 1, eps: 1e-6}\n", "~clip_grad_norm", "~optimizer", "~loss")
+    cfg = load(
+        "seed: 1\nclip_grad_norm: 3\noptimizer: {lr: 1, eps: 1e-6}\n",
+        "~clip_grad_norm",
+        "~optimizer",
+        "~loss",
+    )
     assert (cfg.seed, cfg.clip_grad_norm) == (1, 1.0)
     assert (cfg.optimizer.lr, cfg.optimizer.eps) == (2e-5, 1e-8)
 
@@ -47,7 +60,10 @@ def test_a_whole_section(load):
 
 def test_entries_of_a_mapping(load):
     text = "data:\n  source: x\n  columns: {instruction: question}\n"
-    assert load(text, "data.columns.output=answer").data.columns == {"instruction": "question", "output": "answer"}
+    assert load(text, "data.columns.output=answer").data.columns == {
+        "instruction": "question",
+        "output": "answer",
+    }
     assert load(text, "data.columns={output: answer}").data.columns == {"output": "answer"}
     assert load(text, "data.columns.a.b=c").data.columns == {"instruction": "question", "a.b": "c"}
     assert load(text, "~data.columns").data.columns == {}
@@ -116,9 +132,13 @@ def test_several_at_once(faults):
 
 
 def test_a_file_fault_is_told_although_it_is_overridden(faults):
-    assert faults("epochs: 0\n", "epochs=3") == ["c.yaml:1: epochs: found 0, expected an integer >= 1"]
+    assert faults("epochs: 0\n", "epochs=3") == [
+        "c.yaml:1: epochs: found 0, expected an integer >= 1"
+    ]
 
 
 def test_path_given_as_text(tmp_path):
-    with pytest.raises(ConfigError, match=r"^/no/such\.yaml: no such config; `tune ls` lists the names, or"):
+    with pytest.raises(
+        ConfigError, match=r"^/no/such\.yaml: no such config; `tune ls` lists the names, or"
+    ):
         load_config("/no/such.yaml")

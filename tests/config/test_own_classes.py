@@ -1,4 +1,6 @@
-"""A copied recipe's Config: a subclass with keys, sections and limits of its own is checked like ours."""
+"""A copied recipe's Config: a subclass with keys, sections and limits of its own is checked like
+ours.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,9 @@ class Mine(FullFinetuneConfig):
     """A config of my own."""
 
     data: MyData = field(default_factory=MyData)
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, betas=[0.8, 0.9]))
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=1e-3, betas=[0.8, 0.9])
+    )
     distill: Distill = field(default_factory=lambda: Distill("none"))
     mode: Literal["fast", "slow"] = "fast"
     cache: Path = Path("cache")
@@ -47,8 +51,9 @@ class Mine(FullFinetuneConfig):
 
 def test_own_keys(load):
     cfg = load(
-        "data: {source: x, noise: 0.5}\ndistill: {teacher: big, temperatures: [1, 2]}\nmode: slow\ncache: /tmp/c\n"
-        "either: text\nanything: {a: [1, x, null, 2.5, true]}\nweights: {b: 2}\nnames: [x]\n",
+        "data: {source: x, noise: 0.5}\ndistill: {teacher: big, temperatures: [1, 2]}\nmode:"
+        " slow\ncache: /tmp/c\neither: text\nanything: {a: [1, x, null, 2.5, true]}\nweights: {b:"
+        " 2}\nnames: [x]\n",
         schema=Mine,
     )
     assert type(cfg) is Mine
@@ -65,21 +70,39 @@ def test_own_keys(load):
 def test_own_defaults_of_a_section(load, write):
     assert load("", schema=Mine).optimizer.lr == 1e-3
     assert load("optimizer: {lr: 1}\n", "~optimizer", schema=Mine).optimizer.betas == [0.8, 0.9]
-    rows = {name: value for name, value, _ in load_all(write("model: {path: x}\ndata: {source: x}\n"), (), Mine).rows}
-    assert (rows["optimizer.lr"], rows["optimizer.eps"], rows["data.max_samples"]) == (1e-3, 1e-8, 100)
+    rows = {
+        name: value
+        for name, value, _ in load_all(
+            write("model: {path: x}\ndata: {source: x}\n"), (), Mine
+        ).rows
+    }
+    assert (rows["optimizer.lr"], rows["optimizer.eps"], rows["data.max_samples"]) == (
+        1e-3,
+        1e-8,
+        100,
+    )
     # What the class changed is its default, so that sgd is not told to remove what nobody wrote.
     assert load("optimizer: {name: sgd}\n", schema=Mine).optimizer.betas == [0.8, 0.9]
 
 
 def test_own_faults(faults):
-    text = "data: {source: x, nose: 1}\nmode: medium\ndistill: {teacher: 3}\neither: [1]\nweights: {a: b}\nnames: [1]\n"
+    text = (
+        "data: {source: x, nose: 1}\nmode: medium\ndistill: {teacher: 3}\neither: [1]\nweights: {a:"
+        " b}\nnames: [1]\n"
+    )
     assert faults(text + "zzzz: 1\n", schema=Mine) == [
         "c.yaml:1: data.nose: unknown key; did you mean data.noise?",
         "c.yaml:2: mode: found 'medium', expected one of fast, slow",
-        "c.yaml:3: distill.teacher: found 3, expected text; if it is meant as text, put it in quotes",
+        (
+            "c.yaml:3: distill.teacher: found 3, expected text; if it is meant as text, put it in"
+            " quotes"
+        ),
         "c.yaml:4: either: found a list, expected an integer, or text",
         "c.yaml:5: weights: found 'b', expected a mapping {name: a number}",
-        "c.yaml:6: names: found 1, expected a list [...] of texts, or null; if it is meant as text, put it in quotes",
+        (
+            "c.yaml:6: names: found 1, expected a list [...] of texts, or null; if it is meant as"
+            " text, put it in quotes"
+        ),
         "c.yaml:7: zzzz: unknown key; `tune cat CONFIG --describe` lists all keys",
     ]
     assert faults("data: {source: x, noise: 1}\n", schema=Mine) == [
@@ -92,11 +115,15 @@ def test_a_copied_config_keeps_its_recipe_line(load, faults):
     class Renamed(FullFinetuneConfig):
         recipe: str = "mine"
 
-    assert load("recipe: full_finetune_distributed\n", schema=Renamed).recipe == "full_finetune_distributed"
+    assert (
+        load("recipe: full_finetune_distributed\n", schema=Renamed).recipe
+        == "full_finetune_distributed"
+    )
     assert load("recipe: mine\n", schema=Renamed).recipe == "mine"
     assert load("", schema=Renamed).recipe == "mine"
     assert faults("recipe: nine\n", schema=Renamed) == [
-        "c.yaml:1: recipe: found 'nine', expected mine or full_finetune_distributed; did you mean mine?"
+        "c.yaml:1: recipe: found 'nine', expected mine or full_finetune_distributed; did you mean"
+        " mine?"
     ]
 
 
@@ -123,7 +150,10 @@ def test_a_class_that_checks_itself(write):
 
     path = write("model: {path: x}\ndata: {source: x}\n")
     assert load_config(path, ["epochs=2"], Strict).epochs == 2
-    for epochs, said in ((4, f"{path}: epochs: more than 3 overfit here"), (3, "epochs: three is a crowd")):
+    for epochs, said in (
+        (4, f"{path}: epochs: more than 3 overfit here"),
+        (3, "epochs: three is a crowd"),
+    ):
         with pytest.raises(ConfigError) as caught:
             load_config(path, [f"epochs={epochs}"], Strict)
         assert caught.value.faults == [said]
@@ -140,8 +170,12 @@ def test_a_class_that_checks_itself(write):
     ],
 )
 def test_a_type_that_yaml_cannot_hold(write, annotation, named):
-    Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": annotation}, "odd": None}))
-    with pytest.raises(ConfigError, match=rf"^Odd\.odd: a config cannot hold the type {named}; use bool, int, "):
+    Odd = dataclass(
+        type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": annotation}, "odd": None})
+    )
+    with pytest.raises(
+        ConfigError, match=rf"^Odd\.odd: a config cannot hold the type {named}; use bool, int, "
+    ):
         load_config(write(""), (), Odd)
 
 
@@ -151,7 +185,9 @@ def test_a_schema_that_is_no_dataclass(write):
 
 
 def test_an_unknown_annotation(write):
-    Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": "Nowhere"}, "odd": None}))
+    Odd = dataclass(
+        type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": "Nowhere"}, "odd": None})
+    )
     with pytest.raises(ConfigError, match="^Odd: a type of its keys is unknown"):
         load_config(write(""), (), Odd)
 
@@ -173,9 +209,12 @@ class Measured(FullFinetuneConfig):
 
 
 def test_the_best_step_may_be_found_by_an_own_number(load):
-    text = "validation: {source: y}\ncheckpoint: {keep_best: true, best_metric: validation_accuracy}\n"
+    text = (
+        "validation: {source: y}\ncheckpoint: {keep_best: true, best_metric: validation_accuracy}\n"
+    )
     assert load(text, schema=Measured).checkpoint.best_metric == "validation_accuracy"
     with pytest.raises(
-        ConfigError, match="found 'validation_accuracy', expected validation_loss; .* names others as its"
+        ConfigError,
+        match="found 'validation_accuracy', expected validation_loss; .* names others as its",
     ):
         load(text, schema=Mine)

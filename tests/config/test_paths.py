@@ -50,7 +50,12 @@ def test_by_path(checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     (checkout / "mine.yml").write_text(GOOD)
     (checkout / "mine.py").write_text("")
-    for name in ("mine.yml", "./mine.yml", str(checkout / "mine.yml"), "configs/llama3/8B_full.yaml"):
+    for name in (
+        "mine.yml",
+        "./mine.yml",
+        str(checkout / "mine.yml"),
+        "configs/llama3/8B_full.yaml",
+    ):
         assert paths.find_config(name) == Path(name)
     assert paths.find_recipe("mine.py") == Path("mine.py")
     monkeypatch.setenv("HOME", str(checkout))
@@ -69,14 +74,26 @@ def test_a_shipped_name_is_no_relative_path(checkout, monkeypatch):
     [
         ("llama3/8b_full", "llama3/8b_full: no such config; did you mean llama3/8B_full?"),
         ("llama3/8B", "llama3/8B: no such config; did you mean llama3/8B_full?"),
-        ("llama3/8B_full.yaml", "llama3/8B_full.yaml: no such config; did you mean llama3/8B_full?"),
-        ("configs/llama3/8B_full.yaml", "configs/llama3/8B_full.yaml: no such config; did you mean llama3/8B_full?"),
+        (
+            "llama3/8B_full.yaml",
+            "llama3/8B_full.yaml: no such config; did you mean llama3/8B_full?",
+        ),
+        (
+            "configs/llama3/8B_full.yaml",
+            "configs/llama3/8B_full.yaml: no such config; did you mean llama3/8B_full?",
+        ),
         ("zzz", "zzz: no such config; `tune ls` lists the names, or give a path to a file"),
         ("", "config '': expected a name (`tune ls` lists them) or a path"),
         ("a\0b", "config 'a\\x00b': expected a name (`tune ls` lists them) or a path"),
         ("folder", "folder: is a folder; expected a config file ending in .yaml or .yml"),
         ("rows.json", "rows.json: not a config: expected a file ending in .yaml or .yml"),
-        ("x" * 300, f"{'x' * 57}...{'x' * 20}: no such config; `tune ls` lists the names, or give a path to a file"),
+        (
+            "x" * 300,
+            (
+                f"{'x' * 57}...{'x' * 20}: no such config; `tune ls` lists the names, or give a"
+                " path to a file"
+            ),
+        ),
     ],
 )
 def test_no_such_config(checkout, tmp_path_factory, monkeypatch, name, said):
@@ -88,8 +105,9 @@ def test_no_such_config(checkout, tmp_path_factory, monkeypatch, name, said):
 
 
 def test_no_such_recipe(checkout):
-    assert refusal(paths.find_recipe, "full_finetune") == (
-        "full_finetune: no such recipe; did you mean full_finetune_distributed?"
+    assert (
+        refusal(paths.find_recipe, "full_finetune")
+        == "full_finetune: no such recipe; did you mean full_finetune_distributed?"
     )
     assert refusal(paths.find_recipe, "_private").startswith("_private: no such recipe")
 

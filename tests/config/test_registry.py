@@ -1,4 +1,6 @@
-"""Components by name: ours are known without an import, a user's come from a plugin, a name is taken once."""
+"""Components by name: ours are known without an import, a user's come from a plugin, a name is
+taken once.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +19,9 @@ GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
     """Each test has the registry and the list of loaded plugins to itself."""
-    monkeypatch.setattr(registry, "_components", {kind: dict(names) for kind, names in registry._components.items()})
+    monkeypatch.setattr(
+        registry, "_components", {kind: dict(names) for kind, names in registry._components.items()}
+    )
     monkeypatch.setattr(registry, "_loaded", set())
 
 
@@ -41,7 +45,10 @@ def test_a_class_registers_too():
 def test_a_name_is_taken_once():
     register("loss", "squared")(len)
     register("loss", "squared")(len)  # the same again: a module imported twice
-    with pytest.raises(ConfigError, match=r"^register\('loss', 'squared'\): the name is taken; register another one$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^register\('loss', 'squared'\): the name is taken; register another one$",
+    ):
         register("loss", "squared")(max)
 
 
@@ -52,25 +59,40 @@ def test_our_names_are_not_for_plugins():
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "a\0b", 3])
 def test_a_name_is_printable(name):
-    with pytest.raises(ConfigError, match=r"^register\('loss', .*\): expected a name of printable letters"):
+    with pytest.raises(
+        ConfigError, match=r"^register\('loss', .*\): expected a name of printable letters"
+    ):
         register("loss", name)
 
 
 def test_unknown_kind_and_name():
     kinds = "data.format, optimizer.name, loss, metric, log.trackers, model"
-    for ask in (lambda: register("lost", "x"), lambda: registered("lost", "x"), lambda: registry.names("lost")):
-        with pytest.raises(ConfigError, match=f"^register: found the kind 'lost', expected one of {kinds}$"):
+    for ask in (
+        lambda: register("lost", "x"),
+        lambda: registered("lost", "x"),
+        lambda: registry.names("lost"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^register: found the kind 'lost', expected one of {kinds}$"
+        ):
             ask()
     with pytest.raises(ConfigError) as caught:
         registered("optimizer.name", "adamv")
-    assert str(caught.value) == "optimizer.name: found 'adamv', expected one of adamw, muon, sgd; did you mean adamw?"
+    assert (
+        str(caught.value)
+        == "optimizer.name: found 'adamv', expected one of adamw, muon, sgd; did you mean adamw?"
+    )
 
 
 def register_anew(kind: str) -> list[str]:
     """Return the names that a kind has once its owner is imported anew, and no other owner."""
     module, built_in = registry.BUILT_IN[kind]
-    fused_kernels.fused = lambda *settings: lambda function: function  # torch defines an operator once in a process
-    modules = {component.__module__ for component in registry._components[kind].values()}  # where imported already
+    fused_kernels.fused = lambda *settings: (
+        lambda function: function
+    )  # torch defines an operator once in a process
+    modules = {
+        component.__module__ for component in registry._components[kind].values()
+    }  # where imported already
     registry._components[kind].clear()
     for name in [name for name in sys.modules if name in modules or name.startswith(module)]:
         del sys.modules[name]
@@ -91,7 +113,10 @@ def write_plugin(folder: Path, text: str, name: str = "mine.py") -> Path:
     return path
 
 
-REGISTERS = "from recipe_lib.config import register\n\n@register('loss', 'squared')\ndef squared(a, b):\n    return a\n"
+REGISTERS = (
+    "from recipe_lib.config import register\n\n@register('loss', 'squared')\ndef squared(a, b):\n  "
+    "  return a\n"
+)
 
 
 def test_a_plugins_name_is_legal_in_a_config(write, tmp_path):
@@ -102,13 +127,16 @@ def test_a_plugins_name_is_legal_in_a_config(write, tmp_path):
     cfg = parse_arguments(["--plugin", str(plugin), "--config", path, "epochs=2"])
     assert (cfg.loss, cfg.epochs) == ("squared", 2)
     assert registered("loss", "squared")(1, 2) == 1
-    parse_arguments(["--config", path, "--plugin", str(plugin)])  # a second time in the process: nothing is taken twice
+    parse_arguments(
+        ["--config", path, "--plugin", str(plugin)]
+    )  # a second time in the process: nothing is taken twice
 
 
 def test_a_plugin_may_hold_dataclasses(write, tmp_path):
     plugin = write_plugin(
         tmp_path,
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass"
+        " A:\n    x: int = 1\n",
     )
     registry.load_plugin(plugin)
 
@@ -116,7 +144,10 @@ def test_a_plugin_may_hold_dataclasses(write, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1\nimport no_such_module\n", "2: raised ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "x = 1\nimport no_such_module\n",
+            "2: raised ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("def f(:\n", "1: raised SyntaxError: "),
         ("\ndef f():\n    raise ValueError('a\\nb')\n\nf()\n", "3: raised ValueError: a\\nb"),
         ("import json\njson.loads('{')\n", "2: raised JSONDecodeError: "),
@@ -138,7 +169,8 @@ def test_a_plugin_that_takes_our_name(tmp_path):
         registry.load_plugin(plugin)
     assert (
         str(caught.value)
-        == f"{show(str(plugin))}: register('loss', 'cross_entropy'): the name is taken; register another one"
+        == f"{show(str(plugin))}: register('loss', 'cross_entropy'): the name is taken; register"
+        " another one"
     )
 
 
@@ -151,7 +183,9 @@ def test_a_plugin_is_an_existing_py_file(path):
 
 
 def test_a_config_imports_nothing(write, tmp_path, monkeypatch):
-    """Names that look like import paths are names like any other: refused, and nothing is imported or run."""
+    """Names that look like import paths are names like any other: refused, and nothing is imported
+    or run.
+    """
     monkeypatch.chdir(tmp_path)
     write_plugin(tmp_path, "open('ran', 'w')\n", "evil.py")
     before = set(sys.modules)
@@ -159,11 +193,17 @@ def test_a_config_imports_nothing(write, tmp_path, monkeypatch):
              "logging.os.system", "functools.partial", "__import__('os')", "builtins.eval",
              "\N{CYRILLIC SMALL LETTER ES}ross_entropy"]  # fmt: skip
     for name in paths:
-        for text in (f"loss: {name!r}\n", f"optimizer: {{name: {name!r}}}\n", f"log: {{trackers: [{name!r}]}}\n"):
+        for text in (
+            f"loss: {name!r}\n",
+            f"optimizer: {{name: {name!r}}}\n",
+            f"log: {{trackers: [{name!r}]}}\n",
+        ):
             with pytest.raises(ConfigError, match="expected "):
                 load_config(write(GOOD + text))
     for key in ("_component_", "_target_", "__class__", "plugin", "import"):
         with pytest.raises(ConfigError, match="unknown key"):
             load_config(write(GOOD + f"loss: cross_entropy\n{key}: evil\n"))
     assert not (tmp_path / "ran").exists()
-    assert {name for name in set(sys.modules) - before if "evil" in name or name.startswith("torch.hub")} == set()
+    assert {
+        name for name in set(sys.modules) - before if "evil" in name or name.startswith("torch.hub")
+    } == set()

@@ -1,10 +1,18 @@
-"""The table of combinations that are refused: each row is found, alone, and without any half of it all is fine."""
+"""The table of combinations that are refused: each row is found, alone, and without any half of it
+all is fine.
+"""
 
 import dataclasses
 
 import pytest
 
-from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, load_config, register
+from recipe_lib.config import (
+    DpoFinetuneConfig,
+    FullFinetuneConfig,
+    LoraFinetuneConfig,
+    load_config,
+    register,
+)
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.rules import RULES, broken_rules
@@ -83,8 +91,8 @@ def test_predicates_read_objects_too():
 def test_the_line_is_that_of_the_later_key(faults):
     text = GOOD + "overwrite_output_dir: true\nseed: 3\nresume: latest\n"
     reason = (
-        "resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces it; "
-        "remove one of the two"
+        "resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces"
+        " it; remove one of the two"
     )
     assert faults(text, whole=True) == [f"c.yaml:5: {reason}"]
     assert faults(GOOD + "resume: latest\n", "overwrite_output_dir=true", whole=True) == [
@@ -116,14 +124,27 @@ def test_sensible_things_are_not_refused(load):
         ["checkpoint.save_model=false"],
         ["log.project=mine"],
         ["model.path=/no/such/folder", "data.source=/no/such/file"],
-        ["~data.source", "data.sources=[{source: 'hub:owner/name'}, {source: b.jsonl}]", "data.split=test"],
-        ["~data.source", "data.sources=[{source: a, format: text}, {source: b}]", "data.train_on=last"],
+        [
+            "~data.source",
+            "data.sources=[{source: 'hub:owner/name'}, {source: b.jsonl}]",
+            "data.split=test",
+        ],
+        [
+            "~data.source",
+            "data.sources=[{source: a, format: text}, {source: b}]",
+            "data.train_on=last",
+        ],
         ["data.format=text", "data.train_on=all"],
         ["data.format=text", "data.packing=true"],
     ):
         load("", *overrides)
     for overrides in (
-        ["lora.dora=true", "lora.target_modules=[q, embedding, head]", "lora.quantize_base=nf4", "lora.dtype=fp32"],
+        [
+            "lora.dora=true",
+            "lora.target_modules=[q, embedding, head]",
+            "lora.quantize_base=nf4",
+            "lora.dtype=fp32",
+        ],
         ["lora.rslora=true", "lora.dropout=0.1", "memory.cpu_offload=true"],
         ["dtype=fp64", "device=cpu"],
     ):
@@ -144,11 +165,14 @@ def test_a_format_of_a_plugin_may_give_pairs(load):
 
 def test_formats_of_sources_are_judged_one_by_one(faults):
     line = (
-        "command line: dpo.loss, data.format: the loss compares a chosen with a rejected answer, which samples of this "
+        "command line: dpo.loss, data.format: the loss compares a chosen with a rejected answer,"
+        " which samples of this "
     )
     found = faults("", "~data.source", "data.sources=[{source: a, format: preference}, {source: b, format: alpaca}]",
                    schema=DpoFinetuneConfig)  # fmt: skip
-    assert found == [line.replace("command line", "c.yaml") + "format do not have; set data.format to preference"]
+    assert found == [
+        line.replace("command line", "c.yaml") + "format do not have; set data.format to preference"
+    ]
     found = faults("", "data.format=preference", "validation.source=v.jsonl", "validation.format=alpaca",
                    schema=DpoFinetuneConfig)  # fmt: skip
     assert found == [line + "format do not have; set data.format to preference"]
@@ -163,5 +187,7 @@ def test_a_class_without_a_section_is_judged_by_the_rest(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("overwrite_output_dir: true\n")
     assert load_config(path, (), Small).overwrite_output_dir is True
-    with pytest.raises(ConfigError, match=r"^\S*c.yaml:1, command line: resume, overwrite_output_dir: one goes on"):
+    with pytest.raises(
+        ConfigError, match=r"^\S*c.yaml:1, command line: resume, overwrite_output_dir: one goes on"
+    ):
         load_config(path, ["resume=latest"], Small)

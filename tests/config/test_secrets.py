@@ -1,4 +1,6 @@
-"""No line that is shown or kept holds a secret, ordinary names stay as they are, and a config takes no secret."""
+"""No line that is shown or kept holds a secret, ordinary names stay as they are, and a config takes
+no secret.
+"""
 
 import json
 import random
@@ -28,19 +30,29 @@ WORDS = [
 HEX = st.sampled_from([7, 12, 32, 40, 64]).flatmap(
     lambda size: st.text("0123456789abcdef", min_size=size, max_size=size)
 )
-PARTS = st.one_of(st.sampled_from(WORDS), HEX, st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=12))
+PARTS = st.one_of(
+    st.sampled_from(WORDS),
+    HEX,
+    st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=12),
+)
 NAMES = st.builds(
-    lambda parts, joint: joint.join(parts), st.lists(PARTS, min_size=1, max_size=4), st.sampled_from("-_.")
+    lambda parts, joint: joint.join(parts),
+    st.lists(PARTS, min_size=1, max_size=4),
+    st.sampled_from("-_."),
 )
 PATHS = st.builds(
     lambda root, names: root + "/".join(names),
-    st.sampled_from(["", "/", "./", "../", "~/", "s3://bucket/", "https://host:8080/", "hub:", "models--"]),
+    st.sampled_from(
+        ["", "/", "./", "../", "~/", "s3://bucket/", "https://host:8080/", "hub:", "models--"]
+    ),
     st.lists(NAMES, min_size=1, max_size=4),
 )
 
 
 def drawn(letters: str, size: int, seed: int) -> str:
-    """Random letters, of which one is a digit, one is large and one is small where the alphabet has them."""
+    """Random letters, of which one is a digit, one is large and one is small where the alphabet has
+    them.
+    """
     source = random.Random(seed)
     text = [source.choice(letters) for _ in range(size)]
     for place, kind in zip(source.sample(range(1, size - 1), 3), ("4", "Q", "g"), strict=True):
@@ -88,16 +100,21 @@ def test_tokens_of_known_shapes_do_not_pass(shape: str, letters: str, size: int)
 def test_secrets_that_only_their_place_tells() -> None:
     key = "0123456789abcdef0123456789abcdef01234567"
     assert redact(f"revision {key} of models/{key}") == f"revision {key} of models/{key}"
-    assert redact(f"WANDB_API_KEY={key}, 'api_key': '{key}'; wandb login {key}") == (
-        "WANDB_API_KEY=[secret], 'api_key': '[secret]'; wandb login [secret]"
+    assert (
+        redact(f"WANDB_API_KEY={key}, 'api_key': '{key}'; wandb login {key}")
+        == "WANDB_API_KEY=[secret], 'api_key': '[secret]'; wandb login [secret]"
     )
-    assert redact("https://user:hf_secretsecret@x/y and http://10.0.0.1:80/a@b") == (
-        "https://[secret]@x/y and http://10.0.0.1:80/a@b"
+    assert (
+        redact("https://user:hf_secretsecret@x/y and http://10.0.0.1:80/a@b")
+        == "https://[secret]@x/y and http://10.0.0.1:80/a@b"
     )
-    assert redact("{'Authorization': 'Bearer abc', 'x': 1}") == "{'Authorization': '[secret]', 'x': 1}".replace(
-        "'[secret]'", "'Bearer [secret]'"
+    assert redact(
+        "{'Authorization': 'Bearer abc', 'x': 1}"
+    ) == "{'Authorization': '[secret]', 'x': 1}".replace("'[secret]'", "'Bearer [secret]'")
+    assert (
+        redact("https://hub/x?access_token=0123456789&y=1")
+        == "https://hub/x?access_token=[secret]&y=1"
     )
-    assert redact("https://hub/x?access_token=0123456789&y=1") == "https://hub/x?access_token=[secret]&y=1"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +138,14 @@ TOKEN = "hf_" + "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh"
 def test_a_config_takes_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        f"recipe: full_finetune_distributed\nmodel: {{path: {TOKEN}/x}}\ndata:\n  source: rows.jsonl\n"
-        f"  columns: {{instruction: {TOKEN}}}\n"
+        f"recipe: full_finetune_distributed\nmodel: {{path: {TOKEN}/x}}\ndata:\n  source:"
+        f" rows.jsonl\n  columns: {{instruction: {TOKEN}}}\n"
     )
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["output_dir=https://me:word@host/x"])
     remedy = (
-        "holds what looks like a token or a password, and configs are written to disk; remove it, and set it as an "
-        "environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
+        "holds what looks like a token or a password, and configs are written to disk; remove it,"
+        " and set it as an environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
     )
     assert caught.value.faults == [
         f"{path}:2: model.path: {remedy}",
@@ -142,10 +159,18 @@ def test_the_value_of_a_variable_is_refused_in_a_config(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_ABCDEFGHIJKLMNOP")
-    words = ["full_finetune_distributed", "--config", "demo/full", "model.path=hf_ABCDEFGHIJKLMNOP/x"]
+    words = [
+        "full_finetune_distributed",
+        "--config",
+        "demo/full",
+        "model.path=hf_ABCDEFGHIJKLMNOP/x",
+    ]
     assert main(["run", "--no-plan", *words]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: command line: model.path: holds what looks like a token") and said.count("\n") == 1
+    assert (
+        said.startswith("error: command line: model.path: holds what looks like a token")
+        and said.count("\n") == 1
+    )
     assert "ABCDEF" not in said and list(tmp_path.iterdir()) == []
 
 
@@ -157,10 +182,16 @@ def test_the_value_of_a_variable_is_refused_in_a_config(
         ["run", "full_finetune_distributed", "--config", TOKEN],
         ["validate", "demo/full", f"model.nothing={TOKEN}"],
         ["validate", "demo/full", f"{TOKEN}=1"],
-        ["validate", "demo/full", f"seed={'x' * 30}/{TOKEN}/{'y' * 40}"],  # of which the middle is left out
+        [
+            "validate",
+            "demo/full",
+            f"seed={'x' * 30}/{TOKEN}/{'y' * 40}",
+        ],  # of which the middle is left out
     ],
 )
-def test_lines_of_errors_hold_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_errors_hold_no_secret(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "[secret]" in said
@@ -171,7 +202,9 @@ def test_errors_that_are_kept_hold_no_secret() -> None:
     assert UserError(f"cannot read {TOKEN}").faults == ["cannot read [secret]"]
 
 
-def test_tracebacks_hold_no_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracebacks_hold_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
 
@@ -195,5 +228,9 @@ def test_tracebacks_hold_no_secret(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_redacted_json_is_json() -> None:
-    line = {"a": f'Authorization: "x" {TOKEN}', "b": "https://u:p@h\\", "c": 'token="' + "0" * 40 + '"'}
+    line = {
+        "a": f'Authorization: "x" {TOKEN}',
+        "b": "https://u:p@h\\",
+        "c": 'token="' + "0" * 40 + '"',
+    }
     assert json.loads(redact(json.dumps(line)))["a"].endswith("[secret]")

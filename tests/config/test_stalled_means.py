@@ -1,4 +1,6 @@
-"""Means in bf16 that cannot follow are told exactly where they stand still, by every verb that reads a config."""
+"""Means in bf16 that cannot follow are told exactly where they stand still, by every verb that
+reads a config.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +23,10 @@ from tests.training.formulas import dynamic_levels
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EDGE = 2 / 258  # 1 - decay below which a mean in bf16 stays at twice or half
 DECAYS = [0.8, 0.9, 0.95, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999]
-BLOCK_EDGES = {"exp_avg": 0.9 / 32, "exp_avg_sq": 0.9 / 64}  # in 8 bits, of half of a block's largest number
+BLOCK_EDGES = {
+    "exp_avg": 0.9 / 32,
+    "exp_avg_sq": 0.9 / 64,
+}  # in 8 bits, of half of a block's largest number
 BLOCK_EDGES["momentum_buffer"] = BLOCK_EDGES["exp_avg"]
 EVERY_EDGE = {EDGE, 1 / 258, *BLOCK_EDGES.values()}
 DECAYS += [1 - edge * (1 + off) for edge in EVERY_EDGE for off in (-0.05, 0.05)]
@@ -29,11 +34,18 @@ STALLED = ["optimizer.betas=[0.9,0.999]", "dtype=bf16"]
 
 
 def test_bf16_rests_where_the_rule_says() -> None:
-    """torch's bf16 at both ends of the range, just inside and outside, over all significands of a number."""
+    """torch's bf16 at both ends of the range, just inside and outside, over all significands of a
+    number.
+    """
     means = (torch.arange(128, 256) / 128.0).bfloat16()
 
     def rests(share: float, decay: float) -> bool:
-        return bool((decay * means.double() + (1 - decay) * share * means.double()).bfloat16().eq(means).any())
+        return bool(
+            (decay * means.double() + (1 - decay) * share * means.double())
+            .bfloat16()
+            .eq(means)
+            .any()
+        )
 
     for decay in DECAYS:
         off, margin = 1 / (256 * (1 - decay)), 1e-6 / (1 - decay)
@@ -41,7 +53,9 @@ def test_bf16_rests_where_the_rule_says() -> None:
 
 
 def stands_still(optimizer: Any, parameter: nn.Parameter, state: str, decay: float) -> bool:
-    """Whether a number stays in a step of the optimizer though what it is the mean of is half or twice of it."""
+    """Whether a number stays in a step of the optimizer though what it is the mean of is half or
+    twice of it.
+    """
     means = (torch.arange(128, 256).repeat(2) / 128.0).to(parameter.dtype).view(parameter.shape)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -64,7 +78,9 @@ def stands_still(optimizer: Any, parameter: nn.Parameter, state: str, decay: flo
 
 
 def stands_still_in_8_bits(optimizer: Any, parameter: nn.Parameter, state: str) -> bool:
-    """Whether a number of half of its block's largest, which stays, does so too though it averages half or twice."""
+    """Whether a number of half of its block's largest, which stays, does so too though it averages
+    half or twice.
+    """
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     if f"{state}_codes" not in optimizer.state[parameter]:
@@ -123,7 +139,9 @@ def check_remedies(config: str, words: list[str], schema: Any, lines: list[str])
         for settings in offered:
             keys = [setting.partition("=")[0] for setting in settings]
             others = [word for word in words if word.partition("=")[0] not in keys]
-            assert describe_stalled_means(load_config(config, [*others, *settings], schema)) == [], settings
+            assert (
+                describe_stalled_means(load_config(config, [*others, *settings], schema)) == []
+            ), settings
 
 
 # Each kind of a run of all weights or of adapters, in turn.
@@ -136,14 +154,21 @@ def test_a_config_is_told_exactly_where_its_optimizer_stands_still(
 ) -> None:
     """Every decay of every optimizer in every kind of state, by steps of the optimizer itself."""
     facts = built_in_optimizers()[settings.get("name", "adamw")]
-    means = {"exp_avg": ("betas", 0), "exp_avg_sq": ("betas", 1), "momentum_buffer": ("momentum", None)}
+    means = {
+        "exp_avg": ("betas", 0),
+        "exp_avg_sq": ("betas", 1),
+        "momentum_buffer": ("momentum", None),
+    }
     for state in {*facts.states, *(facts.layer_matrix_states or ())}:
         word, at = means[state]
         for decay in DECAYS:
             value: Any = decay if at is None else [0.5, 0.5]
             if at is not None:
                 value[at] = decay
-            words = [f"optimizer.{key}={str(one).lower()}" for key, one in (settings | {word: value}).items()]
+            words = [
+                f"optimizer.{key}={str(one).lower()}"
+                for key, one in (settings | {word: value}).items()
+            ]
             own = ["dtype=bf16", f"lora.dtype={dtype}"] if adapters else [f"dtype={dtype}"]
             schema = LoraFinetuneConfig if adapters else FullFinetuneConfig
             config = "llama3/8B_lora" if adapters else "llama3/8B_full"
@@ -183,12 +208,14 @@ def test_by_chance_a_mean_that_would_stand_still_moves() -> None:
 
 SET = "set optimizer.state_bits=32, or 16 with optimizer.stochastic_rounding=true"
 LINE = (
-    "optimizer.betas[1]=0.999: the second moment in 16 bits may rest at 0.2 of its value, and not come down again; "
-    f"{SET}"
+    "optimizer.betas[1]=0.999: the second moment in 16 bits may rest at 0.2 of its value, and not"
+    f" come down again; {SET}"
 )
 
 
-def test_the_line_says_what_is_lost_and_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_says_what_is_lost_and_what_to_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["validate", "demo/full", f"output_dir={tmp_path}/run", *STALLED]
     assert main(words) == 0
     assert f"note: {LINE}\n" in capsys.readouterr().out
@@ -199,14 +226,17 @@ def test_the_line_says_what_is_lost_and_what_to_set(tmp_path: Path, capsys: pyte
 
 
 OTHERS = {
-    "optimizer.betas=[0.9,0.995]": "optimizer.betas[1]=0.995: the second moment in 16 bits may rest at 0.56 of its "
-    "value, or stay at 4.6 times it; set",
+    "optimizer.betas=[0.9,0.995]": (
+        "optimizer.betas[1]=0.995: the second moment in 16 bits may rest at 0.56 of its "
+        "value, or stay at 4.6 times it; set"
+    ),
     "optimizer.name=sgd optimizer.momentum=0.999": (
-        "optimizer.momentum=0.999: the momentum in 16 bits may rest at 0.2 of its value, and not come down again; set "
-        "it to 0.98 or less, or dtype=fp32"
+        "optimizer.momentum=0.999: the momentum in 16 bits may rest at 0.2 of its value, and not"
+        " come down again; set it to 0.98 or less, or dtype=fp32"
     ),
     "optimizer.state_bits=4 optimizer.stochastic_rounding=true": (
-        "note: optimizer.state_bits=4: a gradient far below its block's largest hardly moves its weight; set 8 or 32"
+        "note: optimizer.state_bits=4: a gradient far below its block's largest hardly moves its"
+        " weight; set 8 or 32"
     ),
     "optimizer.betas=[0.9,0.999] optimizer.master_weights=true optimizer.state_bits=16": (
         "not come down again; set optimizer.state_bits=32\n"
@@ -215,8 +245,8 @@ OTHERS = {
         "not come down again; set optimizer.state_bits=32\n"
     ),
     "optimizer.betas=[0.9,0.999] optimizer.state_bits=8": (
-        "note: optimizer.betas[1]=0.999: the second moment in 8 bits may rest at 0.12 of its value, and not come down "
-        f"again; {SET}"
+        "note: optimizer.betas[1]=0.999: the second moment in 8 bits may rest at 0.12 of its"
+        f" value, and not come down again; {SET}"
     ),
 }
 
@@ -224,19 +254,27 @@ OTHERS = {
 @pytest.mark.parametrize("words", OTHERS)
 def test_other_lines(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dtype = [] if "dtype=" in words else ["dtype=bf16"]
-    assert main(["validate", "demo/full", f"output_dir={tmp_path}/run", *dtype, *words.split()]) == 0
+    assert (
+        main(["validate", "demo/full", f"output_dir={tmp_path}/run", *dtype, *words.split()]) == 0
+    )
     assert OTHERS[words] in capsys.readouterr().out
 
 
 PAGED = "bitsandbytes.optim.PagedAdamW"
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", f"{PAGED}8bit", PAGED, "torch.optim.SGD"])
-def test_an_import_tells_it(tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "optimizer", ["torch.optim.AdamW", f"{PAGED}8bit", PAGED, "torch.optim.SGD"]
+)
+def test_an_import_tells_it(
+    tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Their betas[1] of 0.999, which is their default, with states in bf16; and what 8 bits do."""
     theirs = tmp_path / "theirs.yaml"
     text = (ROOT / "tests" / "config" / "torchtune_lora.yaml").read_text(encoding="utf-8")
-    theirs.write_text(re.sub(r"optimizer: .*", f"optimizer: {{_component_: {optimizer}, lr: 1e-5}}", text))
+    theirs.write_text(
+        re.sub(r"optimizer: .*", f"optimizer: {{_component_: {optimizer}, lr: 1e-5}}", text)
+    )
     assert main(["import", str(theirs)]) == 0
     said = capsys.readouterr().err
     assert (f"note: {LINE}\n" in said) == (optimizer == "torch.optim.AdamW")

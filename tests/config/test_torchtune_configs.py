@@ -26,7 +26,10 @@ from tests.plan.apart import apart
 WHEEL = torchtune_configs()
 needs_wheel = pytest.mark.skipif(
     WHEEL is None,
-    reason="torchtune's configs are not here: set TORCHTUNE_CONFIGS to the folder recipes/configs of its wheel (0.6.1)",
+    reason=(
+        "torchtune's configs are not here: set TORCHTUNE_CONFIGS to the folder recipes/configs of"
+        " its wheel (0.6.1)"
+    ),
 )
 
 # What is refused of the wheel's, by names.
@@ -74,7 +77,9 @@ def check_whole(path: Path, imported: Imported, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_wheel
-def test_all_of_the_wheel_are_imported_or_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_all_of_the_wheel_are_imported_or_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
     assert WHEEL is not None
     found = dict(outcomes(WHEEL))
     assert len(found) == 156
@@ -92,23 +97,30 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(tmp_path: Path, ca
     rerun = "put what `python -m benchmarks.imported_configs --counts` prints into docs/import.md"
     assert count_table(found.items()) in page, rerun
     keys = (ROOT / "docs" / "measurements" / "imported_keys.md").read_text(encoding="utf-8")
-    assert keys.endswith(f"\n\n{key_table(found.items())}"), "put what it prints with --keys into that page"
+    assert keys.endswith(f"\n\n{key_table(found.items())}"), (
+        "put what it prints with --keys into that page"
+    )
 
 
 def check_equal(theirs: dict[str, Any], imported: Imported) -> None:
     """Values that have to be theirs, read from the file without our tables."""
     cfg = imported.cfg
     assert (
-        cfg.batch_size * cfg.gradient_accumulation_steps == theirs["batch_size"] * theirs["gradient_accumulation_steps"]
+        cfg.batch_size * cfg.gradient_accumulation_steps
+        == theirs["batch_size"] * theirs["gradient_accumulation_steps"]
     )
     assert cfg.optimizer.lr == float(theirs["optimizer"]["lr"])
-    assert cfg.optimizer.weight_decay == theirs["optimizer"].get("weight_decay", 0.01)  # torch's own default
+    assert cfg.optimizer.weight_decay == theirs["optimizer"].get(
+        "weight_decay", 0.01
+    )  # torch's own default
     assert cfg.optimizer.betas == [0.9, 0.999] and cfg.optimizer.eps == 1e-8
     assert (cfg.optimizer.state_bits == 8) == theirs["optimizer"]["_component_"].endswith("8bit")
     assert cfg.clip_grad_norm == theirs.get("clip_grad_norm")
     assert cfg.epochs == theirs["epochs"] and cfg.max_steps == theirs["max_steps_per_epoch"]
     assert cfg.lr_scheduler.type == ("cosine" if "lr_scheduler" in theirs else "constant")
-    assert cfg.lr_scheduler.warmup_steps == theirs.get("lr_scheduler", {}).get("num_warmup_steps", 0)
+    assert cfg.lr_scheduler.warmup_steps == theirs.get("lr_scheduler", {}).get(
+        "num_warmup_steps", 0
+    )
     checkpoints = theirs["enable_activation_checkpointing"] or theirs.get("ac_mode") is not None
     assert (cfg.memory.activation_checkpointing != "none") == checkpoints
     assert cfg.memory.optimizer_in_backward == theirs.get("optimizer_in_bwd", False)
@@ -118,18 +130,33 @@ def check_equal(theirs: dict[str, Any], imported: Imported) -> None:
     adapters = cfg.trained_adapters
     assert (adapters is not None) == (builder.startswith(("lora_", "qlora_")))
     if adapters is not None:
-        assert adapters.alpha / adapters.rank == theirs["model"]["lora_alpha"] / theirs["model"]["lora_rank"]
+        assert (
+            adapters.alpha / adapters.rank
+            == theirs["model"]["lora_alpha"] / theirs["model"]["lora_rank"]
+        )
         assert adapters.dropout == theirs["model"].get("lora_dropout", 0.0)
-        assert (adapters.quantize_base == "nf4") == (builder.startswith("qlora_") or "quantize_base" in theirs["model"])
-        assert ("head" in adapters.target_modules) == theirs["model"].get("apply_lora_to_output", False)
+        assert (adapters.quantize_base == "nf4") == (
+            builder.startswith("qlora_") or "quantize_base" in theirs["model"]
+        )
+        assert ("head" in adapters.target_modules) == theirs["model"].get(
+            "apply_lora_to_output", False
+        )
         assert adapters.dora == theirs["model"].get("use_dora", False)
-    assert cfg.model.path.partition("/")[2] == theirs["checkpointer"]["checkpoint_dir"].strip("/").split("/")[1]
+    assert (
+        cfg.model.path.partition("/")[2]
+        == theirs["checkpointer"]["checkpoint_dir"].strip("/").split("/")[1]
+    )
 
 
 @needs_wheel
 @pytest.mark.parametrize(
     "name",
-    ["llama3_1/8B_lora_single_device", "llama3/8B_full_single_device", "llama2/7B_lora_dpo", "llama2/70B_qlora"],
+    [
+        "llama3_1/8B_lora_single_device",
+        "llama3/8B_full_single_device",
+        "llama2/7B_lora_dpo",
+        "llama2/70B_qlora",
+    ],
 )
 def test_imported_configs_are_valid(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Weights that are not here are a note."""
@@ -158,7 +185,11 @@ def test_a_config_in_their_style(tmp_path: Path):
     assert cfg.model.path == "o/Small-Model"  # as the download line has it; there is no such folder
     assert cfg.data.source == "hub:yahma/alpaca-cleaned" and cfg.data.train_on == "all"
     assert cfg.lora.target_modules == ["q", "v", "o", "gate", "up", "down"] and cfg.lora.alpha == 16
-    assert cfg.clip_grad_norm is None and cfg.optimizer.weight_decay == 0.01 and cfg.optimizer.betas == [0.9, 0.999]
+    assert (
+        cfg.clip_grad_norm is None
+        and cfg.optimizer.weight_decay == 0.01
+        and cfg.optimizer.betas == [0.9, 0.999]
+    )
     assert cfg.max_steps == 100 and imported.fates["max_steps_per_epoch"].kind == CHANGED
     assert cfg.output_dir == "/tmp/out" and imported.fates["checkpointer.output_dir"].why
     assert set(imported.fates) >= {name for name, _ in leaves(yaml.safe_load(STYLE))}
@@ -169,17 +200,26 @@ def test_a_config_in_their_style(tmp_path: Path):
 
 def test_what_is_absent_is_torchtunes_default(tmp_path: Path):
     """No schedule, no clipping, no limit of lengths, a new seed each time."""
-    text = re.sub(r"lr_scheduler: .*", "seed: null", STYLE).replace("max_seq_len: 64", "max_seq_len: null")
+    text = re.sub(r"lr_scheduler: .*", "seed: null", STYLE).replace(
+        "max_seq_len: 64", "max_seq_len: null"
+    )
     imported = read(text.replace(".lora_llama3_1_8b", ".qlora_llama3_1_8b"), tmp_path)
-    assert imported.cfg.lr_scheduler.type == "constant" and imported.cfg.lr_scheduler.warmup_steps == 0
+    assert (
+        imported.cfg.lr_scheduler.type == "constant" and imported.cfg.lr_scheduler.warmup_steps == 0
+    )
     assert imported.cfg.lora.quantize_base == "nf4" and imported.cfg.max_seq_len == 2048
     for key in ("seed", "tokenizer.max_seq_len"):
         assert imported.fates[key].kind == CHANGED and "there" in imported.fates[key].why
 
 
 def test_a_models_own_template_is_that_of_its_tokenizer(tmp_path: Path):
-    named = STYLE.replace("max_seq_len: 64", "prompt_template: torchtune.models.mistral.MistralChatTemplate")
-    assert "chat template of the tokenizer's files" in read(named, tmp_path).fates["tokenizer.prompt_template"].why
+    named = STYLE.replace(
+        "max_seq_len: 64", "prompt_template: torchtune.models.mistral.MistralChatTemplate"
+    )
+    assert (
+        "chat template of the tokenizer's files"
+        in read(named, tmp_path).fates["tokenizer.prompt_template"].why
+    )
 
 
 def test_a_folder_that_is_here_stays(tmp_path: Path):
@@ -188,7 +228,9 @@ def test_a_folder_that_is_here_stays(tmp_path: Path):
     assert imported.cfg.model.path == f"{tmp_path}/Small-Model"
     other = STYLE.replace("/tmp/Small-Model/,", f"{tmp_path}/Small-Model/original/,")
     assert read(other, tmp_path).cfg.model.path == f"{tmp_path}/Small-Model"
-    assert read(STYLE.replace("tune download", "fetch"), tmp_path).cfg.model.path == "/tmp/Small-Model"
+    assert (
+        read(STYLE.replace("tune download", "fetch"), tmp_path).cfg.model.path == "/tmp/Small-Model"
+    )
 
 
 def test_rates_are_theirs_but_for_the_warm_up(tmp_path: Path):
@@ -198,7 +240,9 @@ def test_rates_are_theirs_but_for_the_warm_up(tmp_path: Path):
         at = step + 1 if step < warm_up else step
         done = (at - warm_up) / (total - warm_up)
         theirs = at / warm_up if at < warm_up else 0.5 * (1 + math.cos(math.pi * 0.5 * 2 * done))
-        assert learning_rate(cfg.lr_scheduler, cfg.optimizer.lr, step, total) == pytest.approx(3e-4 * theirs)
+        assert learning_rate(cfg.lr_scheduler, cfg.optimizer.lr, step, total) == pytest.approx(
+            3e-4 * theirs
+        )
 
 
 DATASETS = {
@@ -234,7 +278,10 @@ def test_several_datasets_and_one_for_validation(tmp_path: Path):
                   {_component_: torchtune.datasets.slimorca_dataset, split: "train[:10%]"}]"""
     text = re.sub(r"dataset: .*", f"dataset: {several}", STYLE)
     sources = read(text, tmp_path).cfg.data.sources
-    assert [source.source for source in sources] == ["hub:Samsung/samsum", "hub:Open-Orca/SlimOrca-Dedup"]
+    assert [source.source for source in sources] == [
+        "hub:Samsung/samsum",
+        "hub:Open-Orca/SlimOrca-Dedup",
+    ]
     assert sources[1].split == "train[:10%]" and sources[0].columns["output"] == "summary"
     held_out = """dataset_val: {_component_: torchtune.datasets.alpaca_dataset, split: "train[95%:]"}
 batch_size_val: 4
@@ -250,43 +297,93 @@ run_val_every_n_steps: 25
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("torch.optim.AdamW", "torch.optim.Adafactor"), "optimizer._component_: 'torch.optim.Adafactor': no such"),
+        (
+            ("torch.optim.AdamW", "torch.optim.Adafactor"),
+            "optimizer._component_: 'torch.optim.Adafactor': no such",
+        ),
         (("torch.optim.AdamW", "torch.optim.Adam"), ""),
-        (("lora_llama3_1_8b", "lora_llama3_1_reward_8b"), "no model with a head for classes or rewards"),
-        (("torchtune.models.llama3_1.lora", "mine.models.lora"), "expected a builder of one of code_llama2, gemma"),
-        (("CEWithChunkedOutputLoss", "ForwardKLLoss"), "no such loss; there are cross-entropy and those of dpo.loss"),
-        (("torchtune.modules.loss.CEWithChunkedOutputLoss", "torchtune.rlhf.loss.RSOLoss"), "no such loss"),
-        (("alpaca_cleaned_dataset}", "alpaca_dataset, new_system_prompt: hi}"), "no message is put before a sample's"),
-        (("alpaca_cleaned_dataset}", "alpaca_dataset, filter_fn: mine.f}"), "no config names Python code"),
+        (
+            ("lora_llama3_1_8b", "lora_llama3_1_reward_8b"),
+            "no model with a head for classes or rewards",
+        ),
+        (
+            ("torchtune.models.llama3_1.lora", "mine.models.lora"),
+            "expected a builder of one of code_llama2, gemma",
+        ),
+        (
+            ("CEWithChunkedOutputLoss", "ForwardKLLoss"),
+            "no such loss; there are cross-entropy and those of dpo.loss",
+        ),
+        (
+            ("torchtune.modules.loss.CEWithChunkedOutputLoss", "torchtune.rlhf.loss.RSOLoss"),
+            "no such loss",
+        ),
+        (
+            ("alpaca_cleaned_dataset}", "alpaca_dataset, new_system_prompt: hi}"),
+            "no message is put before a sample's",
+        ),
+        (
+            ("alpaca_cleaned_dataset}", "alpaca_dataset, filter_fn: mine.f}"),
+            "no config names Python code",
+        ),
         (("alpaca_cleaned_dataset}", "mine_dataset}"), "no such dataset; known are alpaca_dataset"),
-        (("alpaca_cleaned_dataset}", "multimodal.the_cauldron_dataset}"), "there are no images here, only text"),
+        (
+            ("alpaca_cleaned_dataset}", "multimodal.the_cauldron_dataset}"),
+            "there are no images here, only text",
+        ),
         (("dtype: bf16", "dtype: fp16"), "dtype: 'fp16': expected bf16 or fp32"),
         (("device: cuda", "device: mps"), "device: 'mps': expected cuda or cpu"),
-        (("epochs: 2", "epochs: 2\nresume_from_checkpoint: True"), "a state of torchtune's cannot be gone on with"),
         (
-            ("max_seq_len: 64", "max_seq_len: 64, prompt_template: torchtune.data.SummarizeTemplate"),
+            ("epochs: 2", "epochs: 2\nresume_from_checkpoint: True"),
+            "a state of torchtune's cannot be gone on with",
+        ),
+        (
+            (
+                "max_seq_len: 64",
+                "max_seq_len: 64, prompt_template: torchtune.data.SummarizeTemplate",
+            ),
             "tokenizer.chat_template takes a Jinja file",
         ),
-        (("num_warmup_steps: 10", "num_warmup_steps: 10, num_cycles: 2"), "the rate falls once, by half a cosine"),
+        (
+            ("num_warmup_steps: 10", "num_warmup_steps: 10, num_cycles: 2"),
+            "the rate falls once, by half a cosine",
+        ),
         (("dataset:", "data_set:"), "dataset._component_ is missing"),
-        (("batch_size: 2", "batch_siz: 2"), "known here; did you mean batch_size? --without batch_siz"),
-        (("batch_size: 2", "batch_size: 0"), ":11: batch_size: as ours: batch_size=0: found 0, expected an integer"),
+        (
+            ("batch_size: 2", "batch_siz: 2"),
+            "known here; did you mean batch_size? --without batch_siz",
+        ),
+        (
+            ("batch_size: 2", "batch_size: 0"),
+            ":11: batch_size: as ours: batch_size=0: found 0, expected an integer",
+        ),
         (("epochs: 2", "epochs: 2\nepochs: 3"), "epochs: set twice, first on line 12"),
         (("lora_rank: 8", "lora_rank: [[1]]"), "model.lora_rank: found a list in a list"),
-        (("alpaca_cleaned_dataset}", "text_completion_dataset, source: 's3://b/d'}"), "storage by URL is not read"),
+        (
+            ("alpaca_cleaned_dataset}", "text_completion_dataset, source: 's3://b/d'}"),
+            "storage by URL is not read",
+        ),
         (("lr: 3e-4", "lr: &x 3e-4"), "found the anchor &x"),
         (
             ("/tmp/out", "'${nothing.here}'"),
             "output_dir: found '${nothing.here}', expected ${section.key} of this file",
         ),
-        (("/tmp/out", "'${oc.env:HOME}'"), "environment variables and resolvers are refused, write the value itself"),
+        (
+            ("/tmp/out", "'${oc.env:HOME}'"),
+            "environment variables and resolvers are refused, write the value itself",
+        ),
         (("/tmp/out", "'${checkpointer.output_dir}'"), "the keys name each other in a circle"),
-        (("get_cosine_schedule_with_warmup", "get_rex"), "no such schedule; known are get_cosine_schedule_with_warmup"),
+        (
+            ("get_cosine_schedule_with_warmup", "get_rex"),
+            "no such schedule; known are get_cosine_schedule_with_warmup",
+        ),
     ],
 )
 def test_what_cannot_be_carried_is_one_line(change: tuple[str, str], line: str, tmp_path: Path):
     if not line:
-        assert read(STYLE.replace(*change), tmp_path).cfg.optimizer.weight_decay == 0.0  # torch's default of Adam
+        assert (
+            read(STYLE.replace(*change), tmp_path).cfg.optimizer.weight_decay == 0.0
+        )  # torch's default of Adam
         return
     with pytest.raises(ConfigError) as raised:
         read(STYLE.replace(*change), tmp_path)
@@ -314,7 +411,10 @@ def test_a_file_of_another_tool_is_one_line(text: str, line: str, tmp_path: Path
 
 def test_all_faults_are_told_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as raised:
-        read(STYLE.replace("bf16", "fp16").replace("device: cuda", "device: mps\nlearning_rat: 1"), tmp_path)
+        read(
+            STYLE.replace("bf16", "fp16").replace("device: cuda", "device: mps\nlearning_rat: 1"),
+            tmp_path,
+        )
     assert len(raised.value.faults) == 3
 
 
@@ -358,7 +458,13 @@ def planned(*words: str) -> str:
 def test_what_is_imported_can_be_planned(tmp_path: Path):
     ours = tmp_path / "ours.yaml"
     ours.write_text(read(PLANNED["qlora"], tmp_path).yaml("ours.yaml"), encoding="utf-8")
-    words = ["~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer", "--device", "24GB"]
+    words = [
+        "~model.path",
+        "model.preset=demo/0.5M",
+        "tokenizer.path=examples/demo/tokenizer",
+        "--device",
+        "24GB",
+    ]
     assert "FITS" in apart(planned, str(ours), *words)
 
 
@@ -368,5 +474,11 @@ def test_a_config_of_the_wheel_can_be_planned(tmp_path: Path):
     """With a small model in place of theirs."""
     ours = tmp_path / "ours.yaml"
     assert main(["import", f"{WHEEL}/llama3_1/8B_lora_dpo.yaml", "--out", str(ours)]) == 0
-    words = ["~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer", "--device", "80GB"]
+    words = [
+        "~model.path",
+        "model.preset=demo/0.5M",
+        "tokenizer.path=examples/demo/tokenizer",
+        "--device",
+        "80GB",
+    ]
     assert "FITS" in apart(planned, str(ours), *words)

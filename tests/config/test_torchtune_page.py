@@ -1,4 +1,6 @@
-"""docs/torchtune.md: each key of torchtune that it lists is answered with the key beside it when it is typed here."""
+"""docs/torchtune.md: each key of torchtune that it lists is answered with the key beside it when it
+is typed here.
+"""
 
 import re
 from pathlib import Path
@@ -12,7 +14,9 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from tests.house.files import ROOT
 
 TEXT = (ROOT / "docs" / "torchtune.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `([^`]+)` \| `([\w.]+)`(.*) \|$", TEXT.partition("## Keys")[2], re.MULTILINE)
+ROWS = re.findall(
+    r"^\| `([^`]+)` \| `([\w.]+)`(.*) \|$", TEXT.partition("## Keys")[2], re.MULTILINE
+)
 SAME = {"tokenizer.path", "lora.target_modules"}
 
 
@@ -20,8 +24,12 @@ def test_the_table_is_read():
     assert len(ROWS) > 30
 
 
-@pytest.mark.parametrize(("theirs", "ours", "rest"), ROWS, ids=lambda text: text if "." in text else None)
-def test_a_key_is_answered_with_ours(theirs: str, ours: str, rest: str, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize(
+    ("theirs", "ours", "rest"), ROWS, ids=lambda text: text if "." in text else None
+)
+def test_a_key_is_answered_with_ours(
+    theirs: str, ours: str, rest: str, capsys: pytest.CaptureFixture
+):
     keys = read_schema(LoraFinetuneConfig).keys
     assert ours in keys or any(key.startswith(f"{ours}.") for key in keys)
     for name in re.findall(r"`([a-z_]+\.[a-z_]+)`", rest):
@@ -63,7 +71,9 @@ profiler: {_component_: a.b}
 
 
 def test_every_key_of_a_config_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Not with a list of all keys, or of all those of a section; keys of adapters with the recipe that has them."""
+    """Not with a list of all keys, or of all those of a section; keys of adapters with the recipe
+    that has them.
+    """
     config = tmp_path / "theirs.yaml"
     config.write_text(THEIRS, encoding="utf-8")
     assert main(["validate", str(config)]) == 2
@@ -72,7 +82,9 @@ def test_every_key_of_a_config_is_answered(tmp_path: Path, capsys: pytest.Captur
     for line in lines:
         assert "lists all keys" not in line and not re.search(r"the keys of \w+ are", line), line
     adapters = [line for line in lines if "lora" in line.split(": ")[2]]
-    assert len(adapters) == 6 and all("is a key of the recipe lora_finetune_distributed" in line for line in adapters)
+    assert len(adapters) == 6 and all(
+        "is a key of the recipe lora_finetune_distributed" in line for line in adapters
+    )
 
 
 @pytest.mark.parametrize("name", sorted({
@@ -84,4 +96,6 @@ def test_a_recipe_is_answered_with_ours(name: str, capsys: pytest.CaptureFixture
         return
     assert main(["run", name, "--config", "llama3/8B_full"]) == 2
     said = capsys.readouterr().err
-    assert any(re.search(rf"did you mean {ours}( with [a-z_]+=\w+)?\?", said) for ours in RECIPE_CONFIGS), said
+    assert any(
+        re.search(rf"did you mean {ours}( with [a-z_]+=\w+)?\?", said) for ours in RECIPE_CONFIGS
+    ), said

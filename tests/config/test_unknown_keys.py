@@ -30,7 +30,10 @@ TOP = [
     ("optimizer.lr", "; write lr: under optimizer:"),
     ("checkpoint.keep_last", "; did you mean checkpoint.keep_last_n?"),
     ("zzzz", ALL),
-    ("_component_", "; no config names Python code; `tune cat CONFIG --describe` lists the keys that choose"),
+    (
+        "_component_",
+        "; no config names Python code; `tune cat CONFIG --describe` lists the keys that choose",
+    ),
 ]
 
 INSIDE = [
@@ -41,7 +44,11 @@ INSIDE = [
     ("memory", "wrapping", "; did you mean parallel.fsdp_wrap_policy?"),
     ("lr_scheduler", "warmup_step", "; did you mean lr_scheduler.warmup_steps?"),
     ("lr_scheduler", "_component_", "; did you mean lr_scheduler.type?"),
-    ("lr_scheduler", "_target", "; the keys of lr_scheduler are type, warmup_ratio, warmup_steps, min_lr_ratio"),
+    (
+        "lr_scheduler",
+        "_target",
+        "; the keys of lr_scheduler are type, warmup_ratio, warmup_steps, min_lr_ratio",
+    ),
 ]
 
 
@@ -57,7 +64,8 @@ def test_unknown_in_a_section(faults, section, key, hint):
 
 def test_a_section_as_a_word(faults):
     inside = (
-        "name, lr, weight_decay, betas, eps, momentum, state_bits, master_weights, stochastic_rounding, implementation"
+        "name, lr, weight_decay, betas, eps, momentum, state_bits, master_weights,"
+        " stochastic_rounding, implementation"
     )
     for value, found in (("adamw", "'adamw'"), ("[adamw]", "a list"), ("null", "null")):
         assert faults(f"optimizer: {value}\n") == [
@@ -91,12 +99,18 @@ def test_every_single_typo_finds_its_key(faults):
 def test_aliases_lead_to_keys_that_exist():
     schema = read_schema(DpoFinetuneConfig)
     every = [read_schema(each) for each in RECIPE_CONFIGS.values()]
-    assert set(KEY_ALIASES.values()) <= {name for each in every for name in (*each.keys, *each.sections)}
+    assert set(KEY_ALIASES.values()) <= {
+        name for each in every for name in (*each.keys, *each.sections)
+    }
     assert not set(KEY_ALIASES) & set(schema.keys)
     choices = {*LINEARS, "embedding", "head", "router", "experts"} | {
         choice for key in schema.keys.values() for choice in key.limits.get("choices", ())
     }
-    assert {meant.split(" with ")[0] for meant in CHOICE_ALIASES.values()} <= {*choices, *names("data.format"), "adamw"}
+    assert {meant.split(" with ")[0] for meant in CHOICE_ALIASES.values()} <= {
+        *choices,
+        *names("data.format"),
+        "adamw",
+    }
 
 
 @pytest.mark.parametrize(
@@ -115,23 +129,33 @@ def test_words_of_adapters_and_data(faults, word, ours):
 def test_a_key_of_another_recipe(faults):
     assert faults("lora: {rank: 8}\n", "lora.alpha=8", "dpo_beta=0.2", "load_in_4bit=true") == [
         "c.yaml:1: lora: unknown key; lora is a section of the recipe lora_finetune_distributed",
-        "command line: lora.alpha=8: unknown key; lora.alpha is a key of the recipe lora_finetune_distributed",
+        (
+            "command line: lora.alpha=8: unknown key; lora.alpha is a key of the recipe"
+            " lora_finetune_distributed"
+        ),
         "command line: dpo_beta=0.2: unknown key; dpo.beta is a key of the recipe dpo_distributed",
-        "command line: load_in_4bit=true: unknown key; lora.quantize_base is a key of the recipe "
-        "lora_finetune_distributed",
+        (
+            "command line: load_in_4bit=true: unknown key; lora.quantize_base is a key of the"
+            " recipe lora_finetune_distributed"
+        ),
     ]
 
 
 def test_all_faults_at_once_in_file_order(faults):
-    text = "lr: 3\nseed: x\nlog:\n  every_n_steps: 0\n  every_n_steps: 2\nresume: latest\noverwrite_output_dir: true\n"
+    text = (
+        "lr: 3\nseed: x\nlog:\n  every_n_steps: 0\n  every_n_steps: 2\nresume:"
+        " latest\noverwrite_output_dir: true\n"
+    )
     assert faults(text, "epochs=0", "nope=1") == [
         "c.yaml:1: lr: unknown key; did you mean optimizer.lr?",
         "c.yaml:2: seed: found 'x', expected an integer >= 0",
         "c.yaml:5: log.every_n_steps: set twice, first on line 4; remove one of the two",
         "command line: epochs=0: found 0, expected an integer >= 1",
         f"command line: nope=1: unknown key{ALL}",
-        "c.yaml:7: resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces it; "
-        "remove one of the two",
+        (
+            "c.yaml:7: resume, overwrite_output_dir: one goes on from what output_dir holds, the"
+            " other replaces it; remove one of the two"
+        ),
     ]
 
 
@@ -156,13 +180,16 @@ def test_a_config_of_another_shipped_recipe(faults, monkeypatch):
 
     monkeypatch.setitem(load.RECIPE_CONFIGS, "other_recipe", FullFinetuneConfig)
     assert faults("recipe: other_recipe\n") == [
-        "c.yaml:1: recipe: found 'other_recipe', expected full_finetune_distributed; "
-        "run it with that recipe: tune run other_recipe, or override it: recipe=full_finetune_distributed"
+        "c.yaml:1: recipe: found 'other_recipe', expected full_finetune_distributed; run it with"
+        " that recipe: tune run other_recipe, or override it: recipe=full_finetune_distributed"
     ]
 
 
 def test_a_section_of_another_tool_is_gone_through(faults):
-    text = "training:\n  steps: 10\n  seq_len: 64\nparallelism: {tensor_parallel_degree: 8}\nparalel: {tensor: 2}\n"
+    text = (
+        "training:\n  steps: 10\n  seq_len: 64\nparallelism: {tensor_parallel_degree: 8}\nparalel:"
+        " {tensor: 2}\n"
+    )
     assert faults(text) == [
         "c.yaml:2: training.steps: unknown key; did you mean max_steps?",
         "c.yaml:3: training.seq_len: unknown key; did you mean max_seq_len?",

@@ -1,4 +1,6 @@
-"""Files that are no config: not there, not text, not YAML, or YAML with what a config must not hold."""
+"""Files that are no config: not there, not text, not YAML, or YAML with what a config must not
+hold.
+"""
 
 import os
 import time
@@ -11,27 +13,45 @@ from recipe_lib.errors import ConfigError
 
 SYNTAX = [
     ("a: b: c\n", 1, "a second `: ` in a value, or a line indented too far; quote text with `: `"),
-    ("seed: 3\n  batch_size: 4\n", 2, "a second `: ` in a value, or a line indented too far; quote text with `: `"),
+    (
+        "seed: 3\n  batch_size: 4\n",
+        2,
+        "a second `: ` in a value, or a line indented too far; quote text with `: `",
+    ),
     ("data:\n  source: x\n format: y\n", 3, "the indentation does not fit the lines above"),
     ("data:\n\tsource: x\n", 2, "indented with a tab; use spaces"),
-    ("seed: 3\ndata: {source: x\nepochs: 3\n", 2, "a mapping `{...}` is not closed, or lacks a comma"),
+    (
+        "seed: 3\ndata: {source: x\nepochs: 3\n",
+        2,
+        "a mapping `{...}` is not closed, or lacks a comma",
+    ),
     ("log:\n  trackers: [wandb\nseed: 3\n", 2, "a list `[...]` is not closed, or lacks a comma"),
     ("seed: 3\nresume: 'abc\nepochs: 3\n", 2, "a quote is not closed"),
     ('resume: "\\q"\n', 1, "an unknown escape after a backslash; use single quotes"),
     ("resume: @latest\n", 1, "a value that begins with a special letter; put it in quotes"),
     ("resume: `x`\n", 1, "a value that begins with a special letter; put it in quotes"),
-    ("seed: 3\nepochs\n", 2, "a key without `: ` after it, or a quote or bracket that is not closed"),
+    (
+        "seed: 3\nepochs\n",
+        2,
+        "a key without `: ` after it, or a quote or bracket that is not closed",
+    ),
     ("a: [1,\n b: {", 2, "a mapping `{...}` is not closed, or lacks a comma"),
     ("seed: 3\na: [{b: 1}, [2],\n\n", 2, "a list `[...]` is not closed, or lacks a comma"),
     ("data: {source: ???}\n", 1, "a list or mapping with an empty place; put the value in quotes"),
-    ("seed: 3\n...\nfoo\n", 3, "the indentation does not fit the lines above, or text follows a closed value"),
+    (
+        "seed: 3\n...\nfoo\n",
+        3,
+        "the indentation does not fit the lines above, or text follows a closed value",
+    ),
     ("seed: 3\nresume: a\x07b\n", 2, "found the control character 0x07; remove it"),
     ("\x00", 1, "found the control character 0x00; remove it"),
 ]
 
 
 @pytest.mark.parametrize("pure", [False, True], ids=["libyaml", "pure"])
-@pytest.mark.parametrize(("text", "line", "words"), SYNTAX, ids=[repr(text) for text, _, _ in SYNTAX])
+@pytest.mark.parametrize(
+    ("text", "line", "words"), SYNTAX, ids=[repr(text) for text, _, _ in SYNTAX]
+)
 def test_not_yaml(faults, monkeypatch, text, line, words, pure):
     import yaml
 
@@ -43,13 +63,25 @@ def test_not_yaml(faults, monkeypatch, text, line, words, pure):
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (b"seed: 3\nresume: caf\xe9\n", "c.yaml:2: not UTF-8 text: found the byte 0xe9; save the file as UTF-8"),
-        ("seed: 3".encode("utf-16"), "c.yaml:1: not UTF-8 text: found the byte 0xff; save the file as UTF-8"),
-        (b"x" * (MAX_BYTES + 1), "c.yaml: larger than 1 MiB; a config holds a few dozen lines (is this a data file?)"),
+        (
+            b"seed: 3\nresume: caf\xe9\n",
+            "c.yaml:2: not UTF-8 text: found the byte 0xe9; save the file as UTF-8",
+        ),
+        (
+            "seed: 3".encode("utf-16"),
+            "c.yaml:1: not UTF-8 text: found the byte 0xff; save the file as UTF-8",
+        ),
+        (
+            b"x" * (MAX_BYTES + 1),
+            "c.yaml: larger than 1 MiB; a config holds a few dozen lines (is this a data file?)",
+        ),
         (b"- a\n- b\n", "c.yaml:1: found a list, expected lines of `key: value`"),
         (b"# purpose\nhello\n", "c.yaml:2: found 'hello', expected lines of `key: value`"),
         (b"[" * 5000, "c.yaml:1: nested more than 20 deep; a config has sections of keys"),
-        (b"a: " + b"{a: " * 5000, "c.yaml:1: nested more than 20 deep; a config has sections of keys"),
+        (
+            b"a: " + b"{a: " * 5000,
+            "c.yaml:1: nested more than 20 deep; a config has sections of keys",
+        ),
     ],
 )
 def test_not_a_config(faults, data, line):
@@ -92,7 +124,9 @@ def test_interpolation_in_a_mapping(faults):
 
 def test_a_second_document(faults):
     text = "model: {path: x}\ndata: {source: x}\n---\nseed: 4\n"
-    assert faults(text) == ["c.yaml:3: a second document begins here (`---`); a config is one document"]
+    assert faults(text) == [
+        "c.yaml:3: a second document begins here (`---`); a config is one document"
+    ]
 
 
 def test_hostile_yaml_runs_nothing(faults, monkeypatch):

@@ -22,7 +22,9 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """The same without a chat template, beginning texts with BOS."""
-    return load_tokenizer(write_json(tmp_path_factory.mktemp("plain"), template=None, add_bos_token=True))
+    return load_tokenizer(
+        write_json(tmp_path_factory.mktemp("plain"), template=None, add_bos_token=True)
+    )
 
 
 @pytest.fixture
@@ -30,7 +32,9 @@ def rows_file(tmp_path: Path) -> Callable[..., str]:
     """Writes rows as JSON lines; gives the path as text."""
 
     def write(*rows: object, name: str = "rows.jsonl") -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (tmp_path / name).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
         return str(tmp_path / name)
 
     return write

@@ -1,8 +1,9 @@
-"""Real chat templates with tokenizers that know their special tokens, rows of each format, and the table of what the
-loss counts in them: `python -m tests.data.masks_cases > docs/masks.md` (REALDATA_DIR names the folder of real files).
+"""Real chat templates with tokenizers that know their special tokens, rows of each format, and the
+table of what the loss counts in them: `python -m tests.data.masks_cases > docs/masks.md`
+(REALDATA_DIR names the folder of real files).
 
-Where a model's own vocabulary is not at hand, another real one with its special tokens added stands in: what is
-trained is a question of the template and of the special tokens.
+Where a model's own vocabulary is not at hand, another real one with its special tokens added stands
+in: what is trained is a question of the template and of the special tokens.
 """
 
 import gzip
@@ -22,20 +23,22 @@ from recipe_lib.tokenizers import load_tokenizer
 
 # The format that Meta has documented for Llama 2; its files came without a template.
 LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
-    "{% for turn in turns %}{% set said = (system if loop.first else '') + turn.content | trim %}"
-    "{% if turn.role == 'user' %}{{ bos_token + '[INST] ' + said + ' [/INST]' }}"
-    "{% elif turn.role == 'assistant' %}{{ ' ' + said + ' ' + eos_token }}"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\\n' + messages[0].content +"
+    " '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set"
+    " turns = messages %}{% endif %}{% for turn in turns %}{% set said = (system if loop.first else"
+    " '') + turn.content | trim %}{% if turn.role == 'user' %}{{ bos_token + '[INST] ' + said + '"
+    " [/INST]' }}{% elif turn.role == 'assistant' %}{{ ' ' + said + ' ' + eos_token }}{% else %}{{"
+    " raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's chat template. tokenizer: folder or file under `tokenizers`; template: `jinja:FILE` under
-    `chat-templates`, `config:FILE` with `chat_template`, Jinja itself, or nothing for the tokenizer's own; config: a
-    tokenizer_config.json to take over; extra: special tokens that the tokenizer lacks."""
+    """A model's chat template. tokenizer: folder or file under `tokenizers`; template: `jinja:FILE`
+    under `chat-templates`, `config:FILE` with `chat_template`, Jinja itself, or nothing for the
+    tokenizer's own; config: a tokenizer_config.json to take over; extra: special tokens that the
+    tokenizer lacks.
+    """
 
     name: str
     tokenizer: str
@@ -74,7 +77,11 @@ ASKS = ["How hot is it in Rome?", "And in Oslo?"]
 THOUGHT = "<think>\nI look it up.\n</think>\n\n"
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "description": "Temperature of a city.", "parameters": {"type": "object"}},
+    "function": {
+        "name": "weather",
+        "description": "Temperature of a city.",
+        "parameters": {"type": "object"},
+    },
 }
 CALL = {
     "id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
@@ -131,12 +138,16 @@ def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
         for file in (realdata / case.config).glob("*.json"):
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads(place.read_text()) if place.is_file() else {}
-    config |= {f"{role}_token": text for role, text in (("bos", case.bos), ("eos", case.eos)) if text}
+    config |= {
+        f"{role}_token": text for role, text in (("bos", case.bos), ("eos", case.eos)) if text
+    }
     kind, _, where = case.template.partition(":")
     if kind == "jinja":
         config["chat_template"] = (realdata / "chat-templates" / f"{where}.jinja").read_text()
     elif kind == "config":
-        config["chat_template"] = json.loads((realdata / where / "tokenizer_config.json").read_text())["chat_template"]
+        config["chat_template"] = json.loads(
+            (realdata / where / "tokenizer_config.json").read_text()
+        )["chat_template"]
     elif case.template:
         config["chat_template"] = case.template
     place.write_text(json.dumps(config))
@@ -147,9 +158,19 @@ def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
 
 def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
     content = json.loads(file.read_text())
-    first = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    content["added_tokens"] += [{"id": first + n, "content": text, **flags} for n, text in enumerate(texts)]
+    first = 1 + max(
+        [*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])]
+    )
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    content["added_tokens"] += [
+        {"id": first + n, "content": text, **flags} for n, text in enumerate(texts)
+    ]
     file.write_text(json.dumps(content))
 
 
@@ -167,16 +188,28 @@ def trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
             runs.append([at, at])
         if trained:
             runs[-1][1] = at + 1
-    return [tokenizer.decode(encoded.ids[:b]).removeprefix(tokenizer.decode(encoded.ids[:a])) for a, b in runs]
+    return [
+        tokenizer.decode(encoded.ids[:b]).removeprefix(tokenizer.decode(encoded.ids[:a]))
+        for a, b in runs
+    ]
 
 
 def outcome(encoder: Encoder, column: str) -> list[str] | str:
     """What is trained of a row, or why it is refused; behind `|`: another sequence begins."""
     try:
         if column == "preference":
-            return [text for encoded in encoder.encode_answers(PAIR) for text in trained_texts(encoder, encoded)]
-        found = [trained_texts(encoder, encoded) for encoded in encoder.encode_sample(sample_of(column)).sequences]
-        return [text for number, texts in enumerate(found) for text in (["|"] if number else []) + texts]
+            return [
+                text
+                for encoded in encoder.encode_answers(PAIR)
+                for text in trained_texts(encoder, encoded)
+            ]
+        found = [
+            trained_texts(encoder, encoded)
+            for encoded in encoder.encode_sample(sample_of(column)).sequences
+        ]
+        return [
+            text for number, texts in enumerate(found) for text in (["|"] if number else []) + texts
+        ]
     except SampleFault as fault:
         return f"refused: {fault.cause}"
 
@@ -253,7 +286,8 @@ def cell_of(found: list[str] | str) -> str:
         return found.replace("refused by the chat template", "the template objects")
     short = [text.replace(THOUGHT, "T").replace(HOT, "A").replace(MILD, "B") for text in found]
     return "<br>".join(
-        "*and*" if text == "|" else "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`" for text in short
+        "*and*" if text == "|" else "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`"
+        for text in short
     )
 
 
@@ -269,5 +303,7 @@ def page(encoders: Iterable[Encoder]) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        folders = [write_folder(c, Path(os.environ["REALDATA_DIR"]), Path(made) / c.name) for c in CASES]
+        folders = [
+            write_folder(c, Path(os.environ["REALDATA_DIR"]), Path(made) / c.name) for c in CASES
+        ]
         sys.stdout.write(page(Encoder(load_tokenizer(folder), "auto") for folder in folders))

@@ -24,7 +24,9 @@ class OneSource:
         return np.zeros(self.rows, dtype=np.int16)
 
 
-def global_rows(num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool) -> np.ndarray:
+def global_rows(
+    num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool
+) -> np.ndarray:
     """Row numbers of step `step` (from 0) of epoch `epoch` (from 0), over all ranks."""
     plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=rows_per_step, shuffle=shuffle)
     return np.concatenate(plan.slots(epoch * plan.steps(0) + step))

@@ -1,7 +1,8 @@
-"""A least row of every format, and every column and message key that rows of other tools have, with a value each.
+"""A least row of every format, and every column and message key that rows of other tools have, with
+a value each.
 
-The names are those of TRL's, LLaMA-Factory's, Axolotl's, torchtune's, ms-swift's and OpenAI's rows, and of datasets of
-the hub.
+The names are those of TRL's, LLaMA-Factory's, Axolotl's, torchtune's, ms-swift's and OpenAI's rows,
+and of datasets of the hub.
 """
 
 import functools
@@ -16,7 +17,10 @@ from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
-USER, SAID = {"role": "user", "content": "Capital of Peru?"}, {"role": "assistant", "content": "Lima."}
+USER, SAID = (
+    {"role": "user", "content": "Capital of Peru?"},
+    {"role": "assistant", "content": "Lima."},
+)
 TURNS = [{"from": "human", "value": "Capital of Peru?"}, {"from": "gpt", "value": "Lima."}]
 ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "Capital of Peru?", "output": "Lima."},
@@ -30,7 +34,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "classification of text": {"text": "Lima is the capital.", "label": "fact"},
     "classification of messages": {"messages": [USER, SAID], "label": "fact"},
 }
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Of Rome.", "parameters": {}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Of Rome.", "parameters": {}},
+}
 OTHER = [{"role": "user", "content": "Moon?"}, {"role": "assistant", "content": "Round."}]
 
 # What no format of these rows reads: its name in a fault, whatever it holds.
@@ -112,7 +119,9 @@ def encode(
     return encode_file(tokenizer, form, Rows(*rows), **settings)
 
 
-def encode_file(tokenizer: Tokenizer, form: str, file: Any, **settings: Any) -> tuple[str, list[str], DataReport]:
+def encode_file(
+    tokenizer: Tokenizer, form: str, file: Any, **settings: Any
+) -> tuple[str, list[str], DataReport]:
     """As `encode`, of a file."""
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))

@@ -1,7 +1,8 @@
-"""Chat templates of today (of trl's wheel, and of REALDATA_DIR), a tokenizer for each, and kinds of conversations.
+"""Chat templates of today (of trl's wheel, and of REALDATA_DIR), a tokenizer for each, and kinds of
+conversations.
 
-The tokenizers are byte-level ones with each template's special tokens; what ends a turn is what the models'
-generation_config.json says.
+The tokenizers are byte-level ones with each template's special tokens; what ends a turn is what the
+models' generation_config.json says.
 """
 
 import importlib.util
@@ -26,10 +27,12 @@ THINKING = "reasoning_content"
 
 @dataclass(frozen=True)
 class Template:
-    """place: `trl` or `realdata`, and the file. end: what ends an answer, call_end: what ends a tool call. thought: the
-    field that it reads thoughts from, empty: none, and then opens: what ends a thought that its prompt has begun. tags:
-    it reads them from between tags too. calls: how it wants the arguments of tool calls (`object`, `text`; empty: it
-    has none). system: it has system messages."""
+    """place: `trl` or `realdata`, and the file. end: what ends an answer, call_end: what ends a
+    tool call. thought: the field that it reads thoughts from, empty: none, and then opens: what
+    ends a thought that its prompt has begun. tags: it reads them from between tags too. calls: how
+    it wants the arguments of tool calls (`object`, `text`; empty: it has none). system: it has
+    system messages.
+    """
 
     name: str
     place: str
@@ -112,7 +115,9 @@ BY_NAME = {template.name: template for template in TEMPLATES}
 
 
 def source_of(template: Template, training: bool = False) -> str:
-    """The template's Jinja; skips a test where the file is not there. training: trl's version with `generation`."""
+    """The template's Jinja; skips a test where the file is not there. training: trl's version with
+    `generation`.
+    """
     if template.place == TRL:
         found = importlib.util.find_spec("trl")  # its files alone are wanted: it is not imported
         if found is None or not found.submodule_search_locations:
@@ -121,20 +126,34 @@ def source_of(template: Template, training: bool = False) -> str:
         return (folder / f"{template.file}{'_training' if training else ''}.jinja").read_text()
     if "REALDATA_DIR" not in os.environ:
         pytest.skip("REALDATA_DIR is not set")
-    return (Path(os.environ["REALDATA_DIR"]) / "chat-templates" / f"{template.file}.jinja").read_text()
+    return (
+        Path(os.environ["REALDATA_DIR"]) / "chat-templates" / f"{template.file}.jinja"
+    ).read_text()
 
 
-def write_tokenizer(folder: Path, template: Template, source: str, more: tuple[str, ...] = ()) -> Path:
+def write_tokenizer(
+    folder: Path, template: Template, source: str, more: tuple[str, ...] = ()
+) -> Path:
     """A tokenizer folder with the template. more: special tokens that it has besides."""
-    ends = [text for text in (template.eos or template.end, template.end, template.call_end) if text]
+    ends = [
+        text for text in (template.eos or template.end, template.end, template.call_end) if text
+    ]
     eos = SPECIAL.findall(ends[0])[-1]
-    texts = dict.fromkeys([*SPECIAL.findall(source), *(t for end in ends for t in SPECIAL.findall(end)), eos, *more])
+    texts = dict.fromkeys(
+        [*SPECIAL.findall(source), *(t for end in ends for t in SPECIAL.findall(end)), eos, *more]
+    )
     if template.bos:
         texts[template.bos] = None
     write_json(folder, template=source, bos_token=template.bos or None, eos_token=eos)
     content = json.loads((folder / "tokenizer.json").read_text())
     known = {token["content"]: token["id"] for token in content["added_tokens"]}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     for text in texts:
         if text not in known:
             known[text] = max([*content["model"]["vocab"].values(), *known.values()]) + 1
@@ -149,7 +168,11 @@ def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Rome"}},
+}
 _TOOL = {
     "type": "function",
     "function": {
@@ -219,7 +242,9 @@ def filled(messages: list[dict[str, Any]], template: Template) -> list[dict[str,
 
 
 def as_expected(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
-    """The messages as the model's own documentation has them: thoughts and arguments where its template reads them."""
+    """The messages as the model's own documentation has them: thoughts and arguments where its
+    template reads them.
+    """
     found = []
     for message in json.loads(json.dumps(messages)):
         thought, content = message.pop(THINKING, None), message["content"]

@@ -1,4 +1,6 @@
-"""Parquet files and hub datasets: any range of rows, whatever the row groups; nulls; what is missing or damaged."""
+"""Parquet files and hub datasets: any range of rows, whatever the row groups; nulls; what is
+missing or damaged.
+"""
 
 import re
 import sys
@@ -39,7 +41,17 @@ def test_any_range_of_rows(tmp_path, monkeypatch, group, batch):
     path = write(tmp_path / "a.parquet", rows, row_group_size=group)
     file, expected = opened(path), [(f"{path}: .[{row['n']}]", row) for row in rows]
     assert len(file) == 60 and list(file.read()) == expected
-    for start, stop in ((0, 0), (0, 1), (59, 60), (6, 8), (7, 14), (17, 43), (58, 99), (60, 70), (29, None)):
+    for start, stop in (
+        (0, 0),
+        (0, 1),
+        (59, 60),
+        (6, 8),
+        (7, 14),
+        (17, 43),
+        (58, 99),
+        (60, 70),
+        (29, None),
+    ):
         assert list(file.read(start, stop)) == expected[start:stop], (start, stop)
     assert [file.place_of(row) for row in range(60)] == [place for place, _ in expected]
 
@@ -48,8 +60,16 @@ def test_nulls_inside_a_column_are_left_out(tmp_path):
     """A table fills objects up to the same fields; a template would print them."""
     messages = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "assistant", "content": "y", "tool_calls": [{"function": {"name": "g", "arguments": {"b": None}}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+        {
+            "role": "assistant",
+            "content": "y",
+            "tool_calls": [{"function": {"name": "g", "arguments": {"b": None}}}],
+        },
     ]
     path = write(tmp_path / "a.parquet", [{"messages": messages, "tools": None}])
     ((_, row),) = opened(path).read()
@@ -57,7 +77,11 @@ def test_nulls_inside_a_column_are_left_out(tmp_path):
     assert row["messages"] == [
         {"role": "user", "content": "x"},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "assistant", "content": "y", "tool_calls": [{"function": {"name": "g", "arguments": {}}}]},
+        {
+            "role": "assistant",
+            "content": "y",
+            "tool_calls": [{"function": {"name": "g", "arguments": {}}}],
+        },
     ]
 
 
@@ -71,7 +95,9 @@ def test_parquet_files_that_are_refused(tmp_path, monkeypatch):
     )
     (tmp_path / "c.parquet").write_bytes(b"")
     refused(tmp_path / "c.parquet", r"c.parquet: found no Parquet table")
-    writer.write_table(pyarrow.table({"a": pyarrow.array([], pyarrow.int64())}), tmp_path / "d.parquet")
+    writer.write_table(
+        pyarrow.table({"a": pyarrow.array([], pyarrow.int64())}), tmp_path / "d.parquet"
+    )
     refused(tmp_path / "d.parquet", r"d.parquet: the file is empty, expected samples")
     damaged = bytearray(content)
     damaged[4:40] = bytes(36)
@@ -79,31 +105,46 @@ def test_parquet_files_that_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"e.parquet: the Parquet file cannot be read"):
         list(opened(tmp_path / "e.parquet").read())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refused(path, r"a.parquet: Parquet needs the package pyarrow; run `pip install 'datasets<6,>=4' 'pyarrow>=17'`$")
+    refused(
+        path,
+        r"a.parquet: Parquet needs the package pyarrow; run `pip install 'datasets<6,>=4'"
+        r" 'pyarrow>=17'`$",
+    )
 
 
 def test_hub_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(
-        "hub:owner/name", r"hub:owner/name needs the package datasets; run `pip install 'datasets<6,>=4' 'pyarrow>=17'`"
+        "hub:owner/name",
+        r"hub:owner/name needs the package datasets; run `pip install 'datasets<6,>=4'"
+        r" 'pyarrow>=17'`",
     )
 
 
-@pytest.mark.parametrize("name", ["", ":x", "../x", "/tmp", "a/b/c", "a b", "owner/", "owner/name:"])
+@pytest.mark.parametrize(
+    "name", ["", ":x", "../x", "/tmp", "a/b/c", "a b", "owner/", "owner/name:"]
+)
 def test_hub_names_that_are_none(name):
-    refused(f"hub:{name}", rf"data.source: found 'hub:{name}', expected hub:OWNER/NAME or hub:OWNER/NAME:SUBSET$")
+    refused(
+        f"hub:{name}",
+        rf"data.source: found 'hub:{name}', expected hub:OWNER/NAME or hub:OWNER/NAME:SUBSET$",
+    )
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A stand-in for the hub: the datasets library itself over a file of this folder; what it was asked for."""
+    """A stand-in for the hub: the datasets library itself over a file of this folder; what it was
+    asked for.
+    """
     datasets = pytest.importorskip("datasets")
     asked = []
 
     def load_dataset(name, subset=None, *, split):
         asked.append((name, subset, split))
         if name == "owner/none":
-            raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/none' doesn't exist\nmore")
+            raise datasets.exceptions.DatasetNotFoundError(
+                "Dataset 'owner/none' doesn't exist\nmore"
+            )
         rows = [{"n": number, "inner": {"a": number, "b": None}} for number in range(600)]
         return datasets.Dataset.from_list(rows)
 
@@ -120,7 +161,8 @@ def test_hub_rows(hub):
     assert hub == [("owner/name", None, "test")]
     assert len(opened("hub:owner/name:main")) == 600 and hub[-1] == ("owner/name", "main", "train")
     refused(
-        "hub:owner/none", r"hub:owner/none: the hub dataset cannot be loaded \(Dataset 'owner/none' doesn't exist\)$"
+        "hub:owner/none",
+        r"hub:owner/none: the hub dataset cannot be loaded \(Dataset 'owner/none' doesn't exist\)$",
     )
 
 

@@ -1,4 +1,6 @@
-"""Batches: padded by length, the same rows in a step however it is divided, counts without communication."""
+"""Batches: padded by length, the same rows in a step however it is divided, counts without
+communication.
+"""
 
 import json
 
@@ -25,21 +27,31 @@ def dataset(chatml, tmp_path_factory):
 
 
 def unpadded(steps) -> list[tuple[list[int], list[int]]]:
-    """Every row of a step as (tokens, labels), in order of rank and micro-batch, without padding."""
+    """Every row of a step as (tokens, labels), in order of rank and micro-batch, without
+    padding.
+    """
     rows = []
     for step in steps:
         for batch in step.micro_batches:
             for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
-                length = max((at for at, label in enumerate(labels) if label != -100), default=-1) + 1
+                length = (
+                    max((at for at, label in enumerate(labels) if label != -100), default=-1) + 1
+                )
                 rows.append((tokens[:length], labels[:length]))
     return rows
 
 
-@pytest.mark.parametrize(("ranks", "accumulation", "size"), [(1, 1, 8), (1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "size"), [(1, 1, 8), (1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 2, 1)]
+)
 def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumulation, size):
     rows = global_rows(len(dataset), 3, 0, 1, 8, True)
-    steps = [make_step(dataset, rows, rank, ranks, size, accumulation, PAD) for rank in range(ranks)]
-    expected = sorted((dataset[int(i)].tokens.tolist(), dataset[int(i)].labels.tolist()) for i in rows)
+    steps = [
+        make_step(dataset, rows, rank, ranks, size, accumulation, PAD) for rank in range(ranks)
+    ]
+    expected = sorted(
+        (dataset[int(i)].tokens.tolist(), dataset[int(i)].labels.tolist()) for i in rows
+    )
     assert sorted(unpadded(steps)) == expected
     trained = int(sum(dataset.trained_counts[int(i)] for i in rows))
     for step in steps:
@@ -56,9 +68,10 @@ def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
         step = make_step(dataset, rows, rank, 2, 3, 2, PAD)
         for number, batch in enumerate(step.micro_batches):
             own = rows[(number * 2 + rank) * 3 :][:3]
-            assert [t[: len(dataset[int(i)].tokens)] for t, i in zip(batch.tokens.tolist(), own, strict=True)] == [
-                dataset[int(i)].tokens.tolist() for i in own
-            ]
+            assert [
+                t[: len(dataset[int(i)].tokens)]
+                for t, i in zip(batch.tokens.tolist(), own, strict=True)
+            ] == [dataset[int(i)].tokens.tolist() for i in own]
 
 
 def test_padding_is_on_the_right_and_has_no_labels(dataset):
@@ -68,13 +81,17 @@ def test_padding_is_on_the_right_and_has_no_labels(dataset):
     assert batch.positions is None and batch.attention.documents is None
     assert batch.tokens.shape == batch.labels.shape == (4, max(dataset.lengths[:4]))
     for at, length in enumerate(dataset.lengths[:4]):
-        assert (batch.tokens[at, length:] == PAD).all() and (batch.labels[at, length:] == -100).all()
+        assert (batch.tokens[at, length:] == PAD).all() and (
+            batch.labels[at, length:] == -100
+        ).all()
         assert (batch.tokens[at, :length] == torch.from_numpy(dataset[at].tokens.copy())).all()
 
 
 def test_a_token_that_is_the_pad_id_is_trained(dataset):
     label = int(dataset[0].labels[-1])
-    (batch,) = make_step(dataset, global_rows(len(dataset), 0, 0, 0, 4, False), 0, 1, 4, 1, label).micro_batches
+    (batch,) = make_step(
+        dataset, global_rows(len(dataset), 0, 0, 0, 4, False), 0, 1, 4, 1, label
+    ).micro_batches
     assert (batch.labels[0] == label).sum() == (dataset[0].labels == label).sum() > 0
 
 
@@ -90,8 +107,14 @@ def test_validation_sees_every_row_once(dataset, ranks, size):
         counted = sum(int((b.labels != -100).sum()) for s in steps for b in s.micro_batches)
         assert {s.trained_tokens for s in steps} == {counted}
         size = min(size, -(-37 // ranks))  # no more than a rank has
-        assert all(b.tokens.shape[0] == size and b.tokens.shape[1] >= 1 for s in steps for b in s.micro_batches)
-        assert steps[0].padded_tokens == sum(b.tokens.numel() for s in steps for b in s.micro_batches)
+        assert all(
+            b.tokens.shape[0] == size and b.tokens.shape[1] >= 1
+            for s in steps
+            for b in s.micro_batches
+        )
+        assert steps[0].padded_tokens == sum(
+            b.tokens.numel() for s in steps for b in s.micro_batches
+        )
 
 
 def test_the_wrong_number_of_rows_is_our_mistake(dataset):
@@ -101,7 +124,11 @@ def test_the_wrong_number_of_rows_is_our_mistake(dataset):
 
 def test_moving_keeps_what_there_is(dataset):
     step = make_step(dataset, global_rows(len(dataset), 0, 0, 0, 4, True), 0, 1, 4, 1).to("meta")
-    assert step.micro_batches[0].tokens.device.type == step.micro_batches[0].labels.device.type == "meta"
+    assert (
+        step.micro_batches[0].tokens.device.type
+        == step.micro_batches[0].labels.device.type
+        == "meta"
+    )
     assert step.micro_batches[0].attention.documents is None and step.trained_tokens > 0
 
 
@@ -117,12 +144,17 @@ def made_dataset(rows: int, group: int = 1, longest: int = 16, seed: int = 0) ->
 
 
 def documents(batch) -> list[tuple[list[int], list[int], list[int]]]:
-    """(tokens, labels, positions) of each document that has a label, as attention and positions have it."""
+    """(tokens, labels, positions) of each document that has a label, as attention and positions
+    have it.
+    """
     found = []
     for row in range(len(batch.tokens)):
         for number in range(int(batch.attention.documents[row].max()) + 1):
             inside = batch.attention.documents[row] == number
-            part = [tensor[row][inside].tolist() for tensor in (batch.tokens, batch.labels, batch.positions)]
+            part = [
+                tensor[row][inside].tolist()
+                for tensor in (batch.tokens, batch.labels, batch.positions)
+            ]
             if any(label != -100 for label in part[1]):
                 found.append(tuple(part))
     return found
@@ -134,11 +166,18 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
     plan = DataPlan(rows, seed=1, slots_per_step=4, shuffle=True, packing_capacity=40)
     slots = plan.slots(2)
     steps = [
-        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.pack_length(2)) for rank in range(ranks)
+        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.pack_length(2))
+        for rank in range(ranks)
     ]
-    found = [document for step in steps for batch in step.micro_batches for document in documents(batch)]
+    found = [
+        document for step in steps for batch in step.micro_batches for document in documents(batch)
+    ]
     expected = [
-        (rows[item].tokens.tolist(), rows[item].labels.tolist(), list(range(len(rows[item].tokens))))
+        (
+            rows[item].tokens.tolist(),
+            rows[item].labels.tolist(),
+            list(range(len(rows[item].tokens))),
+        )
         for item in np.concatenate(slots).tolist()
     ]
     assert sorted(found) == sorted(expected) and len(found) > 4
@@ -153,7 +192,9 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
 
 def test_a_pack_of_one_is_packed_like_the_others():
     rows = made_dataset(4)
-    (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, pack_length=20).micro_batches
+    (batch,) = make_step(
+        rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, pack_length=20
+    ).micro_batches
     assert batch.tokens.shape == (2, 20) and batch.attention.documents is not None
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
     assert batch.attention.documents is None and batch.positions is None and batch.segments is None
@@ -177,7 +218,10 @@ def decoder():
 
 def loss_of(model, steps) -> torch.Tensor:
     batches = [batch for step in steps for batch in step.micro_batches]
-    return sum(model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) for batch in batches)
+    return sum(
+        model(batch.tokens, batch.positions, batch.attention, labels=batch.labels)
+        for batch in batches
+    )
 
 
 def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
@@ -193,7 +237,9 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
         loss = loss_of(decoder, [step])
         loss.backward()
         losses.append(loss.item())
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in decoder.parameters()]))
+        gradients.append(
+            torch.cat([parameter.grad.flatten() for parameter in decoder.parameters()])
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
 
@@ -225,12 +271,16 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
 @pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 4), (3, 2)])
 def test_validation_counts_every_item_once(decoder, group, packing, ranks, size):
     rows = made_dataset(22, group)
-    by_rank = [list(validation_steps(rows, rank, ranks, size, PAD, 4, packing)) for rank in range(ranks)]
+    by_rank = [
+        list(validation_steps(rows, rank, ranks, size, PAD, 4, packing)) for rank in range(ranks)
+    ]
     assert len({len(steps) for steps in by_rank}) == 1
     assert sum(step.items for step in by_rank[0]) == rows.items
     assert sum(step.trained_tokens for step in by_rank[0]) == rows.trained_counts.sum()
     whole = loss_of(decoder, [make_step(rows, np.arange(rows.items), 0, 1, rows.items, 1, PAD)])
-    assert sum(loss_of(decoder, steps) for steps in by_rank).item() == pytest.approx(whole.item(), rel=1e-12)
+    assert sum(loss_of(decoder, steps) for steps in by_rank).item() == pytest.approx(
+        whole.item(), rel=1e-12
+    )
     if packing:
         assert len(by_rank[0]) < -(-rows.items // size // ranks)
 

@@ -1,4 +1,6 @@
-"""Tokenized rows are kept, found again, checked, shared by the ranks of a machine, and never trusted too far."""
+"""Tokenized rows are kept, found again, checked, shared by the ranks of a machine, and never
+trusted too far.
+"""
 
 import errno
 import fcntl
@@ -27,7 +29,9 @@ from recipe_lib.training.training_data import TrainingData
 from tests.distributed.ranks import run_ranks
 from tests.tokenizers.made import write_json
 
-ROWS = [{"prompt": f"the {word}", "completion": f" sat {word}"} for word in ("cat", "dog", "mat", "log")]
+ROWS = [
+    {"prompt": f"the {word}", "completion": f" sat {word}"} for word in ("cat", "dog", "mat", "log")
+]
 
 
 @pytest.fixture
@@ -46,7 +50,9 @@ def tokenized(monkeypatch):
 
 def build(tokenizer, root, source, max_seq_len=64, **settings):
     settings = {"format": "prompt_completion"} | settings
-    return build_dataset(DataConfig(source=source, cache_dir=str(root), **settings), tokenizer, max_seq_len)
+    return build_dataset(
+        DataConfig(source=source, cache_dir=str(root), **settings), tokenizer, max_seq_len
+    )
 
 
 def folders(root):
@@ -59,7 +65,9 @@ def same(left, right):
     for number in range(len(left)):
         assert left[number].tokens.tolist() == right[number].tokens.tolist()
         assert left[number].labels.tolist() == right[number].labels.tolist()
-    assert [left.place(item) for item in range(left.items)] == [right.place(item) for item in range(right.items)]
+    assert [left.place(item) for item in range(left.items)] == [
+        right.place(item) for item in range(right.items)
+    ]
 
 
 def test_the_second_start_maps_what_the_first_has_made(chatml, root, rows_file, tokenized):
@@ -74,7 +82,9 @@ def test_the_second_start_maps_what_the_first_has_made(chatml, root, rows_file, 
     assert tokenized() == 2 and len(folders(root)) == 1
 
 
-def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, tmp_path, tokenized):
+def test_whatever_changes_a_row_changes_the_key(
+    chatml, plain, root, rows_file, tmp_path, tokenized
+):
     source = rows_file(*(row | {"text": row["prompt"]} for row in ROWS))
     build(chatml, root, source)
     settings = [
@@ -96,7 +106,10 @@ def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, 
 
 
 def test_another_vocabulary_of_the_same_size_changes_the_key(root, rows_file, tmp_path, tokenized):
-    folder, source = write_json(tmp_path / "tokenizer"), rows_file({"prompt": "c", "completion": "d"})
+    folder, source = (
+        write_json(tmp_path / "tokenizer"),
+        rows_file({"prompt": "c", "completion": "d"}),
+    )
     first = build(load_tokenizer(folder), root, source)
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -119,12 +132,19 @@ def test_what_changes_no_row_does_not(chatml, root, rows_file, tokenized):
     source = rows_file(*ROWS)
     first = build(chatml, root, source)
     os.utime(source, (1, 1))
-    for changed in ({"shuffle": False}, {"packing": True}, {"num_proc": 2}, {"check_label_mask": False}):
+    for changed in (
+        {"shuffle": False},
+        {"packing": True},
+        {"num_proc": 2},
+        {"check_label_mask": False},
+    ):
         assert build(chatml, root, source, **changed).fingerprint == first.fingerprint
     assert tokenized() == 1
 
 
-def test_a_changed_plugin_is_another_format(chatml, root, rows_file, tmp_path, tokenized, monkeypatch):
+def test_a_changed_plugin_is_another_format(
+    chatml, root, rows_file, tmp_path, tokenized, monkeypatch
+):
     source = rows_file(*ROWS)
 
     def with_plugin(word):
@@ -133,13 +153,17 @@ def test_a_changed_plugin_is_another_format(chatml, root, rows_file, tmp_path, t
         registry._components["data.format"].pop("mine", None)
         registry._loaded.clear()
         (tmp_path / "plugin.py").write_text(
-            "from recipe_lib.config.registry import register\nfrom recipe_lib.data.samples import Completion\n"
-            f"@register('data.format', 'mine')\ndef read(row): return Completion(row['prompt'], ' {word}')\n"
+            "from recipe_lib.config.registry import register\nfrom recipe_lib.data.samples import"
+            " Completion\n@register('data.format', 'mine')\ndef read(row): return"
+            f" Completion(row['prompt'], ' {word}')\n"
         )
         registry.load_plugin(tmp_path / "plugin.py")
         return build(chatml, root, source, format="mine")
 
-    first, second = with_plugin("cat"), with_plugin("horse")  # not of one length: bytecode goes by size and second
+    first, second = (
+        with_plugin("cat"),
+        with_plugin("horse"),
+    )  # not of one length: bytecode goes by size and second
     assert first.fingerprint != second.fingerprint and tokenized() == 2
     assert with_plugin("cat").fingerprint == first.fingerprint and tokenized() == 2
 
@@ -156,7 +180,9 @@ def test_a_format_or_tokenizer_without_a_file_is_not_kept(chatml, root, rows_fil
     assert not root.exists()
 
 
-@pytest.mark.parametrize("name", ["ids", "trained", "offsets", "file_of", "sample_of", "digests", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["ids", "trained", "offsets", "file_of", "sample_of", "digests", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty"])
 def test_a_damaged_cache_is_made_anew(chatml, root, rows_file, said, name, damage):
     source = rows_file(*ROWS)
@@ -172,7 +198,9 @@ def test_a_damaged_cache_is_made_anew(chatml, root, rows_file, said, name, damag
         (folder / name).write_bytes({"flip": flipped, "cut": content[:-1], "empty": b""}[damage])
     same(made, build(chatml, root, source))
     (line,) = said
-    assert line.startswith(f"data: {folder}: found a damaged cache ({name} ") and line.endswith("; tokenizing anew")
+    assert line.startswith(f"data: {folder}: found a damaged cache ({name} ") and line.endswith(
+        "; tokenizing anew"
+    )
     same(made, build(chatml, root, source))
     assert len(said) == 1
 
@@ -197,7 +225,8 @@ def test_somebody_elses_folder_is_left_alone(chatml, root, rows_file, said):
     assert len(build(chatml, root, source)) == 4
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
     line = (
-        f"warning: data.cache_dir: tokenized samples cannot be kept in {root} (Directory not empty); they are kept in "
+        f"warning: data.cache_dir: tokenized samples cannot be kept in {root} (Directory not"
+        " empty); they are kept in "
     )
     assert said[-1] == f"{line}memory"
 
@@ -207,7 +236,8 @@ def test_a_folder_that_cannot_be_made(chatml, root, rows_file, said):
     assert len(build(chatml, root, rows_file(*ROWS))) == 4
     (line,) = said
     assert (
-        line.startswith(f"warning: data.cache_dir: tokenized samples cannot be kept in {root} (") and "memory" in line
+        line.startswith(f"warning: data.cache_dir: tokenized samples cannot be kept in {root} (")
+        and "memory" in line
     )
     assert root.read_text() == "a file"
 
@@ -267,7 +297,9 @@ def counting_format(log, seconds=0.0):
         return Completion(row["prompt"], row["completion"])
 
 
-def test_one_rank_of_a_machine_tokenizes_and_the_first_one_at_that(chatml, root, rows_file, tmp_path):
+def test_one_rank_of_a_machine_tokenizes_and_the_first_one_at_that(
+    chatml, root, rows_file, tmp_path
+):
     counting_format(tmp_path / "log", seconds=0.02)
     source = rows_file(*ROWS)
 
@@ -281,7 +313,9 @@ def test_one_rank_of_a_machine_tokenizes_and_the_first_one_at_that(chatml, root,
     assert (tmp_path / "log").read_text().split() == ["0"] * 4
 
 
-def test_a_fault_is_found_once_and_told_to_all_ranks_of_the_launch(chatml, root, rows_file, tmp_path):
+def test_a_fault_is_found_once_and_told_to_all_ranks_of_the_launch(
+    chatml, root, rows_file, tmp_path
+):
     counting_format(tmp_path / "log", seconds=0.02)
     source = rows_file(*ROWS[:3], {"prompt": "the " * 99, "completion": "x"}, ROWS[3])
 
@@ -317,7 +351,9 @@ def test_a_fault_is_of_the_same_kind_on_all_ranks(chatml, root, rows_file, monke
     assert run_ranks(start, 2, process_group=False) == ["rank 0: no space", "rank 0: no space"]
 
 
-def test_ranks_do_not_try_one_by_one_when_the_disk_is_full(chatml, root, rows_file, tmp_path, monkeypatch):
+def test_ranks_do_not_try_one_by_one_when_the_disk_is_full(
+    chatml, root, rows_file, tmp_path, monkeypatch
+):
     counting_format(tmp_path / "log")
     source = rows_file(*ROWS)
 
@@ -326,12 +362,18 @@ def test_ranks_do_not_try_one_by_one_when_the_disk_is_full(chatml, root, rows_fi
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ArrayWriter, "sync", full)
-    assert run_ranks(lambda: len(build(chatml, root, source, format="counting")), 2, process_group=False) == [4, 4]
-    assert len((tmp_path / "log").read_text().split()) == 12  # once for the disk, and once in the memory of each
+    assert run_ranks(
+        lambda: len(build(chatml, root, source, format="counting")), 2, process_group=False
+    ) == [4, 4]
+    assert (
+        len((tmp_path / "log").read_text().split()) == 12
+    )  # once for the disk, and once in the memory of each
 
 
 def test_a_waiting_process_takes_what_the_other_has_made(chatml, root, rows_file, tmp_path):
-    """With the lock held by another process nothing is read; once it is free, the folder is there."""
+    """With the lock held by another process nothing is read; once it is free, the folder is
+    there.
+    """
     source = rows_file(*ROWS)
     build(chatml, root, source)
     (folder,) = folders(root)
@@ -356,7 +398,9 @@ def test_a_waiting_process_takes_what_the_other_has_made(chatml, root, rows_file
 @pytest.mark.parametrize("cache", [True, False])
 def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cache, monkeypatch):
     cfg = FullFinetuneConfig(max_seq_len=64, batch_size=1)
-    cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=cache, cache_dir=str(root))
+    cfg.data = DataConfig(
+        source=rows_file(*ROWS), format="prompt_completion", cache=cache, cache_dir=str(root)
+    )
     cfg.validation.source = rows_file(*ROWS[:2], name="validation.jsonl")
     prepared = build_datasets(cfg, chatml)
     assert tokenized() == 2 and root.exists() == cache
@@ -393,4 +437,7 @@ def test_the_manifest_holds_no_more_than_numbers_and_lines(chatml, root, rows_fi
     build(chatml, root, rows_file(*ROWS))
     (folder,) = folders(root)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest) == {"content", "sha256"} and set(manifest["content"]) == {"checksums", "report"}
+    assert set(manifest) == {"content", "sha256"} and set(manifest["content"]) == {
+        "checksums",
+        "report",
+    }

@@ -86,7 +86,9 @@ def test_other_files_are_told(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     path.write_bytes(b'{"text": "plain"}\n')
     with pytest.raises(DataError, match="is damaged, or no"):
         open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")
-    path.write_bytes(gzip.compress(bytes(10**6)) if name.endswith(".gz") else zstandard.compress(bytes(10**6)))
+    path.write_bytes(
+        gzip.compress(bytes(10**6)) if name.endswith(".gz") else zstandard.compress(bytes(10**6))
+    )
     monkeypatch.setattr(sources, "_SMALL", 10**5)
     with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
         open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")

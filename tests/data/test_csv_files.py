@@ -21,9 +21,13 @@ def cell(draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t"), ("a.csv", "\t")])
+@pytest.mark.parametrize(
+    ("name", "delimiter"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t"), ("a.csv", "\t")]
+)
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_samples_are_those_of_pythons_reader(name: str, delimiter: str, end: str, mark: str, tmp_path: Path) -> None:
+def test_samples_are_those_of_pythons_reader(
+    name: str, delimiter: str, end: str, mark: str, tmp_path: Path
+) -> None:
     """Read in order, and by number from anywhere."""
     draw = random.Random(f"{name}{delimiter}{end}")
     written = [{"one": cell(draw), "two": cell(draw) or "-"} for _ in range(200)]
@@ -81,23 +85,41 @@ CHAT = [{"role": "user", "content": 'Say "a,\nb"'}, {"role": "assistant", "conte
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
 @pytest.mark.parametrize("column", ["messages", "conversations", "chat"])
-def test_conversations_as_json_text(name: str, delimiter: str, column: str, tmp_path: Path, plain) -> None:
-    """Cells hold text alone: JSON in them is read as in JSON lines, and what is none is a fault with its line."""
+def test_conversations_as_json_text(
+    name: str, delimiter: str, column: str, tmp_path: Path, plain
+) -> None:
+    """Cells hold text alone: JSON in them is read as in JSON lines, and what is none is a fault
+    with its line.
+    """
     form = "sharegpt" if column == "conversations" else "messages"
-    texts = [json.dumps(CHAT), json.dumps(CHAT)[:-2], "[{'role': 'user'}]", "", json.dumps([CHAT[0], "x"])]
+    texts = [
+        json.dumps(CHAT),
+        json.dumps(CHAT)[:-2],
+        "[{'role': 'user'}]",
+        "",
+        json.dumps([CHAT[0], "x"]),
+    ]
     with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, delimiter=delimiter).writerows([[column, "tools"], *([text, "[]"] for text in texts)])
+        csv.writer(file, delimiter=delimiter).writerows(
+            [[column, "tools"], *([text, "[]"] for text in texts)]
+        )
     columns = {"messages": "chat"} if column == "chat" else {}
     settings = {"columns": columns, "cache": False, "format": form if column == "chat" else "auto"}
-    dataset = build_dataset(DataConfig(source=str(tmp_path / name), on_invalid="skip", **settings), plain, 99)
+    dataset = build_dataset(
+        DataConfig(source=str(tmp_path / name), on_invalid="skip", **settings), plain, 99
+    )
     (tmp_path / "a.jsonl").write_text(json.dumps({column: CHAT}))
     expected = build_dataset(DataConfig(source=str(tmp_path / "a.jsonl"), **settings), plain, 99)
     assert dataset.ids.tolist() == expected.ids.tolist() and len(dataset) == 1
     assert [line.removeprefix(f"{tmp_path / name}:") for _, line in dataset.report.bad_lines] == [
-        f"3: .{column}: found text that is no JSON (line 1 column {len(texts[1]) + 1}: invalid JSON (Expecting "
-        "',' delimiter)), expected a list of objects as JSON",
-        f"4: .{column}: found text that is no JSON (line 1 column 3: invalid JSON (Expecting property "
-        "name enclosed in double quotes)), expected a list of objects as JSON",
+        (
+            f"3: .{column}: found text that is no JSON (line 1 column {len(texts[1]) + 1}: invalid"
+            " JSON (Expecting ',' delimiter)), expected a list of objects as JSON"
+        ),
+        (
+            f"4: .{column}: found text that is no JSON (line 1 column 3: invalid JSON (Expecting"
+            " property name enclosed in double quotes)), expected a list of objects as JSON"
+        ),
         f"5: .{column}: found empty text, expected a list of objects",
         f"6: .{column}|fromjson|.[1]: found text, expected an object",
     ]

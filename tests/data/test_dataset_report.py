@@ -47,7 +47,10 @@ def test_the_first_bad_samples_are_kept_and_the_first_of_each_cause_however_they
 
 def test_bad_samples_of_all_sources_and_of_the_validation_are_told_at_once(chatml, rows_file):
     good, one = rows_file(PAIR, name="good.jsonl"), rows_file(PAIR, NO_TEXT, name="one.jsonl")
-    many, empty = rows_file(PAIR, *[NO_TEXT] * 23, {"prompt": "x"}, name="many.jsonl"), rows_file([], name="empty.json")
+    many, empty = (
+        rows_file(PAIR, *[NO_TEXT] * 23, {"prompt": "x"}, name="many.jsonl"),
+        rows_file([], name="empty.json"),
+    )
     held_out = rows_file(NO_TEXT, PAIR, NO_TEXT, name="held_out.jsonl")
     cfg = FullFinetuneConfig(max_seq_len=64)
     sources = [SourceConfig(source) for source in (good, one, many, empty)]
@@ -58,7 +61,10 @@ def test_bad_samples_of_all_sources_and_of_the_validation_are_told_at_once(chatm
     told = [fault.partition(": ")[0] for fault in caught.value.faults]
     places = [f"{many}:{line}" for line in range(2, 22)]
     assert told == [f"{one}:2", *places, many, empty, f"{held_out}:1", f"{held_out}:3", held_out]
-    assert f"{many}: found 24 samples of 25 that cannot be used, the first 20 of which stand above" in str(caught.value)
+    assert (
+        f"{many}: found 24 samples of 25 that cannot be used, the first 20 of which stand above"
+        in str(caught.value)
+    )
 
 
 def test_a_fault_of_both_is_told_once(rows_file, chatml):
@@ -79,31 +85,51 @@ def test_long_sequences_are_a_share_of_those_that_exist(chatml, rows_file, polic
         PAIR,
         *[NO_TEXT] * 6,
     ]
-    cfg = DataConfig(source=rows_file(*rows), format="prompt_completion", on_invalid="skip", truncation=policy)
+    cfg = DataConfig(
+        source=rows_file(*rows), format="prompt_completion", on_invalid="skip", truncation=policy
+    )
     lines = build_dataset(cfg, chatml, 8).report.lines()
-    assert any(line.startswith("warning: data: 2 of 4 sequences (50.0 %) exceed 8 tokens") for line in lines), lines
+    assert any(
+        line.startswith("warning: data: 2 of 4 sequences (50.0 %) exceed 8 tokens")
+        for line in lines
+    ), lines
 
 
 def test_pairs_are_counted_as_pairs(chatml, rows_file, said):
     long = preference("a", "the cat", "the cat sat on the mat and the dog sat on the log")
     short = [preference("a", "yes", "no"), preference("a dog", "sat", "on")]
     cfg = FullFinetuneConfig(max_seq_len=64)
-    cfg.data = DataConfig(source=rows_file(long, *short, short[0], {"prompt": "a"}), format="preference")
+    cfg.data = DataConfig(
+        source=rows_file(long, *short, short[0], {"prompt": "a"}), format="preference"
+    )
     cfg.data.on_invalid, cfg.validation.source = "skip", rows_file(*short, name="held_out.jsonl")
     whole, held_out = build_datasets(cfg, chatml)
     assert len(whole) == 8 and whole.items == 4
     warn_of_positions(int(whole.lengths[1]) - 1, whole)
     warn_of_overlap(whole, held_out)
-    assert f"warning: 1 of 8 sequences (two for each of 4 pairs) of {cfg.data.source} are longer than the " in said[0]
-    assert said[1].startswith(f"warning: 2 of 2 validation pairs of {cfg.validation.source} are training pairs as well")
-    assert any(line.startswith("data: 1 pair is the same as an earlier one") for line in whole.report.lines())
+    assert (
+        f"warning: 1 of 8 sequences (two for each of 4 pairs) of {cfg.data.source} are longer than"
+        " the " in said[0]
+    )
+    assert said[1].startswith(
+        f"warning: 2 of 2 validation pairs of {cfg.validation.source} are training pairs as well"
+    )
+    assert any(
+        line.startswith("data: 1 pair is the same as an earlier one")
+        for line in whole.report.lines()
+    )
     limit = int(whole.lengths[1]) - 1
     for policy in ("truncate", "drop"):
         cfg.data.truncation = policy
         cut = build_dataset(cfg.data, chatml, limit)
         lines = cut.report.lines()
-        assert any(line.startswith(f"warning: data: 1 of 4 pairs (25.0 %) exceed {limit} tokens") for line in lines)
-        found = {finding.name: finding.line for finding in inspect(cut, held_out, limit, None).findings}
+        assert any(
+            line.startswith(f"warning: data: 1 of 4 pairs (25.0 %) exceed {limit} tokens")
+            for line in lines
+        )
+        found = {
+            finding.name: finding.line for finding in inspect(cut, held_out, limit, None).findings
+        }
         assert found["truncation"].startswith(f"1 pair exceeds {limit} tokens")
         assert (found["duplicates"], found["overlap"]) == (
             "1 pair repeats an earlier one",
@@ -115,7 +141,9 @@ def mixed(tokenizer, rows_file, *kinds, **settings):
     """The lines on sources of these formats, one sample each."""
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows = {"text": {"text": "the cat sat"}, "messages": chat, "prompt_completion": PAIR}
-    sources = [SourceConfig(rows_file(rows[kind], name=f"{kind}.jsonl"), format=kind) for kind in kinds]
+    sources = [
+        SourceConfig(rows_file(rows[kind], name=f"{kind}.jsonl"), format=kind) for kind in kinds
+    ]
     return build_dataset(DataConfig(sources=sources, **settings), tokenizer, 64).report.lines()
 
 
@@ -124,8 +152,13 @@ def test_a_mix_of_texts_and_chats_is_not_said_to_be_one_of_them(chatml, plain, r
     assert both[0].startswith("data: 2 sequences of 2 samples, 1 of them a text, read from ")
     assert "label tokens: answers incl. end-of-turn, and whole texts, " in both[0]
     assert both[1].startswith("data: 1 sequence of 1 sample from ")
-    assert both[2].startswith("data: 1 sequence cut from 1 text from ") and both[2].endswith(" 100.0 % trained")
-    assert "label tokens: all tokens, 100.0 %" in mixed(plain, rows_file, "messages", "text", train_on="all")[0]
+    assert both[2].startswith("data: 1 sequence cut from 1 text from ") and both[2].endswith(
+        " 100.0 % trained"
+    )
+    assert (
+        "label tokens: all tokens, 100.0 %"
+        in mixed(plain, rows_file, "messages", "text", train_on="all")[0]
+    )
     assert "label tokens: all tokens, 100.0 %" in mixed(plain, rows_file, "text")[0]
 
 
@@ -141,11 +174,16 @@ def test_a_mix_of_texts_and_chats_is_not_said_to_be_one_of_them(chatml, plain, r
         (
             ("messages", "prompt_completion", "text"),
             "each sequence begins with BOS",
-            "the chat template decides whether a sequence begins with BOS; without one no BOS is put before a sequence",
+            (
+                "the chat template decides whether a sequence begins with BOS; without one no BOS"
+                " is put before a sequence"
+            ),
         ),
     ],
 )
-def test_what_is_put_before_each_kind_of_sequence(chatml, plain, rows_file, kinds, of_plain, of_chat):
+def test_what_is_put_before_each_kind_of_sequence(
+    chatml, plain, rows_file, kinds, of_plain, of_chat
+):
     assert f"data: {of_plain}" in mixed(plain, rows_file, *kinds)
     assert f"data: {of_chat}" in mixed(chatml, rows_file, *kinds)
 
@@ -156,7 +194,9 @@ def test_a_line_that_is_true_of_both_is_said_once(chatml, rows_file):
     cfg.data = DataConfig(source=rows_file(chat, chat), format="messages", cache=False)
     cfg.validation.source = rows_file(chat, name="held_out.jsonl")
     training, validation = build_datasets(cfg, chatml)
-    told = TrainingData.report(SimpleNamespace(dataset=training, validation_dataset=validation, tokenizer=chatml))
+    told = TrainingData.report(
+        SimpleNamespace(dataset=training, validation_dataset=validation, tokenizer=chatml)
+    )
     assert told == report_lines(training.report, validation.report)
     assert [line for line in told if "BOS" in line] == [
         "data: the chat template decides whether a sequence begins with BOS"
@@ -165,8 +205,16 @@ def test_a_line_that_is_true_of_both_is_said_once(chatml, rows_file):
     assert (
         told[:-1]
         == training.report.lines()
-        == TrainingData.report(SimpleNamespace(dataset=training, validation_dataset=None, tokenizer=chatml))
+        == TrainingData.report(
+            SimpleNamespace(dataset=training, validation_dataset=None, tokenizer=chatml)
+        )
     )
-    cfg.validation.source, cfg.validation.format = rows_file(PAIR, name="pairs.jsonl"), "prompt_completion"
+    cfg.validation.source, cfg.validation.format = (
+        rows_file(PAIR, name="pairs.jsonl"),
+        "prompt_completion",
+    )
     training, validation = build_datasets(cfg, chatml)
-    assert report_lines(training.report, validation.report)[-1] == "validation: no BOS is put before a sequence"
+    assert (
+        report_lines(training.report, validation.report)[-1]
+        == "validation: no BOS is put before a sequence"
+    )

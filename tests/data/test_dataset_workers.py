@@ -46,13 +46,19 @@ def test_any_number_of_workers_gives_the_same(chatml, rows_file, tmp_path):
     rows_file(*rows_of_all_kinds(40), name="a.jsonl")
     rows_file(*rows_of_all_kinds(17), name="b.jsonl")
     alone = build(chatml, str(tmp_path), 1, 24, **settings)
-    assert alone.report.duplicate_sequences and alone.report.truncated_sequences and alone.report.bad_samples
+    assert (
+        alone.report.duplicate_sequences
+        and alone.report.truncated_sequences
+        and alone.report.bad_samples
+    )
     for workers in (2, 3):
         shared = build(chatml, str(tmp_path), workers, 24, **settings)
         assert shared.fingerprint == alone.fingerprint
         assert shared.report == alone.report and shared.report.lines() == alone.report.lines()
         assert shared.digests.tolist() == alone.digests.tolist()
-        assert [shared.place(item) for item in range(shared.items)] == [alone.place(i) for i in range(alone.items)]
+        assert [shared.place(item) for item in range(shared.items)] == [
+            alone.place(i) for i in range(alone.items)
+        ]
 
 
 def test_workers_do_work_and_texts_are_cut_alike(plain, tmp_path, monkeypatch):
@@ -86,14 +92,20 @@ def test_the_first_fault_in_the_order_of_the_rows_is_told(chatml, rows_file, wor
     rows = [{"prompt": "the cat", "completion": " sat", "wait": 0.0} for _ in range(30)]
     rows[4] |= {"prompt": "the " * 99, "wait": 0.3}
     rows[25] |= {"prompt": "the " * 99}
-    with pytest.raises(DataError, match=r"rows.jsonl:5: found \d+ tokens, expected at most max_seq_len=64; raise"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:5: found \d+ tokens, expected at most max_seq_len=64; raise"
+    ):
         build(chatml, rows_file(*rows), workers, format="slow_at_first", truncation="error")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_file_that_cannot_be_counted_comes_after_the_rows_before_it(chatml, rows_file, tmp_path, workers):
+def test_a_file_that_cannot_be_counted_comes_after_the_rows_before_it(
+    chatml, rows_file, tmp_path, workers
+):
     (tmp_path / "b.json").write_text("[{]")
-    rows_file({"prompt": "the", "completion": " cat"}, {"prompt": 1, "completion": "x"}, name="a.jsonl")
+    rows_file(
+        {"prompt": "the", "completion": " cat"}, {"prompt": 1, "completion": "x"}, name="a.jsonl"
+    )
     with pytest.raises(DataError, match=r"a.jsonl:2: .prompt: found a number"):
         build(chatml, str(tmp_path), workers, format="prompt_completion")
     with pytest.raises(DataError, match=r"b.json:1: column 3: invalid JSON"):
@@ -109,7 +121,8 @@ def test_a_killed_worker_is_one_line(chatml, rows_file):
 
     source = rows_file(*({"prompt": "the cat", "completion": " sat"} for _ in range(9)))
     with pytest.raises(
-        SetupError, match=r"^data.num_proc: one of 2 processes that tokenize was killed \(out of memory\?"
+        SetupError,
+        match=r"^data.num_proc: one of 2 processes that tokenize was killed \(out of memory\?",
     ):
         build(chatml, source, 2, format="deadly")
 
@@ -185,4 +198,6 @@ def test_no_fork_once_there_is_a_process_group():
 
     assert run_ranks(in_a_rank, 1) == [1]
     assert run_ranks(in_a_rank, 1, process_group=False) == [4]
-    assert run_ranks(lambda: worker_count(4), 1, process_group=False) == [1]  # a daemon may not fork
+    assert run_ranks(lambda: worker_count(4), 1, process_group=False) == [
+        1
+    ]  # a daemon may not fork

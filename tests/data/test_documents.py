@@ -1,4 +1,6 @@
-"""Documents: every token is a target once, the last of them EOS, whatever the length; nothing of a text is left out."""
+"""Documents: every token is a target once, the last of them EOS, whatever the length; nothing of a
+text is left out.
+"""
 
 import shutil
 
@@ -17,17 +19,23 @@ LIMIT = 8
 
 
 def build(source, tokenizer, limit=LIMIT, **changed):
-    cfg = DataConfig(source=source, format="text", cache=False, shuffle=False, num_proc=1, **changed)
+    cfg = DataConfig(
+        source=source, format="text", cache=False, shuffle=False, num_proc=1, **changed
+    )
     return build_dataset(cfg, tokenizer, limit)
 
 
 def join(dataset, first, count):
-    """The ids of a document out of its sequences, each of which begins with the last target of the one before."""
+    """The ids of a document out of its sequences, each of which begins with the last target of the
+    one before.
+    """
     ids = [int(dataset[first].tokens[0])]
     for number in range(first, first + count):
         sequence = dataset[number]
         assert sequence.tokens.tolist() == [ids[-1], *sequence.labels.tolist()[:-1]]
-        assert -100 not in sequence.labels and 1 <= len(sequence.tokens) <= dataset.report.max_seq_len
+        assert (
+            -100 not in sequence.labels and 1 <= len(sequence.tokens) <= dataset.report.max_seq_len
+        )
         ids += sequence.labels.tolist()
     return ids
 
@@ -39,19 +47,30 @@ def check_documents(dataset, expected, limit):
     for at, (ids, count) in enumerate(zip(expected, counts, strict=True)):
         first = sum(counts[:at])
         assert join(dataset, first, count) == ids
-        assert [len(dataset[number].tokens) for number in range(first, first + count - 1)] == [limit] * (count - 1)
+        assert [len(dataset[number].tokens) for number in range(first, first + count - 1)] == [
+            limit
+        ] * (count - 1)
     report = dataset.report
-    assert report.tokens == report.trained_tokens == report.text_tokens == sum(len(ids) - 1 for ids in expected)
+    assert (
+        report.tokens
+        == report.trained_tokens
+        == report.text_tokens
+        == sum(len(ids) - 1 for ids in expected)
+    )
     assert report.texts == len(expected) and report.label_token_fraction == 1
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("add_eos", [True, False])
-def test_texts_of_every_length_around_the_limit_are_whole(chatml, plain, rows_file, adds_bos, add_eos):
+def test_texts_of_every_length_around_the_limit_are_whole(
+    chatml, plain, rows_file, adds_bos, add_eos
+):
     tokenizer = plain if adds_bos else chatml
     (letter,) = tokenizer.encode("z")
     lengths = range(2, 4 * LIMIT + 3)
-    dataset = build(rows_file(*({"text": "z" * length} for length in lengths)), tokenizer, add_eos=add_eos)
+    dataset = build(
+        rows_file(*({"text": "z" * length} for length in lengths)), tokenizer, add_eos=add_eos
+    )
     bos, eos = [tokenizer.bos_id] * adds_bos, [tokenizer.eos_id] * add_eos
     check_documents(dataset, [[*bos, *[letter] * length, *eos] for length in lengths], LIMIT)
 
@@ -65,7 +84,9 @@ def test_any_texts_come_out_whole(plain, tmp_path_factory, texts, limit):
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_bytes(text.encode())
     dataset = build(str(folder), plain, limit)
-    check_documents(dataset, [[*plain.encode(text, add_bos=True), plain.eos_id] for text in texts], limit)
+    check_documents(
+        dataset, [[*plain.encode(text, add_bos=True), plain.eos_id] for text in texts], limit
+    )
     packs = pack(dataset.item_lengths, limit)
     assert sorted(packs.items.tolist()) == list(range(len(dataset)))
 
@@ -104,7 +125,10 @@ def test_a_cut_document_has_its_eos_at_its_real_end_alone(plain, rows_file):
 
 def test_a_tokenizer_without_eos_is_told(rows_file, tmp_path):
     tokenizer = load_tokenizer(write_json(tmp_path / "none", template=None, eos_token=None))
-    line = "warning: data: the tokenizer has no EOS token, so that nothing says where a text ends; set eos_token in "
+    line = (
+        "warning: data: the tokenizer has no EOS token, so that nothing says where a text ends; set"
+        " eos_token in "
+    )
     dataset = build(rows_file({"text": "z" * 5}), tokenizer)
     check_documents(dataset, [tokenizer.encode("z" * 5)], LIMIT)
     assert any(one.startswith(line) for one in dataset.report.lines())
@@ -121,10 +145,14 @@ def test_validation_has_the_same_ends(plain, rows_file):
         cfg.data.add_eos = add_eos
         (letter,) = plain.encode("z")
         for dataset, length in zip(build_datasets(cfg, plain), (20, 11), strict=True):
-            check_documents(dataset, [[plain.bos_id, *[letter] * length, *[plain.eos_id] * add_eos]], LIMIT)
+            check_documents(
+                dataset, [[plain.bos_id, *[letter] * length, *[plain.eos_id] * add_eos]], LIMIT
+            )
 
 
-def test_new_keys_make_another_cache_and_another_fingerprint_and_defaults_do_not(chatml, rows_file, tmp_path):
+def test_new_keys_make_another_cache_and_another_fingerprint_and_defaults_do_not(
+    chatml, rows_file, tmp_path
+):
     rows = [{"text": "a <|im_start|> cat"}]
     kept = tmp_path / "kept"
 
@@ -132,7 +160,12 @@ def test_new_keys_make_another_cache_and_another_fingerprint_and_defaults_do_not
         cfg = DataConfig(source=rows_file(*rows), format="text", cache_dir=str(kept), **changed)
         return build_dataset(cfg, chatml, 64).fingerprint
 
-    changes = [{}, {"add_eos": False}, {"parse_special_tokens": False}, {"parse_special_tokens": True}]
+    changes = [
+        {},
+        {"add_eos": False},
+        {"parse_special_tokens": False},
+        {"parse_special_tokens": True},
+    ]
     prints = [print_of(**changed) for changed in changes]
     folders = [path for path in kept.iterdir() if path.is_dir()]
     assert len(set(prints)) == len(folders) == len(changes)

@@ -1,4 +1,6 @@
-"""The format of samples by their columns: of real files, of columns by other names, and what is told of others."""
+"""The format of samples by their columns: of real files, of columns by other names, and what is
+told of others.
+"""
 
 import json
 from pathlib import Path
@@ -85,9 +87,17 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         found(rows)
     said = str(caught.value)
-    assert "rows.jsonl:1: found the columns answer, question, which are those of no format (" in said
-    assert "set data.format=alpaca data.columns.instruction=question data.columns.output=answer" in said
-    with pytest.raises(DataError, match=r"data.columns.instructoin: no format has such a column; did you mean instruc"):
+    assert (
+        "rows.jsonl:1: found the columns answer, question, which are those of no format (" in said
+    )
+    assert (
+        "set data.format=alpaca data.columns.instruction=question data.columns.output=answer"
+        in said
+    )
+    with pytest.raises(
+        DataError,
+        match=r"data.columns.instructoin: no format has such a column; did you mean instruc",
+    ):
         found(rows, {"instructoin": "question"})
 
 
@@ -100,19 +110,36 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         ),
         (
             {"system_prompt": "s", "question": "a", "response": "c"},
-            "set data.format=alpaca data.columns.instruction=question data.columns.output=response "
-            "data.columns.system=system_prompt, if",
+            (
+                "set data.format=alpaca data.columns.instruction=question"
+                " data.columns.output=response data.columns.system=system_prompt, if"
+            ),
         ),
-        ({"instruction": "a", "input": "b", "answer": "c"}, "set data.format=alpaca data.columns.output=answer, if"),
-        ({"input": "a", "output": "b"}, "set data.format=alpaca data.columns.instruction=input, if"),
+        (
+            {"instruction": "a", "input": "b", "answer": "c"},
+            "set data.format=alpaca data.columns.output=answer, if",
+        ),
+        (
+            {"input": "a", "output": "b"},
+            "set data.format=alpaca data.columns.instruction=input, if",
+        ),
         ({"text": None, "content": "a"}, "set data.format=text data.columns.text=content, if"),
-        ({"question": None, "answer": "a"}, "say which column is which with data.format and data.columns"),
+        (
+            {"question": None, "answer": "a"},
+            "say which column is which with data.format and data.columns",
+        ),
         (
             {"context": "a", "question": "b", "answers": {"text": ["c"], "answer_start": [0]}},
             "say which column is which with data.format and data.columns",
         ),
-        ({"question": "a", "answers": ["b", "c"]}, "say which column is which with data.format and data.columns"),
-        ({"dialog": [{"speaker": "a", "text": "b"}]}, "say which column is which with data.format and data.columns"),
+        (
+            {"question": "a", "answers": ["b", "c"]},
+            "say which column is which with data.format and data.columns",
+        ),
+        (
+            {"dialog": [{"speaker": "a", "text": "b"}]},
+            "say which column is which with data.format and data.columns",
+        ),
     ],
 )
 def test_the_remedy_names_all_columns(row: dict[str, Any], remedy: str, tmp_path: Path) -> None:
@@ -135,24 +162,33 @@ def config(**changes: Any) -> FullFinetuneConfig:
 
 def test_the_config_has_what_was_found(tmp_path: Path) -> None:
     """So that the run's config.yaml means the same samples later, whatever is in the file then."""
-    chats, text = write(tmp_path / "chats.jsonl", {"messages": CHAT}), write(tmp_path / "text.jsonl", {"text": "a"})
+    chats, text = (
+        write(tmp_path / "chats.jsonl", {"messages": CHAT}),
+        write(tmp_path / "text.jsonl", {"text": "a"}),
+    )
     cfg = config(source=chats, validation=ValidationConfig(source=text))
     assert settle_formats(cfg) == [
         f"data: format messages, found by the columns of {chats}",
         f"data: format text, found by the columns of {text}",
     ]
     assert (cfg.data.format, cfg.validation.format) == ("messages", "text")
-    cfg = config(sources=[SourceConfig(chats), SourceConfig(text), SourceConfig(chats, format="sharegpt")])
+    cfg = config(
+        sources=[SourceConfig(chats), SourceConfig(text), SourceConfig(chats, format="sharegpt")]
+    )
     assert len(settle_formats(cfg)) == 2
     assert [source.format for source in cfg.data.sources] == ["messages", "text", "sharegpt"]
     cfg = config(source=chats, format="alpaca", validation=ValidationConfig(source=chats))
-    assert settle_formats(cfg) == [] and (cfg.data.format, cfg.validation.format) == ("alpaca", None)
+    assert settle_formats(cfg) == [] and (cfg.data.format, cfg.validation.format) == (
+        "alpaca",
+        None,
+    )
 
 
 def test_pairs_are_for_the_recipe_of_pairs(tmp_path: Path) -> None:
     pairs = write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     with pytest.raises(
-        ConfigError, match="which this recipe has no use for; choose other samples, or run dpo_distribut"
+        ConfigError,
+        match="which this recipe has no use for; choose other samples, or run dpo_distribut",
     ):
         settle_formats(config(source=pairs))
 
@@ -173,7 +209,11 @@ def test_the_remedy_for_a_loss_that_needs_more_leads_on(
 ) -> None:
     """Setting what the line says ends it, whatever else the rows look like."""
     source = write(tmp_path / "rows.jsonl", row)
-    name, schema = ("reward", RewardFinetuneConfig) if "reward" in "".join(settings) else ("dpo", DpoFinetuneConfig)
+    name, schema = (
+        ("reward", RewardFinetuneConfig)
+        if "reward" in "".join(settings)
+        else ("dpo", DpoFinetuneConfig)
+    )
     (tmp_path / "c.yaml").write_text(f"recipe: {name}_distributed\nmodel: {{path: x}}\n")
     overrides = [*settings, f"data.source={source}"]
     with pytest.raises(ConfigError, match="name yours with") as caught:

@@ -40,12 +40,16 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 def build(folder: Path, form: str, row: dict[str, Any], path: Path) -> Any:
     path.write_text(json.dumps(row) + "\n")
-    return build_dataset(DataConfig(source=str(path), format=form, cache=False, num_proc=1), load(folder)[0], 256)
+    return build_dataset(
+        DataConfig(source=str(path), format=form, cache=False, num_proc=1), load(folder)[0], 256
+    )
 
 
 @pytest.mark.parametrize("turns", list(TURNS))
 @pytest.mark.parametrize("name", slow_except(REAL, ["gpt2", "smollm2"]))
-def test_tokens_of_another_template_are_named(real_folder, tmp_path: Path, name: str, turns: str) -> None:
+def test_tokens_of_another_template_are_named(
+    real_folder, tmp_path: Path, name: str, turns: str
+) -> None:
     folder = real_folder(name)
     theirs = load(folder)[1]
     template = theirs.chat_template or ""
@@ -53,17 +57,29 @@ def test_tokens_of_another_template_are_named(real_folder, tmp_path: Path, name:
     pieces = [token for token in TURNS[turns] if len(ids[token]) > 1 and token not in template]
     assert bool(pieces) is (turns != name)
     for form, row in ROWS.items():
-        written = {key: value.format(*TURNS[turns]) if isinstance(value, str) else value for key, value in row.items()}
+        written = {
+            key: value.format(*TURNS[turns]) if isinstance(value, str) else value
+            for key, value in row.items()
+        }
         dataset = build(folder, form, written, tmp_path / f"{form}.jsonl")
         special = dataset.report.special
-        assert dict(special.foreign) == dict.fromkeys(pieces, 1) and special.samples == bool(pieces), form
+        assert dict(special.foreign) == dict.fromkeys(pieces, 1) and special.samples == bool(
+            pieces
+        ), form
         findings = {finding.name: finding for finding in inspect(dataset, None, 256, None).findings}
         assert ("split-special-tokens" in findings) is bool(pieces), form
         lines = [line for line in dataset.report.lines() if "cut into pieces" in line]
-        assert len(lines) == bool(pieces) and all(repr(token) in line for line in lines for token in pieces), form
+        assert len(lines) == bool(pieces) and all(
+            repr(token) in line for line in lines for token in pieces
+        ), form
 
 
 def test_messages_may_speak_of_such_tokens(real_folder, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Say <|eot_id|>"}, {"role": "assistant", "content": "Hi."}]
-    dataset = build(real_folder("smollm2"), "messages", {"messages": messages}, tmp_path / "rows.jsonl")
+    messages = [
+        {"role": "user", "content": "Say <|eot_id|>"},
+        {"role": "assistant", "content": "Hi."},
+    ]
+    dataset = build(
+        real_folder("smollm2"), "messages", {"messages": messages}, tmp_path / "rows.jsonl"
+    )
     assert not dataset.report.special.foreign and dataset.report.special.samples == 0

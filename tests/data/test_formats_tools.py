@@ -26,17 +26,25 @@ def without_ids(messages):
     for message in messages:
         message = {name: value for name, value in message.items() if name != "tool_call_id"}
         if "tool_calls" in message:
-            calls = [{name: value for name, value in call.items() if name != "id"} for call in message["tool_calls"]]
+            calls = [
+                {name: value for name, value in call.items() if name != "id"}
+                for call in message["tool_calls"]
+            ]
             message["tool_calls"] = calls
         bare.append(message)
     return bare
 
 
 def test_calls_of_sharegpt_get_ids_that_their_answers_have():
-    row = turns(("human", "a"), ("function_call", f"[{CALL}, {CALL}]"), ("observation", "5"), ("observation", "6"))
-    row["conversations"] += turns(("gpt", "b"), ("human", "a"), ("function_call", CALL), ("observation", "7"))[
-        "conversations"
-    ]
+    row = turns(
+        ("human", "a"),
+        ("function_call", f"[{CALL}, {CALL}]"),
+        ("observation", "5"),
+        ("observation", "6"),
+    )
+    row["conversations"] += turns(
+        ("gpt", "b"), ("human", "a"), ("function_call", CALL), ("observation", "7")
+    )["conversations"]
     _, calls, first, second, _, _, again, third = read("sharegpt", row).messages
     ids = [call["id"] for message in (calls, again) for call in message["tool_calls"]]
     assert ids == [first["tool_call_id"], second["tool_call_id"], third["tool_call_id"]]
@@ -58,7 +66,10 @@ def test_ids_that_are_there_stay():
 
 
 def test_a_call_of_sharegpt():
-    sample = read("sharegpt", turns(("human", "a"), ("function_call", CALL), ("observation", "5"), ("gpt", "five")))
+    sample = read(
+        "sharegpt",
+        turns(("human", "a"), ("function_call", CALL), ("observation", "5"), ("gpt", "five")),
+    )
     assert without_ids(sample.messages) == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [WANTED]},
@@ -76,9 +87,17 @@ def test_a_call_of_sharegpt():
     ],
 )
 def test_calls_behind_each_other_are_one_message(spoken):
-    row = turns(("human", "a"), *spoken, ("observation", "5"), ("function_response", "6"), ("gpt", "done"))
+    row = turns(
+        ("human", "a"), *spoken, ("observation", "5"), ("function_response", "6"), ("gpt", "done")
+    )
     messages = without_ids(read("sharegpt", row).messages)
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert messages[1]["tool_calls"] == [WANTED, WANTED]
 
 
@@ -97,11 +116,19 @@ def test_words_and_call_of_which_one_is_trained_stay_apart():
 
 
 def test_missing_arguments_are_none():
-    for text in ('{"name": "f"}', '{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'):
-        (call,) = read("sharegpt", turns(("human", "a"), ("function_call", text))).messages[1]["tool_calls"]
+    for text in (
+        '{"name": "f"}',
+        '{"name": "f", "arguments": null}',
+        '{"name": "f", "arguments": ""}',
+    ):
+        (call,) = read("sharegpt", turns(("human", "a"), ("function_call", text))).messages[1][
+            "tool_calls"
+        ]
         assert call["function"] == {"name": "f", "arguments": {}}
     text = '{"name": "f", "arguments": "{}"}'
-    (call,) = read("sharegpt", turns(("human", "a"), ("function_call", text))).messages[1]["tool_calls"]
+    (call,) = read("sharegpt", turns(("human", "a"), ("function_call", text))).messages[1][
+        "tool_calls"
+    ]
     assert call["function"] == {"name": "f", "arguments": "{}"}
 
 
@@ -134,7 +161,13 @@ def test_what_else_a_message_holds_is_kept():
     talk = [
         {"role": "developer", "content": "s"},
         {"role": "user", "content": "a", "name": "Ann"},
-        {"role": "assistant", "content": "b", "train": False, "reasoning_content": "hm", "audio": None},
+        {
+            "role": "assistant",
+            "content": "b",
+            "train": False,
+            "reasoning_content": "hm",
+            "audio": None,
+        },
         {"role": "user", "content": "c", "train": True},
         {"role": "assistant", "content": "d", "weight": 0},
         {"role": "user", "content": "e", "weight": 1},
@@ -151,7 +184,11 @@ def test_what_else_a_message_holds_is_kept():
     ]
     row = turns(("human", "a"), ("gpt", "b"))
     row["conversations"][1]["train"] = False
-    assert read("sharegpt", row).messages[1] == {"role": "assistant", "content": "b", "train": False}
+    assert read("sharegpt", row).messages[1] == {
+        "role": "assistant",
+        "content": "b",
+        "train": False,
+    }
 
 
 NO_JSON = ".conversations[1].value: found a function_call that is no JSON object, expected "
@@ -169,7 +206,11 @@ NO_JSON = ".conversations[1].value: found a function_call that is no JSON object
             turns(("human", "a"), ("function_call", None)),
             ".conversations[1].value: found null, expected",
         ),
-        ("sharegpt", turns((["gpt"], "x")), ".conversations[0].from: found a list, expected human, gpt"),
+        (
+            "sharegpt",
+            turns((["gpt"], "x")),
+            ".conversations[0].from: found a list, expected human, gpt",
+        ),
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools="{"),
@@ -178,8 +219,10 @@ NO_JSON = ".conversations[1].value: found a function_call that is no JSON object
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools="[{"),
-            ".tools: found text that is no JSON (line 1 column 3: invalid JSON (Expecting property "
-            "name enclosed in double quotes))",
+            (
+                ".tools: found text that is no JSON (line 1 column 3: invalid JSON (Expecting"
+                " property name enclosed in double quotes))"
+            ),
         ),
         (
             "sharegpt",
@@ -215,7 +258,12 @@ def test_rows_that_cannot_be_used(name, row, line):
 
 
 def calling(tool_calls):
-    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": tool_calls}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": tool_calls},
+        ]
+    }
 
 
 def function(**fields):
@@ -225,19 +273,37 @@ def function(**fields):
 @pytest.mark.parametrize(
     ("tool_calls", "line"),
     [
-        ("f()", ': found text, expected a list of calls {"function": {"name": ..., "arguments": {...}}}'),
+        (
+            "f()",
+            (
+                ': found text, expected a list of calls {"function": {"name": ..., "arguments":'
+                " {...}}}"
+            ),
+        ),
         ({"a": 1}, ": found an object, expected a list of calls"),
         ([5], "[0]: found a number, expected a call {"),
         ([[]], "[0]: found a list, expected a call {"),
         ([{"a": 1}], "[0].name: found nothing, expected the function's name, as in {"),
-        ([{"name": "f"}], "[0].arguments: found nothing, expected an object, or JSON text of one ({} for none)"),
+        (
+            [{"name": "f"}],
+            "[0].arguments: found nothing, expected an object, or JSON text of one ({} for none)",
+        ),
         ([{"function": "f"}], '[0].function: found text, expected {"name"'),
-        ([{"function": {"arguments": {}}}], "[0].function.name: found nothing, expected the function's name"),
+        (
+            [{"function": {"arguments": {}}}],
+            "[0].function.name: found nothing, expected the function's name",
+        ),
         (function(name=""), "[0].function.name: found empty text, expected the function's name"),
         (function(name=5), "[0].function.name: found a number"),
-        ([*function(), *function(arguments=[1])], "[1].function.arguments: found a list, expected an object"),
+        (
+            [*function(), *function(arguments=[1])],
+            "[1].function.arguments: found a list, expected an object",
+        ),
         (function(arguments=None), "[0].function.arguments: found null, expected an object"),
-        (function(arguments="{bad"), "[0].function.arguments: found '{bad', expected an object, or JSON text of one"),
+        (
+            function(arguments="{bad"),
+            "[0].function.arguments: found '{bad', expected an object, or JSON text of one",
+        ),
         (function(arguments="[1]"), "[0].function.arguments: found '[1]', expected an object"),
     ],
 )
@@ -257,12 +323,17 @@ def test_calls_of_either_shape(arguments):
     for call in (wanted, {"function": wanted["function"]}, {"name": "f", "arguments": arguments}):
         (found,) = read("messages", calling([call])).messages[1]["tool_calls"]
         assert found == (wanted if "function" not in call else call)
-    (found,) = read("messages", calling([{"id": "1", "name": "f", "arguments": arguments}])).messages[1]["tool_calls"]
+    (found,) = read(
+        "messages", calling([{"id": "1", "name": "f", "arguments": arguments}])
+    ).messages[1]["tool_calls"]
     assert found == wanted | {"id": "1"}
 
 
 def test_a_call_of_sharegpt_with_other_arguments():
     row = turns(("human", "a"), ("function_call", '{"name": "f", "arguments": [1]}'))
-    line = ".conversations[1].value: arguments of 'f': found a list, expected an object, or JSON text of one"
+    line = (
+        ".conversations[1].value: arguments of 'f': found a list, expected an object, or JSON text"
+        " of one"
+    )
     with pytest.raises(SampleFault, match=re.escape(line)):
         read("sharegpt", row)

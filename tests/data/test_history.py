@@ -1,4 +1,6 @@
-"""Each trained sequence is what inference is given and what has to follow, by the renderings of transformers."""
+"""Each trained sequence is what inference is given and what has to follow, by the renderings of
+transformers.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,8 +48,12 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Encoder, Oracle]]]:
-    """The encoder and the oracle of a template, by its name; transformers' clock stands still as ours does."""
+def made(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], tuple[Encoder, Oracle]]]:
+    """The encoder and the oracle of a template, by its name; transformers' clock stands still as
+    ours does.
+    """
     known: dict[str, tuple[Encoder, Oracle]] = {}
 
     def get(name: str) -> tuple[Encoder, Oracle]:
@@ -76,7 +82,11 @@ def refusal(template: Template, kind: str) -> str | None:
         return "tool call left out|refused by the chat template|the past anew"
     if "thought" in kind and "content" not in kind and not (template.thought or template.opens):
         return "part of an answer left out"
-    return "refused by the chat template" if kind.startswith("system") and not template.system else None
+    return (
+        "refused by the chat template"
+        if kind.startswith("system") and not template.system
+        else None
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,19 +117,27 @@ def test_every_sequence_is_the_prompt_of_inference_and_what_has_to_follow(
 
 
 def prompts_of(oracle: Oracle, messages: list[dict[str, Any]], tools: Any) -> dict[int, str]:
-    """The prompt of inference for each answer; where it ends a thought and the answer has one, that with thinking."""
+    """The prompt of inference for each answer; where it ends a thought and the answer has one, that
+    with thinking.
+    """
     prompts = {}
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             prompts[number] = oracle.render(messages[:number], tools, True)
             thought = message.get(THINKING) or "<think>" in message["content"]
             if thought and prompts[number].endswith("</think>\n\n"):
-                prompts[number] = oracle.render(messages[:number], tools, True, enable_thinking=True)
+                prompts[number] = oracle.render(
+                    messages[:number], tools, True, enable_thinking=True
+                )
     return prompts
 
 
-def check_answer(encoder: Encoder, oracle: Oracle, ids: list[int], start: int, end: int, row: Any, number: int) -> None:
-    """What is trained of one answer, ids [start, end), is what transformers writes there, to the end of the turn."""
+def check_answer(
+    encoder: Encoder, oracle: Oracle, ids: list[int], start: int, end: int, row: Any, number: int
+) -> None:
+    """What is trained of one answer, ids [start, end), is what transformers writes there, to the
+    end of the turn.
+    """
     (messages, tools), template, tokenizer = row, oracle.template, encoder.tokenizer
     given, whole = tokenizer.decode(ids[:start]), tokenizer.decode(ids[:end])
     trained = whole.removeprefix(given)
@@ -143,12 +161,16 @@ def check_answer(encoder: Encoder, oracle: Oracle, ids: list[int], start: int, e
 
 
 def thought_ended(oracle: Oracle, row: Any, number: int, finished: str, prompt: str) -> str:
-    """What has to follow a prompt that begins a thought, where the finished answer does not go on from that."""
+    """What has to follow a prompt that begins a thought, where the finished answer does not go on
+    from that.
+    """
     (messages, tools), template = row, oracle.template
     thought, words = messages[number].get(THINKING), messages[number]["content"]
     if "</think>" in words:
         thought, words = words.removeprefix("<think>\n").split("\n</think>\n\n")
-    if "<think>" not in prompt:  # a system message that is moved: what follows the question's end is the same
+    if (
+        "<think>" not in prompt
+    ):  # a system message that is moved: what follows the question's end is the same
         return finished.rpartition("[/INST]")[2].strip("\n")
     if template.thought:
         message = messages[number] | {THINKING: "A THOUGHT", "content": words}
@@ -161,14 +183,23 @@ def thought_ended(oracle: Oracle, row: Any, number: int, finished: str, prompt: 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseekv3", "nemotron_3_nano"])
-def test_tags_that_are_special_tokens_stay_tags_around_a_thought_alone(name: str, tmp_path: Path) -> None:
+def test_tags_that_are_special_tokens_stay_tags_around_a_thought_alone(
+    name: str, tmp_path: Path
+) -> None:
     template, (messages, _) = BY_NAME[name], KINDS["thoughts in the content"]
     write_tokenizer(tmp_path, template, source_of(template), ("<think>", "</think>"))
     encoder = Encoder(load_tokenizer(tmp_path), "auto")
     plain = Conversation([{"role": "user", "content": "What is <think>?"}, *messages[1:]])
     for row in (Conversation(messages), plain):
         for encoded in encoder.encode_sample(row).sequences:
-            texts = [encoder.tokenizer.token_bytes(i) for i in encoded.ids if encoder.tokenizer.is_special(i)]
+            texts = [
+                encoder.tokenizer.token_bytes(i)
+                for i in encoded.ids
+                if encoder.tokenizer.is_special(i)
+            ]
             last = texts[-4:]
-            assert last.count(b"</think>") == 1 and encoder.tokenizer.decode(encoded.ids).count("</think>") <= 2
+            assert (
+                last.count(b"</think>") == 1
+                and encoder.tokenizer.decode(encoded.ids).count("</think>") <= 2
+            )
             assert texts.count(b"<think>") == texts.count(b"</think>")

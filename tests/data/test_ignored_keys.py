@@ -1,4 +1,6 @@
-"""Flags of messages as JSON and tables write them, and keys of messages that data.ignore_columns names."""
+"""Flags of messages as JSON and tables write them, and keys of messages that data.ignore_columns
+names.
+"""
 
 import json
 from pathlib import Path
@@ -27,12 +29,17 @@ def put_row(form: str, spelling: str, **keys: Any) -> dict[str, Any]:
     """A row whose last answer has these keys. spelling: of its messages."""
     chat = [*CHAT[:-1], CHAT[-1] | keys]
     if spelling == "from":
-        named = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in CHAT]
+        named = [
+            {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
+            for m in CHAT
+        ]
         chat = [*named[:-1], named[-1] | keys]
     row = {COLUMNS[form]: chat}
     if form == "prompt_completion":
         row = {"prompt": chat[:-1], "completion": chat[-1:]}
-    return {name: json.dumps(value) for name, value in row.items()} if spelling == "JSON text" else row
+    return (
+        {name: json.dumps(value) for name, value in row.items()} if spelling == "JSON text" else row
+    )
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -43,9 +50,14 @@ def test_zero_and_one_are_false_and_true(flag: str, qwen3: Tokenizer) -> None:
         assert not report.bad_samples
         said.setdefault(bool(value), []).append("No." in "".join(trained))
     assert [set(found) for found in said.values()] == [{flag not in MASKED}, {flag in MASKED}]
-    for value in (2, -1, 0.5, "no", [], {"a": 1}) if flag == "weight" else (2, 1.5, 1.0, 0.0, "no", {"a": 1}):
+    for value in (
+        (2, -1, 0.5, "no", [], {"a": 1}) if flag == "weight" else (2, 1.5, 1.0, 0.0, "no", {"a": 1})
+    ):
         _, trained, report = encode(qwen3, "messages", put_row("messages", "role", **{flag: value}))
-        assert bool(report.bad_samples) == (value != []), (flag, value)  # an empty list says nothing
+        assert bool(report.bad_samples) == (value != []), (
+            flag,
+            value,
+        )  # an empty list says nothing
 
 
 @pytest.mark.parametrize("spelling", ["role", "from", "JSON text"])
@@ -53,17 +65,34 @@ def test_zero_and_one_are_false_and_true(flag: str, qwen3: Tokenizer) -> None:
 def test_a_key_that_is_ignored_changes_nothing(form: str, spelling: str, qwen3: Tokenizer) -> None:
     """Whatever it holds, also one that is read where it is not named; it is counted."""
     bare = encode(qwen3, form, put_row(form, spelling))[:2]
-    for key, value in {**KEYS, **dict.fromkeys(FLAGS, False), "weight": 0, "tool_calls": [{"x": 1}], "mood": 3}.items():
+    for key, value in {
+        **KEYS,
+        **dict.fromkeys(FLAGS, False),
+        "weight": 0,
+        "tool_calls": [{"x": 1}],
+        "mood": 3,
+    }.items():
         if key in ("role", "from", "content", "value"):
             continue
         row = put_row(form, spelling, **{key: value})
         text, trained, report = encode(qwen3, form, row, ignore_columns=[f"messages.{key}"])
-        assert ((text, trained), dict(report.idle_names)) == (bare, {f"messages.{key}": 1}), (key, report.first_bad)
+        assert ((text, trained), dict(report.idle_names)) == (bare, {f"messages.{key}": 1}), (
+            key,
+            report.first_bad,
+        )
 
 
 def test_only_messages_lose_it(qwen3: Tokenizer) -> None:
-    """Not a tool's description, nor a text that begins with a bracket; of several keys each is counted."""
-    tools = [{"name": "weather", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}]
+    """Not a tool's description, nor a text that begins with a bracket; of several keys each is
+    counted.
+    """
+    tools = [
+        {
+            "name": "weather",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {}},
+        }
+    ]
     chat = [CHAT[0] | {"name": "Ann"}, CHAT[1] | {"weight": 0, "name": "Bot"}, *CHAT[2:]]
     row = {"messages": chat, "tools": tools, "id": "[1] of 3"}
     keys = ["messages.name", "messages.weight", "messages.mood"]

@@ -1,4 +1,6 @@
-"""A .json file is read item by item, and gives what reading all of it would give: rows, places, faults."""
+"""A .json file is read item by item, and gives what reading all of it would give: rows, places,
+faults.
+"""
 
 import json
 import re
@@ -29,7 +31,9 @@ def refused(path, line):
 
 
 def test_json_rows_have_their_line(tmp_path):
-    (tmp_path / "a.json").write_text('[\n {"a": 1},\n\n {"a": "]},{"},\n {"a":\n  [2]}, {"a": 3}\n]\n')
+    (tmp_path / "a.json").write_text(
+        '[\n {"a": 1},\n\n {"a": "]},{"},\n {"a":\n  [2]}, {"a": 3}\n]\n'
+    )
     places, rows = zip(*read(tmp_path / "a.json"), strict=True)
     assert rows == ({"a": 1}, {"a": "]},{"}, {"a": [2]}, {"a": 3})
     assert [place.removeprefix(str(tmp_path)) for place in places] == [
@@ -41,7 +45,9 @@ def test_json_of_other_shapes(tmp_path):
     file = tmp_path / "a.json"
     file.write_text('{"data": [{"a": 1}, {"a": 2}], "version": 1}')
     assert [row for _, row in read(file)] == [{"a": 1}, {"a": 2}]
-    file.write_text('{"x": {"data": [7]},\n "data" : [\n  {"a": 1},\n  {"a": 2}\n ], "version": 1}\n')
+    file.write_text(
+        '{"x": {"data": [7]},\n "data" : [\n  {"a": 1},\n  {"a": 2}\n ], "version": 1}\n'
+    )
     assert read(file) == [(f"{file}:3: .data[0]", {"a": 1}), (f"{file}:4: .data[1]", {"a": 2})]
     file.write_text('{"data": []}')
     assert read(file) == []
@@ -54,12 +60,18 @@ def test_json_of_other_shapes(tmp_path):
 CASES = [
     (b"", r"a.json: the file is empty, expected samples or text"),
     (b" \n ", r"the file is empty"),
-    (b'[{"a": 1},\n {"a" 2}]', r"a.json:2: column 7: invalid JSON \(Expecting ':' delimiter\), expected a list"),
+    (
+        b'[{"a": 1},\n {"a" 2}]',
+        r"a.json:2: column 7: invalid JSON \(Expecting ':' delimiter\), expected a list",
+    ),
     (b'[{"a": 1}\n {"a": 2}]', r"a.json:2: column 2: invalid JSON \(Expecting ',' delimiter\)"),
     (b'[{"a": 1},\n {"a": 2}', r"a.json:2: column 10: invalid JSON"),
     (b'[{"a": 1},]', r"a.json:1: column \d+: invalid JSON"),
     (b'[{"a": 1}] x', r"a.json:1: column 12: invalid JSON \(Extra data\)"),
-    (b'{"a": 1}\n{"a": 2}\n', r"a.json:2: column 1: invalid JSON \(Extra data\).*name the file .jsonl"),
+    (
+        b'{"a": 1}\n{"a": 2}\n',
+        r"a.json:2: column 1: invalid JSON \(Extra data\).*name the file .jsonl",
+    ),
     (b'["\n\xff"]', r"a.json:2: found the byte 0xff, expected UTF-8"),
     (b"3", r'a.json: found a number, expected a list of objects or {"data"'),
     (b"null", r'a.json: found null, expected a list of objects or {"data"'),
@@ -76,7 +88,9 @@ def test_json_files_that_are_refused(content, line, tmp_path):
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_size=6)

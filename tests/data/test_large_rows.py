@@ -1,4 +1,6 @@
-"""A row over data.max_sample_mib is a bad row and is never held; a Parquet file that unpacks to far more is refused."""
+"""A row over data.max_sample_mib is a bad row and is never held; a Parquet file that unpacks to far
+more is refused.
+"""
 
 import json
 import re
@@ -26,11 +28,15 @@ def rows_of(path, sample_limit=SAMPLE_LIMIT):
 
 def write(path, rows):
     lines = [json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n" if path.suffix == ".jsonl" else f"[\n{','.join(lines)}\n]")
+    path.write_text(
+        "\n".join(lines) + "\n" if path.suffix == ".jsonl" else f"[\n{','.join(lines)}\n]"
+    )
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-@pytest.mark.parametrize("large", ["x" * LARGE, ['a"]}\\', {"b": "[" * LARGE}]], ids=["text", "brackets"])
+@pytest.mark.parametrize(
+    "large", ["x" * LARGE, ['a"]}\\', {"b": "[" * LARGE}]], ids=["text", "brackets"]
+)
 def test_a_large_row_is_a_bad_one(suffix, large, tmp_path):
     path = tmp_path / f"a.{suffix}"
     write(path, [GOOD, {"text": large}, GOOD])
@@ -39,7 +45,8 @@ def test_a_large_row_is_a_bad_one(suffix, large, tmp_path):
     assert place.startswith(f"{path}:2" if suffix == "jsonl" else f"{path}:2: .[1]")
     assert isinstance(fault, SampleFault) and fault.cause == "too large"
     assert re.fullmatch(
-        r"found a sample of 5.00 MiB, expected at most data.max_sample_mib=2; divide the text, or raise .*",
+        r"found a sample of 5.00 MiB, expected at most data.max_sample_mib=2; divide the text, or"
+        r" raise .*",
         str(fault),
     )
 
@@ -75,10 +82,17 @@ class Letters:
 def test_what_a_large_row_does_is_for_bad_rows_to_say(tmp_path):
     write(tmp_path / "a.jsonl", [GOOD, {"text": "x" * 2 * MIB}, {"text": "other"}])
     cfg = DataConfig(
-        source=str(tmp_path / "a.jsonl"), format="text", cache=False, check_label_mask=False, max_sample_mib=1
+        source=str(tmp_path / "a.jsonl"),
+        format="text",
+        cache=False,
+        check_label_mask=False,
+        max_sample_mib=1,
     )
     with pytest.raises(
-        DataError, match=r"a.jsonl:2: found a sample of 2.00 MiB, .*; correct the sample, or set data.on_invalid"
+        DataError,
+        match=(
+            r"a.jsonl:2: found a sample of 2.00 MiB, .*; correct the sample, or set data.on_invalid"
+        ),
     ):
         build_dataset(cfg, Letters(), 64)
     cfg.on_invalid = "skip"
@@ -96,21 +110,32 @@ def test_a_parquet_file_that_unpacks_to_far_more_is_refused(row_groups, tmp_path
     monkeypatch.setattr(sources, "MOST_UNPACKED", MIB)
     table = pyarrow.table({"text": ["b " * MIB] * 12})
     writer.write_table(
-        table, tmp_path / "a.parquet", compression="zstd", row_group_size=12 // row_groups, use_dictionary=False
+        table,
+        tmp_path / "a.parquet",
+        compression="zstd",
+        row_group_size=12 // row_groups,
+        use_dictionary=False,
     )
     assert (tmp_path / "a.parquet").stat().st_size < MIB / 10
     with pytest.raises(
-        DataError, match=r"a.parquet: .* KiB say that they unpack to 12 samples of .*, expected at most 200"
+        DataError,
+        match=r"a.parquet: .* KiB say that they unpack to 12 samples of .*, expected at most 200",
     ):
         rows_of(tmp_path / "a.parquet")
 
 
 def test_values_of_a_dictionary_are_unpacked_few_at_a_time(tmp_path, monkeypatch):
-    """One text of 12 MiB, kept once, is the value of 400 rows: 5 GB if they were all unpacked together."""
+    """One text of 12 MiB, kept once, is the value of 400 rows: 5 GB if they were all unpacked
+    together.
+    """
     monkeypatch.setattr(sources, "BYTES_AT_ONCE", 64 * MIB)
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 400, pyarrow.int32()), ["x" * 12 * MIB])
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 400, pyarrow.int32()), ["x" * 12 * MIB]
+    )
     writer.write_table(
-        pyarrow.table({"text": column, "id": list(range(400))}), tmp_path / "a.parquet", dictionary_pagesize_limit=2**30
+        pyarrow.table({"text": column, "id": list(range(400))}),
+        tmp_path / "a.parquet",
+        dictionary_pagesize_limit=2**30,
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (file,) = open_sources(SourceConfig(str(tmp_path / "a.parquet")))

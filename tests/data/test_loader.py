@@ -32,7 +32,11 @@ def flat(steps) -> list:
         + [
             [batch.tokens.tolist(), batch.labels.tolist()]
             + [batch.attention.real.spans]
-            + ([batch.positions.tolist(), batch.attention.documents.tolist()] if batch.positions is not None else [])
+            + (
+                [batch.positions.tolist(), batch.attention.documents.tolist()]
+                if batch.positions is not None
+                else []
+            )
             for batch in step.micro_batches
         ]
         for step in steps
@@ -46,10 +50,17 @@ def test_the_same_batches_for_any_number_of_workers(rows, packing, workers):
     last = 2 * plan.steps(0) + 1  # over the end of two epochs
     for rank in range(2):
         made = step_batches(
-            rows, plan_of(rows, packing), first_step=0, last_step=last, data_rank=rank, workers=workers, **DIVISION
+            rows,
+            plan_of(rows, packing),
+            first_step=0,
+            last_step=last,
+            data_rank=rank,
+            workers=workers,
+            **DIVISION,
         )
         expected = (
-            make_step(rows, plan.slots(step), rank, 2, 2, 2, 3, 4, plan.pack_length(step)) for step in range(last)
+            make_step(rows, plan.slots(step), rank, 2, 2, 2, 3, 4, plan.pack_length(step))
+            for step in range(last)
         )
         assert flat(made) == flat(expected)
 
@@ -69,7 +80,11 @@ def test_starting_later_replays_nothing(rows, workers):
     settings = {"data_rank": 1, "workers": workers, **DIVISION}
     whole = flat(step_batches(rows, plan, first_step=0, last_step=40, **settings))
     assert flat(step_batches(watched, plan, first_step=33, last_step=40, **settings)) == whole[33:]
-    own = [number for step in range(33, 40) for number in np.concatenate(plan.slots(step)).reshape(2, 2, 2)[:, 1].flat]
+    own = [
+        number
+        for step in range(33, 40)
+        for number in np.concatenate(plan.slots(step)).reshape(2, 2, 2)[:, 1].flat
+    ]
     assert asked == ([] if workers else own)  # by workers: in their memory
     assert list(step_batches(rows, plan, first_step=40, last_step=40, **settings)) == []
 
@@ -141,7 +156,9 @@ def test_a_signal_to_all_processes_leaves_the_batches_to_come(rows, monkeypatch)
 def test_a_device_gets_them_through_pinned_memory(rows, monkeypatch):
     """Told without a device: what is moved, and how."""
     calls = []
-    monkeypatch.setattr(batches_module.StepBatches, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(
+        batches_module.StepBatches, "pin_memory", lambda self: calls.append("pinned") or self
+    )
     settings = {"first_step": 0, "last_step": 3, "data_rank": 0, **DIVISION}
     steps = list(step_batches(rows, plan_of(rows, 40), device="meta", **settings))
     assert calls == ["pinned"] * 3

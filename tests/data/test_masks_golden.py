@@ -1,4 +1,6 @@
-"""What the loss counts with the templates of real models, row by row, and that renderings and ids are transformers'."""
+"""What the loss counts with the templates of real models, row by row, and that renderings and ids
+are transformers'.
+"""
 
 import json
 from collections.abc import Callable
@@ -23,7 +25,8 @@ MISTRAL_CALL = '[{"name": "weather", "arguments": {"city": "Rome"}, "id": "call0
 QWEN3_CALL = "<think>\n\n</think>\n\n" + QWEN_CALL
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
-# name -> how an answer is written, what is trained of the row with tools, columns that are another matter
+# name -> how an answer is written, what is trained of the row with tools, columns that are another
+# matter
 EXPECTED: dict[str, tuple[str, list[str] | str, dict[str, list[str] | str]]] = {
     "Llama 2": (" {} </s>", OBJECTS, {}),
     "Llama 3": ("{}<|eot_id|>", LEFT_OUT, {}),
@@ -34,8 +37,16 @@ EXPECTED: dict[str, tuple[str, list[str] | str, dict[str, list[str] | str]]] = {
         NO_THOUGHT + "{}<|im_end|>",
         [QWEN3_CALL + "<|im_end|>", "|", NO_THOUGHT + HOT + "<|im_end|>"],
         {
-            "sharegpt, two answers": [NO_THOUGHT + HOT + "<|im_end|>", "|", NO_THOUGHT + MILD + "<|im_end|>"],
-            "messages with thoughts, two answers": [THOUGHT + HOT + "<|im_end|>", "|", THOUGHT + MILD + "<|im_end|>"],
+            "sharegpt, two answers": [
+                NO_THOUGHT + HOT + "<|im_end|>",
+                "|",
+                NO_THOUGHT + MILD + "<|im_end|>",
+            ],
+            "messages with thoughts, two answers": [
+                THOUGHT + HOT + "<|im_end|>",
+                "|",
+                THOUGHT + MILD + "<|im_end|>",
+            ],
         },
     ),
     "Mistral v1": (" {}</s>", OBJECTS, {}),
@@ -88,17 +99,25 @@ def test_what_is_trained(name: str, encoder_of: Callable[..., Encoder]):
         "sharegpt, two answers": [written.format(HOT), written.format(MILD)],
         "messages with system": [written.format(HOT)],
         TOOLS: tools,
-        "messages with thoughts, two answers": [written.format(THOUGHT + HOT), written.format(THOUGHT + MILD)],
+        "messages with thoughts, two answers": [
+            written.format(THOUGHT + HOT),
+            written.format(THOUGHT + MILD),
+        ],
         "preference": [written.format(HOT), written.format(MILD)],
     }
     encoder = encoder_of(name)
-    assert {column: masks_cases.outcome(encoder, column) for column in expected} == expected | others
+    assert {
+        column: masks_cases.outcome(encoder, column) for column in expected
+    } == expected | others
 
 
 def test_the_last_answer_alone(encoder_of: Callable[..., Encoder]):
     """Qwen3 drops the thoughts of all answers but those behind the last question."""
     encoder = encoder_of("Qwen3", "last")
-    for column, before in (("sharegpt, two answers", NO_THOUGHT), ("messages with thoughts, two answers", THOUGHT)):
+    for column, before in (
+        ("sharegpt, two answers", NO_THOUGHT),
+        ("messages with thoughts, two answers", THOUGHT),
+    ):
         assert masks_cases.outcome(encoder, column) == [before + MILD + "<|im_end|>"]
     assert masks_cases.outcome(encoder, TOOLS) == [NO_THOUGHT + HOT + "<|im_end|>"]
 
@@ -123,7 +142,9 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
     transformers = pytest.importorskip("transformers")
     tokenizer = encoder_of(name).tokenizer
     has_json = (folder_of(name) / "tokenizer.json").is_file()
-    reference = transformers.AutoTokenizer.from_pretrained(str(folder_of(name) if has_json else real_folder("gpt2")))
+    reference = transformers.AutoTokenizer.from_pretrained(
+        str(folder_of(name) if has_json else real_folder("gpt2"))
+    )
     if not has_json:  # only the text can be compared: the special tokens that templates ask for
         special = {role: tokenizer.token_bytes(i).decode() for role, i in
                    (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)) if i is not None}  # fmt: skip

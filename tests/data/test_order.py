@@ -1,4 +1,6 @@
-"""The order of rows is a function of (seed, epoch, step): a permutation each epoch, the same however it is divided."""
+"""The order of rows is a function of (seed, epoch, step): a permutation each epoch, the same
+however it is divided.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,11 +20,18 @@ from tests.selection import slow_except
 def epoch(num_rows: int, seed: int, number: int, per_step: int, shuffle: bool = True) -> np.ndarray:
     plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=per_step, shuffle=shuffle)
     first = number * plan.steps(0)
-    return np.concatenate([slot for step in range(plan.steps(0)) for slot in plan.slots(first + step)])
+    return np.concatenate(
+        [slot for step in range(plan.steps(0)) for slot in plan.slots(first + step)]
+    )
 
 
 @settings(max_examples=30, deadline=None)
-@given(num_rows=st.integers(1, 300), seed=st.integers(0, 2**70), number=st.integers(0, 50), per_step=st.integers(1, 40))
+@given(
+    num_rows=st.integers(1, 300),
+    seed=st.integers(0, 2**70),
+    number=st.integers(0, 50),
+    per_step=st.integers(1, 40),
+)
 def test_every_row_once_an_epoch_but_for_the_last_part(num_rows, seed, number, per_step):
     if num_rows < per_step:
         return
@@ -34,7 +43,11 @@ def test_every_row_once_an_epoch_but_for_the_last_part(num_rows, seed, number, p
 
 
 def test_orders_differ_by_epoch_and_seed_and_repeat_by_both():
-    orders = {(seed, number): tuple(epoch(200, seed, number, 8)) for seed in (0, 1, 42) for number in (0, 1, 2)}
+    orders = {
+        (seed, number): tuple(epoch(200, seed, number, 8))
+        for seed in (0, 1, 42)
+        for number in (0, 1, 2)
+    }
     assert len(set(orders.values())) == 9
     assert orders == {key: tuple(epoch(200, *key, 8)) for key in orders}
     assert tuple(epoch(200, 0, 1, 8)) != tuple(epoch(200, 1, 0, 8))
@@ -47,7 +60,9 @@ def test_any_step_can_be_asked_for_alone():
 
 
 def test_the_order_is_the_documented_one_for_ever():
-    """Philox-4x64-10 with key (seed, epoch); the numbers below come from an implementation of the paper by hand."""
+    """Philox-4x64-10 with key (seed, epoch); the numbers below come from an implementation of the
+    paper by hand.
+    """
     drawn = [word for counter in range(1, 4) for word in philox(counter, (42, 1))][:10]
     expected = sorted(range(10), key=lambda row: drawn[row])
     assert global_rows(10, 42, 1, 0, 10, True).tolist() == expected
@@ -79,7 +94,8 @@ def test_all_orders_are_about_equally_likely():
 
 def test_fewer_rows_than_a_step_takes():
     line = (
-        r"found 7 usable sequences, expected at least 8 for one step .* lower batch_size or gradient_accumulation_steps"
+        r"found 7 usable sequences, expected at least 8 for one step .* lower batch_size or"
+        r" gradient_accumulation_steps"
     )
     with pytest.raises(DataError, match=line):
         global_rows(7, 0, 0, 0, 8, True)
@@ -110,13 +126,23 @@ class Items:
         return TokenSequence(tokens, tokens)
 
 
-def some_items(number: int, weights: tuple[float, ...] = (1.0,), longest: int = 12, seed: int = 0) -> Items:
+def some_items(
+    number: int, weights: tuple[float, ...] = (1.0,), longest: int = 12, seed: int = 0
+) -> Items:
     draw = np.random.default_rng(seed)
-    return Items(draw.integers(1, longest + 1, number), np.sort(draw.integers(0, len(weights), number)), weights)
+    return Items(
+        draw.integers(1, longest + 1, number),
+        np.sort(draw.integers(0, len(weights), number)),
+        weights,
+    )
 
 
-def plan_of(items: Items, slots: int = 12, seed: int = 5, shuffle: bool = True, packing: int | None = None) -> DataPlan:
-    return DataPlan(items, seed=seed, slots_per_step=slots, shuffle=shuffle, packing_capacity=packing)
+def plan_of(
+    items: Items, slots: int = 12, seed: int = 5, shuffle: bool = True, packing: int | None = None
+) -> DataPlan:
+    return DataPlan(
+        items, seed=seed, slots_per_step=slots, shuffle=shuffle, packing_capacity=packing
+    )
 
 
 def epoch_slots(plan: DataPlan, number: int) -> list[tuple[int, ...]]:
@@ -134,7 +160,9 @@ def test_a_plan_without_packing_and_weights_is_the_order_of_rows(seed, shuffle):
         words = [word for counter in range(1, 27) for word in philox(counter, (seed, step // 10))]
         order = sorted(range(103), key=lambda row: words[row]) if shuffle else list(range(103))
         assert np.concatenate(plan.slots(step)).tolist() == order[step % 10 * 10 :][:10]
-        assert all(slot.shape == (1,) for slot in plan.slots(step)) and plan.pack_length(step) is None
+        assert (
+            all(slot.shape == (1,) for slot in plan.slots(step)) and plan.pack_length(step) is None
+        )
 
 
 SIZES = {1: 4, 2: 3, 3: 1, 4: 3}  # batch size by ranks; accumulation makes it 12 rows a step
@@ -146,7 +174,9 @@ def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]
     found: Counter[int] = Counter()
     slots, pack_length, size = plan.slots(step), plan.pack_length(step), SIZES[ranks]
     for rank in range(ranks):
-        made = make_step(items, slots, rank, ranks, size, 12 // ranks // size, pack_length=pack_length)
+        made = make_step(
+            items, slots, rank, ranks, size, 12 // ranks // size, pack_length=pack_length
+        )
         for batch in made.micro_batches:
             for number, count in Counter(batch.labels.flatten().tolist()).items():
                 if number != -100:
@@ -157,7 +187,9 @@ def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]
 
 @pytest.mark.parametrize("kind", slow_except(["rows", "packed weights"], ["packed weights"]))
 def test_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
-    """A run stops before some step, and goes on there with another number of ranks, in another process."""
+    """A run stops before some step, and goes on there with another number of ranks, in another
+    process.
+    """
     weights = (1.0, 2.0, 0.5) if "weights" in kind else (1.0,)
     draw = np.random.default_rng(len(kind))
     for case in range(6):
@@ -165,13 +197,18 @@ def test_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
         settings = {"seed": case, **KINDS[kind]}
         plan = plan_of(items, 12, **settings)
         last = plan.total_steps(2)
-        # The plan of each number is a new one: nothing that another step has left in memory can help it.
+        # The plan of each number is a new one: nothing that another step has left in memory can
+        # help it.
         by_ranks = {
-            ranks: [trained(items, plan_of(items, 12, **settings), step, ranks) for step in range(last)]
+            ranks: [
+                trained(items, plan_of(items, 12, **settings), step, ranks) for step in range(last)
+            ]
             for ranks in (1, 2, 3, 4)
         }
         single = plan_of(items, 1, **settings)
-        epochs = [epoch_slots(single, number) for number in range(2)]  # also the slots that fill no step
+        epochs = [
+            epoch_slots(single, number) for number in range(2)
+        ]  # also the slots that fill no step
         for stop in draw.integers(0, last + 1, 13).tolist():
             for before in by_ranks:
                 for after in by_ranks:
@@ -179,8 +216,12 @@ def test_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
                     check_epochs(items, plan, epochs, run)
 
 
-def check_epochs(items: Items, plan: DataPlan, epochs: list[list[tuple[int, ...]]], run: list[Counter[int]]) -> None:
-    """What a run has trained on, with the slots left over in each epoch, is every item as often as its weight says."""
+def check_epochs(
+    items: Items, plan: DataPlan, epochs: list[list[tuple[int, ...]]], run: list[Counter[int]]
+) -> None:
+    """What a run has trained on, with the slots left over in each epoch, is every item as often as
+    its weight says.
+    """
     start = 0
     for number, slots in enumerate(epochs):
         steps = plan.steps(number)
@@ -199,16 +240,25 @@ def test_slots_do_not_depend_on_how_many_make_a_step(packing):
     items = some_items(400, (1.0, 1.5))
     one = epoch_slots(plan_of(items, 1, packing=packing), 2)
     for slots in (3, 8, 25):
-        assert epoch_slots(plan_of(items, slots, packing=packing), 2) == one[: len(one) // slots * slots]
+        assert (
+            epoch_slots(plan_of(items, slots, packing=packing), 2)
+            == one[: len(one) // slots * slots]
+        )
 
 
 def test_packs_hold_what_fits_and_are_shuffled_anew():
     items = some_items(1000, longest=30)
     plan = plan_of(items, 8, packing=32)
     epochs = [epoch_slots(plan, number) for number in (0, 1)]
-    assert all(sum(items.item_lengths[list(slot)]) <= 32 == plan.pack_length(0) for slot in epochs[0])
+    assert all(
+        sum(items.item_lengths[list(slot)]) <= 32 == plan.pack_length(0) for slot in epochs[0]
+    )
     assert len(set(epochs[0]) & set(epochs[1])) < len(epochs[0]) / 4
-    assert 0.95 < sum(items.item_lengths[list(slot)].sum() for slot in epochs[0]) / (32 * len(epochs[0])) <= 1
+    assert (
+        0.95
+        < sum(items.item_lengths[list(slot)].sum() for slot in epochs[0]) / (32 * len(epochs[0]))
+        <= 1
+    )
     # An epoch does not begin with the long items.
     longest = [items.item_lengths[list(slot)].max() for slot in epochs[0]]
     assert abs(np.corrcoef(longest, range(len(longest)))[0, 1]) < 0.15
@@ -233,29 +283,54 @@ def test_pairs_have_the_capacity_of_their_rows():
 def test_weights_are_how_often_items_are_taken():
     items = some_items(600, (2.0, 0.25, 1.0, 1.5))
     plan = plan_of(items, 1)
-    counts = [np.bincount([slot[0] for slot in epoch_slots(plan, number)], minlength=600) for number in range(8)]
+    counts = [
+        np.bincount([slot[0] for slot in epoch_slots(plan, number)], minlength=600)
+        for number in range(8)
+    ]
     first, quarter, plain, half = (items.source_of == source for source in range(4))
     for count in counts:
         assert (count[first] == 2).all() and (count[plain] == 1).all()
         assert set(count[quarter]) == {0, 1} and set(count[half]) == {1, 2}
-        assert abs(count[quarter].sum() - quarter.sum() / 4) < 1 and abs(count[half].sum() - half.sum() * 1.5) < 1
+        assert (
+            abs(count[quarter].sum() - quarter.sum() / 4) < 1
+            and abs(count[half].sum() - half.sum() * 1.5) < 1
+        )
     assert (counts[0][quarter] != counts[1][quarter]).any(), "the share is to be drawn anew"
-    assert sum(count[quarter].sum() for count in counts) == quarter.sum() * 2  # 8 epochs of a quarter
+    assert (
+        sum(count[quarter].sum() for count in counts) == quarter.sum() * 2
+    )  # 8 epochs of a quarter
     early = items.source_of[[slot[0] for slot in epoch_slots(plan, 0)[:100]]]
     assert set(early) == {0, 1, 2, 3}, "sources are to be mixed"
 
 
 def test_weights_in_file_order():
     items = Items(np.ones(5, dtype=np.int64), np.array([0, 0, 1, 1, 1]), (2.0, 1.0))
-    assert epoch_slots(plan_of(items, 1, shuffle=False), 0) == [(0,), (1,), (0,), (1,), (2,), (3,), (4,)]
+    assert epoch_slots(plan_of(items, 1, shuffle=False), 0) == [
+        (0,),
+        (1,),
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+        (4,),
+    ]
 
 
 def test_epochs_of_unequal_length_are_counted_through():
     items = Items(np.ones(7, dtype=np.int64), np.zeros(7, dtype=np.int16), (0.5,))
     plan = plan_of(items, 1)
     assert [plan.steps(number) for number in range(4)] == [3, 4, 3, 4]  # 3.5 an epoch
-    assert [plan.locate(step) for step in (0, 2, 3, 6, 7, 14)] == [(0, 0), (0, 2), (1, 0), (1, 3), (2, 0), (4, 0)]
-    assert plan.total_steps(3) == 10 and plan.total_steps(3, 9) == 9 and plan.total_steps(3, 99) == 10
+    assert [plan.locate(step) for step in (0, 2, 3, 6, 7, 14)] == [
+        (0, 0),
+        (0, 2),
+        (1, 0),
+        (1, 3),
+        (2, 0),
+        (4, 0),
+    ]
+    assert (
+        plan.total_steps(3) == 10 and plan.total_steps(3, 9) == 9 and plan.total_steps(3, 99) == 10
+    )
     with pytest.raises(ValueError, match="found step -1"):
         plan.locate(-1)
 
@@ -267,15 +342,21 @@ def test_steps_of_a_run():
 
 
 def test_shares_and_packs_are_drawn_from_the_documented_numbers():
-    """The share of a source and the order of packs have streams of their own: 1 and 2 in the counter's last word."""
+    """The share of a source and the order of packs have streams of their own: 1 and 2 in the
+    counter's last word.
+    """
     items = Items(np.full(8, 3), np.zeros(8, dtype=np.int16), (0.5,))
-    streams = [[word for at in (1, 2) for word in philox(at, (6, 0), stream)] for stream in range(3)]
+    streams = [
+        [word for at in (1, 2) for word in philox(at, (6, 0), stream)] for stream in range(3)
+    ]
     taken = sorted(sorted(range(8), key=lambda item: streams[1][item])[:4])
     in_order = [taken[place] for place in sorted(range(4), key=lambda place: streams[0][place])]
     assert epoch_slots(plan_of(items, 1, 6), 0) == [(item,) for item in in_order]
     drawn = sorted(range(4), key=lambda place: streams[2][place])
     assert drawn != [0, 1, 2, 3] != in_order
-    assert epoch_slots(plan_of(items, 1, 6, packing=3), 0) == [(in_order[place],) for place in drawn]
+    assert epoch_slots(plan_of(items, 1, 6, packing=3), 0) == [
+        (in_order[place],) for place in drawn
+    ]
 
 
 @pytest.mark.parametrize(
@@ -285,10 +366,21 @@ def test_shares_and_packs_are_drawn_from_the_documented_numbers():
             (1.0,),
             None,
             1,
-            r"data.source: found 20 usable sequences, expected at least 24 for one step .*; lower batch_size",
+            (
+                r"data.source: found 20 usable sequences, expected at least 24 for one step .*;"
+                r" lower batch_size"
+            ),
         ),
         ((1.0,), None, 2, r"data.source: found 20 usable pairs, expected at least 24 "),
-        ((0.5,), None, 1, r"data.source: found 10 usable sequences an epoch by the weights, expected at least 24 "),
+        (
+            (0.5,),
+            None,
+            1,
+            (
+                r"data.source: found 10 usable sequences an epoch by the weights, expected at"
+                r" least 24 "
+            ),
+        ),
         ((1.0,), 60, 1, r"data.packing: found 2 packs of up to 60 tokens, expected at least 24 "),
     ],
 )

@@ -1,4 +1,6 @@
-"""Packs: best-fit decreasing, each item once, nothing over capacity, near the fewest packs that are possible."""
+"""Packs: best-fit decreasing, each item once, nothing over capacity, near the fewest packs that are
+possible.
+"""
 
 import time
 from bisect import bisect_left, insort
@@ -12,12 +14,16 @@ from benchmarks import packing as benchmark
 from recipe_lib.data import pack
 
 CASES = st.integers(1, 60).flatmap(
-    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), min_size=1, max_size=80), st.just(capacity))
+    lambda capacity: st.tuples(
+        st.lists(st.integers(1, capacity), min_size=1, max_size=80), st.just(capacity)
+    )
 )
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The textbook's: one item after the other into the fullest bin that has room; lengths of each bin."""
+    """The textbook's: one item after the other into the fullest bin that has room; lengths of each
+    bin.
+    """
     rooms: list[tuple[int, int]] = []
     bins: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
@@ -33,7 +39,9 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def lengths_of(packs, lengths) -> list[list[int]]:
-    return sorted(sorted(np.asarray(lengths)[packs[number]].tolist()) for number in range(len(packs)))
+    return sorted(
+        sorted(np.asarray(lengths)[packs[number]].tolist()) for number in range(len(packs))
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -43,8 +51,11 @@ def test_the_same_packs_as_the_textbook(case):
     lengths, capacity = case
     packs = pack(np.array(lengths), capacity)
     assert sorted(packs.items.tolist()) == list(range(len(lengths)))
-    # Bins that are equally full are alike, so the fills are those of the textbook, whichever of them is taken.
-    assert sorted(map(sum, lengths_of(packs, lengths))) == sorted(map(sum, best_fit_decreasing(lengths, capacity)))
+    # Bins that are equally full are alike, so the fills are those of the textbook, whichever of
+    # them is taken.
+    assert sorted(map(sum, lengths_of(packs, lengths))) == sorted(
+        map(sum, best_fit_decreasing(lengths, capacity))
+    )
     assert max(sum(held) for held in lengths_of(packs, lengths)) <= capacity
 
 
@@ -82,7 +93,11 @@ def test_the_lower_bound_is_one():
     draw = np.random.default_rng(0)
     for _ in range(50):
         lengths = draw.integers(1, 31, 12)
-        assert -(-lengths.sum() // 30) <= benchmark.lower_bound(lengths, 30) <= fewest(lengths.tolist(), 30)
+        assert (
+            -(-lengths.sum() // 30)
+            <= benchmark.lower_bound(lengths, 30)
+            <= fewest(lengths.tolist(), 30)
+        )
 
 
 def fewest(lengths: list[int], capacity: int) -> int:

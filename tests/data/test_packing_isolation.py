@@ -1,4 +1,6 @@
-"""The check that packed documents are apart passes for our models, and fails as soon as anything leaks."""
+"""The check that packed documents are apart passes for our models, and fails as soon as anything
+leaks.
+"""
 
 import json
 import logging
@@ -44,7 +46,9 @@ def test_our_models_keep_documents_apart(kind, dtype):
     model = model_of(dtype, **KINDS[kind]).train()
     check_packing_isolation(model, model.spec, "cpu")
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    leak, difference, has_experts, measured = leaks._measure(model, model.spec.vocab_size, torch.device("cpu"), None)
+    leak, difference, has_experts, measured = leaks._measure(
+        model, model.spec.vocab_size, torch.device("cpu"), None
+    )
     assert leak == 0 and measured == dtype and not has_experts
     assert difference < {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
 
@@ -53,7 +57,9 @@ def blind_mask(monkeypatch) -> None:
     """Only causality is left of the mask."""
     reaches = attention.reaches
     for module in (attention, attention):
-        monkeypatch.setattr(module, "reaches", lambda documents, *arguments: reaches(None, *arguments))
+        monkeypatch.setattr(
+            module, "reaches", lambda documents, *arguments: reaches(None, *arguments)
+        )
 
 
 def lost_border(monkeypatch) -> None:
@@ -62,13 +68,17 @@ def lost_border(monkeypatch) -> None:
 
     def shifted(lengths, pack_length):
         info = make(lengths, pack_length)
-        return replace(info, documents=torch.cat([info.documents[:, :1], info.documents[:, :-1]], dim=1))
+        return replace(
+            info, documents=torch.cat([info.documents[:, :1], info.documents[:, :-1]], dim=1)
+        )
 
     monkeypatch.setattr(leaks, "make_attention_info", shifted)
 
 
 def no_causality(monkeypatch) -> None:
-    """Documents are apart, but tokens see what comes after them: no leak between documents, yet not as alone."""
+    """Documents are apart, but tokens see what comes after them: no leak between documents, yet not
+    as alone.
+    """
     visible = attention.visible
 
     def both_ways(reach, keys):
@@ -88,8 +98,10 @@ def test_a_broken_mask_is_found(monkeypatch, kind, broken, dtype, init_std):
     model = model_of(dtype, init_std, **KINDS[kind])
     name = str(dtype).removeprefix("torch.")
     line = (
-        rf"^data\.packing: on cpu in {name} \(attention masks\) a document's logits moved by [\d.e-]+ of their size "
-        r"when its neighbor in the sequence was changed, expected 0: packed documents see each other; "
+        rf"^data\.packing: on cpu in {name} \(attention masks\) a document's logits moved by"
+        r" [\d.e-]+ of their size "
+        r"when its neighbor in the sequence was changed, expected 0: packed documents see each"
+        r" other; "
         r"set data\.packing to false"
     )
     with pytest.raises(SetupError, match=line) as raised:
@@ -99,10 +111,17 @@ def test_a_broken_mask_is_found(monkeypatch, kind, broken, dtype, init_std):
 
 @pytest.mark.parametrize("broken", [None, blind_mask, lost_border])
 def test_experts_may_round_otherwise_and_leak_nothing(monkeypatch, broken, tmp_path: Path):
-    """More rows of an expert, another rounding of each: here by a sum that does so; a leak is found all the same."""
-    spec = replace(spec_from_config(json.loads(write_mixture("gpt_oss", tmp_path).read_text()), "tiny"), init_std=0.02)
+    """More rows of an expert, another rounding of each: here by a sum that does so; a leak is found
+    all the same.
+    """
+    spec = replace(
+        spec_from_config(json.loads(write_mixture("gpt_oss", tmp_path).read_text()), "tiny"),
+        init_std=0.02,
+    )
     exact = mixture.sum_choices
-    monkeypatch.setattr(mixture, "sum_choices", lambda rows, of: exact(rows, of) * (1 + 1e-7 * int(of.ends[0])))
+    monkeypatch.setattr(
+        mixture, "sum_choices", lambda rows, of: exact(rows, of) * (1 + 1e-7 * int(of.ends[0]))
+    )
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     init_weights(model, 3, spec)
     if broken is None:
@@ -117,7 +136,10 @@ def test_experts_may_round_otherwise_and_leak_nothing(monkeypatch, broken, tmp_p
 def test_what_is_not_as_alone_is_found(monkeypatch):
     model = model_of()
     no_causality(monkeypatch)
-    line = r"the logits of packed documents differ by [\d.]+% from those of each document alone, expected at most 1%;"
+    line = (
+        r"the logits of packed documents differ by [\d.]+% from those of each document alone,"
+        r" expected at most 1%;"
+    )
     with pytest.raises(SetupError, match=line):
         check_packing_isolation(model, model.spec, "cpu")
 
@@ -137,7 +159,9 @@ class Learned(nn.Module):
 
 def test_positions_that_do_not_restart_are_found(monkeypatch):
     check_packing_isolation(Learned(), SimpleNamespace(vocab_size=50), "cpu")
-    monkeypatch.setattr(leaks, "document_positions", lambda lengths, width: torch.arange(width).repeat(2, 1))
+    monkeypatch.setattr(
+        leaks, "document_positions", lambda lengths, width: torch.arange(width).repeat(2, 1)
+    )
     with pytest.raises(SetupError, match="from those of each document alone"):
         check_packing_isolation(Learned(), SimpleNamespace(vocab_size=50), "cpu")
 
@@ -187,7 +211,9 @@ def test_two_ranks_agree_on_a_sharded_model(broken):
             return "apart"
 
     found = run_ranks(rank, 2)
-    assert found[0] == found[1] and ("see each other" in found[0] if broken else found[0] == "apart")
+    assert found[0] == found[1] and (
+        "see each other" in found[0] if broken else found[0] == "apart"
+    )
 
 
 def test_a_trained_model_in_two_dtypes(realdata):
@@ -206,6 +232,8 @@ def test_on_a_gpu(monkeypatch, kind, dtype):
     model = model_of(dtype, **KINDS[kind]).cuda()
     check_packing_isolation(model, model.spec, "cuda")
     make = leaks.make_attention_info
-    monkeypatch.setattr(leaks, "make_attention_info", lambda lengths, width: make([[width]] * len(lengths), width))
+    monkeypatch.setattr(
+        leaks, "make_attention_info", lambda lengths, width: make([[width]] * len(lengths), width)
+    )
     with pytest.raises(SetupError, match="on cuda in .* see each other"):
         check_packing_isolation(model, model.spec, "cuda")

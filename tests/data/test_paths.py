@@ -49,7 +49,9 @@ FAULTS = [
 
 
 def faults(path: Path, tokenizer: Any, **settings: Any) -> list[str]:
-    cfg = DataConfig(source=str(path), on_invalid="skip", cache=False, **{"format": "messages"} | settings)
+    cfg = DataConfig(
+        source=str(path), on_invalid="skip", cache=False, **{"format": "messages"} | settings
+    )
     lines = [line for _, line in build_dataset(cfg, tokenizer, 64).report.bad_lines]
     assert all(line.startswith(f"{path}:") for line in lines)
     return [line.removeprefix(f"{path}:") for line in lines]
@@ -72,25 +74,32 @@ def test_every_fault_has_the_path_that_jq_takes(kind: str, tmp_path: Path, chatm
         assert line.startswith(f"{number + 1}: {place}: found "), line
         if shutil.which("jq"):
             text = content.split("\n")[number] if kind == "lines" else path.read_text()
-            told = subprocess.run(["jq", "-c", place], input=text, capture_output=True, text=True, check=True)
+            told = subprocess.run(
+                ["jq", "-c", place], input=text, capture_output=True, text=True, check=True
+            )
             assert json.loads(told.stdout) == value
 
 
 def test_a_mark_that_differs_has_its_path(tmp_path: Path) -> None:
     source = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content + '<|im_end|>' }}{% else %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content + '<|im_end|>' }}{% else %}{%"
+        " generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
     )
     (tmp_path / "a.json").write_text(json.dumps([row(ASK, GOOD)]))
     cfg = DataConfig(source=str(tmp_path / "a.json"), format="messages", cache=False)
     tokenizer = load_tokenizer(write_json(tmp_path / "marks", template=source))
     said = build_dataset(cfg, tokenizer, 64).report.first_mark
-    assert said.startswith(f"{tmp_path}/a.json:1: .[0].messages[1]: the template marks 'b', and what is generated is")
+    assert said.startswith(
+        f"{tmp_path}/a.json:1: .[0].messages[1]: the template marks 'b', and what is generated is"
+    )
 
 
 def test_columns_by_their_own_names(tmp_path: Path, chatml: Any) -> None:
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]
-    rows = [{"chat": turns, "my tools": None}, {"chat": [*turns[:1], {"from": "gpt", "value": "b"}], "my tools": 7}]
+    rows = [
+        {"chat": turns, "my tools": None},
+        {"chat": [*turns[:1], {"from": "gpt", "value": "b"}], "my tools": 7},
+    ]
     good = {"chat": [turns[0], {"from": "gpt", "value": "b"}], "my tools": None}
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, good])))
     columns = {"conversations": "chat", "tools": "my tools"}
@@ -106,7 +115,9 @@ def test_a_column_under_another_name_is_read_once(tmp_path: Path, chatml: Any) -
     (tmp_path / "b.jsonl").write_text(json.dumps({"instruction": "Hi!", "output": "b"}))
     found, expected = (
         build_dataset(
-            DataConfig(source=str(tmp_path / name), format="alpaca", columns=columns, cache=False), chatml, 64
+            DataConfig(source=str(tmp_path / name), format="alpaca", columns=columns, cache=False),
+            chatml,
+            64,
         ).ids.tolist()
         for name, columns in (("a.jsonl", {"instruction": "input"}), ("b.jsonl", {}))
     )
@@ -114,16 +125,31 @@ def test_a_column_under_another_name_is_read_once(tmp_path: Path, chatml: Any) -
 
 
 def test_paths_and_places() -> None:
-    assert path_of({}, "a") == ".a" and path_of(Renamed({"b c": 1}, {"a": "b c"}, "data"), "a") == '.["b c"]'
+    assert (
+        path_of({}, "a") == ".a"
+        and path_of(Renamed({"b c": 1}, {"a": "b c"}, "data"), "a") == '.["b c"]'
+    )
     assert located("rows.json:4: .[1]", ".a[0]: found null") == "rows.json:4: .[1].a[0]: found null"
     assert located("rows.json:4: .[1]", "found null") == "rows.json:4: .[1]: found null"
-    assert located("rows.json:4: .[1]", "./m/template.jinja: fails") == "rows.json:4: .[1]: ./m/template.jinja: fails"
+    assert (
+        located("rows.json:4: .[1]", "./m/template.jinja: fails")
+        == "rows.json:4: .[1]: ./m/template.jinja: fails"
+    )
     assert located("rows.jsonl:4", ".a: found null") == "rows.jsonl:4: .a: found null"
 
 
 def test_values_in_words() -> None:
     """No word of Python's."""
     values = [None, True, 3, "x", [1], {}, b"x", object()]
-    kinds = ["null", "true or false", "a number", "text", "a list", "an object", "bytes", "a value of another kind"]
+    kinds = [
+        "null",
+        "true or false",
+        "a number",
+        "text",
+        "a list",
+        "an object",
+        "bytes",
+        "a value of another kind",
+    ]
     assert [kind_of(value) for value in values] == kinds
     assert [shown(value) for value in values[:5]] == ["null", "true", "3", "'x'", "a list"]

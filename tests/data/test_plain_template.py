@@ -1,4 +1,6 @@
-"""The plain template's Jinja is its Python: the same text, and an objection where training refuses a sample."""
+"""The plain template's Jinja is its Python: the same text, and an objection where training refuses
+a sample.
+"""
 
 from typing import Any
 
@@ -50,9 +52,9 @@ def test_the_same_text(messages: list[dict[str, Any]], eos: str, bos: str) -> No
 
 def test_contents_and_roles_as_the_reader_takes_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert write([{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]) == write(
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
-    )
+    assert write(
+        [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
+    ) == write([{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}])
 
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -61,7 +63,11 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 @pytest.mark.parametrize(
     ("messages", "tools", "said"),
     [
-        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}], None, "no tool calls"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
+            None,
+            "no tool calls",
+        ),
         ([{"role": "critic", "content": "a"}], None, "unknown role"),
         ([{"role": "user", "content": None}], None, "content of text"),
         ([{"role": "user"}], None, "content of text"),
@@ -84,7 +90,14 @@ TURNS = {
     "the assistant begins": ["assistant the cat", "user sat", "assistant on the mat"],
     "the user goes on": ["user the cat", "user sat", "assistant on the mat"],
     "the assistant goes on": ["user the cat", "assistant sat", "assistant on the mat"],
-    "the system between": ["user the cat", "assistant sat", "system on", "user the mat", "system and", "assistant log"],
+    "the system between": [
+        "user the cat",
+        "assistant sat",
+        "system on",
+        "user the mat",
+        "system and",
+        "assistant log",
+    ],
     "two of the system": [
         "system the cat",
         "system sat",
@@ -97,10 +110,15 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_training_goes_on_with_its_jinja(name: str, made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer with the exported template encodes and masks as the plain template does; each answer is trained, from
-    the prompt that it is generated from, but for one that begins."""
-    messages = [dict(zip(("role", "content"), turn.split(" ", 1), strict=True)) for turn in TURNS[name]]
+def test_training_goes_on_with_its_jinja(
+    name: str, made: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer with the exported template encodes and masks as the plain template does; each
+    answer is trained, from the prompt that it is generated from, but for one that begins.
+    """
+    messages = [
+        dict(zip(("role", "content"), turn.split(" ", 1), strict=True)) for turn in TURNS[name]
+    ]
     plain = Encoder(made, "plain")
     whole = plain.encode(Conversation(messages))
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n]
@@ -119,10 +137,13 @@ def test_training_goes_on_with_its_jinja(name: str, made: Tokenizer, monkeypatch
     assert chat.prompt(messages[:-1]) == plain.prompt(messages[:-1])
 
 
-def config(template: str, form: str = "messages", file: str | None = None, *others: str) -> FullFinetuneConfig:
+def config(
+    template: str, form: str = "messages", file: str | None = None, *others: str
+) -> FullFinetuneConfig:
     sources = [SourceConfig("rows.jsonl", format=name) for name in (form, *others)]
     return FullFinetuneConfig(
-        data=DataConfig(sources=sources, template=template), tokenizer=TokenizerConfig(chat_template=file)
+        data=DataConfig(sources=sources, template=template),
+        tokenizer=TokenizerConfig(chat_template=file),
     )
 
 
@@ -134,5 +155,7 @@ def test_which_template_was_trained(made: Tokenizer, monkeypatch: pytest.MonkeyP
     assert trained_template(config("auto", "messages", "own.jinja"), made) == (own or jinja)
     assert trained_template(config("plain", "text"), made) is None
     assert trained_template(config("plain", "text", None, "prompt_completion"), made) is None
-    assert trained_template(config("plain", "text", None, "prompt_completion"), made, chats=1) == jinja
+    assert (
+        trained_template(config("plain", "text", None, "prompt_completion"), made, chats=1) == jinja
+    )
     assert trained_template(config("plain", "text", None, "preference"), made) == jinja

@@ -1,4 +1,6 @@
-"""Rows with the columns of public datasets, as they are published: read, and nothing trained but what they say."""
+"""Rows with the columns of public datasets, as they are published: read, and nothing trained but
+what they say.
+"""
 
 import json
 from typing import Any
@@ -112,7 +114,9 @@ def test_a_public_row_is_read_whole(name: str, qwen3: Tokenizer, rows_file: Any)
     assert (form, dict(report.bad_samples)) == (expected, {})
     assert "<|im_start|>user\nName a city.<|im_end|>" in text
     answers = ["Lima.", "A fish."] if form == "preference" else ["Lima."]
-    assert [one.rpartition("\n\n")[2] for one in trained] == [f"{answer}<|im_end|>" for answer in answers]
+    assert [one.rpartition("\n\n")[2] for one in trained] == [
+        f"{answer}<|im_end|>" for answer in answers
+    ]
     read = {"instruction", "input", "output", "messages", "conversations", "prompt", "completion", "label", "system",
             "chosen", "rejected", "tools", "chat_template_kwargs", "kto_tag", "preferred_output",
             "non_preferred_output", "system_prompt", *columns.values()}  # fmt: skip

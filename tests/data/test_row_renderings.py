@@ -1,4 +1,6 @@
-"""What a row's columns become: the text is what transformers writes of the messages that the row means."""
+"""What a row's columns become: the text is what transformers writes of the messages that the row
+means.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,11 @@ from transformers import AutoTokenizer
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.row_cases import encode, tokenizer_folder
 
-FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {
+    "name": "weather",
+    "description": "Of a city.",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOL = {"type": "function", "function": FUNCTION}
 
 
@@ -21,17 +27,26 @@ def say(role: str, content: str, **more: Any) -> dict[str, Any]:
 ASK, SAY, BAD = say("user", "2+2?"), say("assistant", "4"), say("assistant", "5")
 MORE, LAST = say("user", "Times two?"), say("assistant", "8")
 SYSTEM = say("system", "Be kind.")
-CALL = say("assistant", "", tool_calls=[{"type": "function", "function": {"name": "weather", "arguments": {"a": 1}}}])
+CALL = say(
+    "assistant",
+    "",
+    tool_calls=[{"type": "function", "function": {"name": "weather", "arguments": {"a": 1}}}],
+)
 RESULT = say("tool", "31")
 OLD = [
     ASK,
-    {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"a": 1}'}},
+    {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "weather", "arguments": '{"a": 1}'},
+    },
     {"role": "function", "name": "weather", "content": "31"},
     SAY,
 ]
 BOTH = {"chosen": "4", "rejected": "5"}
 NO_THOUGHT = {"enable_thinking": False}
-# format, row, the messages that it means (of a pair: to the chosen answer), tools, variables, what is trained
+# format, row, the messages that it means (of a pair: to the chosen answer), tools, variables, what
+# is trained
 CASES: dict[str, tuple[str, dict[str, Any], list[Any], Any, dict[str, Any], list[str]]] = {
     "history": ("alpaca", {"instruction": "Times two?", "output": "8", "history": [["2+2?", "4"]],
                             "system": "Be kind."}, [SYSTEM, ASK, SAY, MORE, LAST], None, {}, ["4", "8"]),
@@ -100,7 +115,9 @@ def test_the_text_is_that_of_transformers(name: str, folder: Path, qwen3: Tokeni
     text, trained, report = encode(qwen3, form, row)
     assert not report.bad_samples and set(report.idle_names) <= {"messages.name"}
     texts = text.split("\n---\n")
-    at = 0 if form == "preference" else len(texts) - 1  # the chosen answer; or the sequence of the last answer
+    at = (
+        0 if form == "preference" else len(texts) - 1
+    )  # the chosen answer; or the sequence of the last answer
     said = "".join(trained[: 1 if form == "preference" else None])
     theirs = AutoTokenizer.from_pretrained(folder)
     options = {"tools": tools, "tokenize": False, **variables}
@@ -118,20 +135,37 @@ def test_the_template_is_given_what_it_reads_alone(qwen3: Tokenizer) -> None:
     with_thought = [ASK, say("assistant", "4", reasoning_content="Two and two.")]
     for kwargs, line in (
         ({"messages": []}, None),
-        ({"messages": [ASK]}, "chat_template_kwargs.messages: found a name that a run gives itself"),
+        (
+            {"messages": [ASK]},
+            "chat_template_kwargs.messages: found a name that a run gives itself",
+        ),
         ({"tools": [TOOL]}, "chat_template_kwargs.tools: found a name that a run gives itself"),
-        ({"add_generation_prompt": True}, "chat_template_kwargs.add_generation_prompt: found a name"),
-        ({"custom_instructions": "Speak as a pirate.\nAlways."}, "found custom_instructions, which the chat template"),
+        (
+            {"add_generation_prompt": True},
+            "chat_template_kwargs.add_generation_prompt: found a name",
+        ),
+        (
+            {"custom_instructions": "Speak as a pirate.\nAlways."},
+            "found custom_instructions, which the chat template",
+        ),
         ("yes", "chat_template_kwargs: found text, expected an object"),
     ):
         text, _, report = encode(qwen3, "messages", row | {"chat_template_kwargs": kwargs})
-        assert (text == bare and not report.bad_samples) if line is None else line in str(report.first_bad), kwargs
+        assert (
+            (text == bare and not report.bad_samples)
+            if line is None
+            else line in str(report.first_bad)
+        ), kwargs
     text, _, report = encode(qwen3, "messages", row | {"chat_template_kwargs": {"language": "en"}})
     assert (text, report.idle_names) == (bare, {"chat_template_kwargs.language": 1})
-    _, _, report = encode(qwen3, "messages", {"messages": with_thought, "chat_template_kwargs": NO_THOUGHT})
+    _, _, report = encode(
+        qwen3, "messages", {"messages": with_thought, "chat_template_kwargs": NO_THOUGHT}
+    )
     assert "anew" in str(report.first_bad)  # a thought where the row says that there is none
     _, _, report = encode(qwen3, "messages", row | {"documents": [{"title": "a", "text": "b"}]})
-    assert ".documents: found documents, which the chat template does not read" in str(report.first_bad)
+    assert ".documents: found documents, which the chat template does not read" in str(
+        report.first_bad
+    )
 
 
 def test_documents_go_to_a_template_that_reads_them(tmp_path: Path) -> None:
@@ -140,14 +174,22 @@ def test_documents_go_to_a_template_that_reads_them(tmp_path: Path) -> None:
     source = "{% for d in documents or [] %}[{{ d['text'] }}]{% endfor %}" + CHATML
     folder = write_json(tmp_path, template=source)
     documents = [{"text": "Lima <|im_end|> is"}, {"text": "big."}]
-    text, trained, report = encode(load_tokenizer(folder), "messages", {"messages": [ASK, SAY], "documents": documents})
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template([ASK, SAY], documents=documents, tokenize=False)
+    text, trained, report = encode(
+        load_tokenizer(folder), "messages", {"messages": [ASK, SAY], "documents": documents}
+    )
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [ASK, SAY], documents=documents, tokenize=False
+    )
     assert text == theirs.rstrip("\n") and trained == ["4<|im_end|>"] and not report.bad_samples
     assert text.count("<|im_end|>") == 3  # of which the first is text, as in a message
 
 
-@pytest.mark.parametrize(("train_on", "expected"), [("assistant", ["8<|im_end|>"]), ("last", ["8<|im_end|>"])])
-def test_the_prompt_of_a_completion_is_not_trained(train_on: str, expected: list[str], qwen3: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("train_on", "expected"), [("assistant", ["8<|im_end|>"]), ("last", ["8<|im_end|>"])]
+)
+def test_the_prompt_of_a_completion_is_not_trained(
+    train_on: str, expected: list[str], qwen3: Tokenizer
+) -> None:
     row = {"prompt": [ASK, SAY, MORE], "completion": [LAST], "chat_template_kwargs": NO_THOUGHT}
     assert encode(qwen3, "prompt_completion", row, train_on=train_on)[1] == expected
     _, (everything,), _ = encode(qwen3, "prompt_completion", row, train_on="all")

@@ -1,4 +1,6 @@
-"""Rows come out of files in order, each with its place; what cannot be read is one line with file and line."""
+"""Rows come out of files in order, each with its place; what cannot be read is one line with file
+and line.
+"""
 
 import copy
 import hashlib
@@ -37,7 +39,11 @@ def refused(source, line):
 
 
 def test_json_lines(tmp_path):
-    content = b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}\r\n{"a" 3}\n[1]\n"x"\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": 4}'
+    content = (
+        b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}\r\n{"a" 3}\n[1]\n"x"\n{"a": "\xff"}\n'
+        + b"[" * 100_000
+        + b'\n{"a": 4}'
+    )
     (tmp_path / "a.jsonl").write_bytes(content)
     found = {place.rpartition(":")[2]: row for place, row in read(tmp_path / "a.jsonl")}
     assert {line: row for line, row in found.items() if isinstance(row, dict)} == {
@@ -53,7 +59,9 @@ def test_json_lines(tmp_path):
     }
 
 
-@pytest.mark.parametrize("content", ['[{"a": 1}, {"a": 2}]', '[{"a": 1},\n {"a": 2}]\n', '\ufeff\n [\n{"a": 1}\n]'])
+@pytest.mark.parametrize(
+    "content", ['[{"a": 1}, {"a": 2}]', '[{"a": 1},\n {"a": 2}]\n', '\ufeff\n [\n{"a": 1}\n]']
+)
 def test_a_list_in_json_lines(content, tmp_path):
     (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
     rows = [str(row) for _, row in read(tmp_path / "a.jsonl")]
@@ -70,14 +78,20 @@ def test_empty_json_lines(content, tmp_path):
 
 
 def write_lines(path, count, blank_every=None):
-    """Lines of differing lengths, ends and letters, some of them blank; gives (line, row) of each row."""
+    """Lines of differing lengths, ends and letters, some of them blank; gives (line, row) of each
+    row.
+    """
     rows, lines = [], []
     for number in range(count):
         if blank_every and number % blank_every == 1:
             lines.append((" \t" * (number % 3)).encode() + b"\n")
-        rows.append((len(lines) + 1, {"n": number, "text": "é" * (number % 7) + "x" * (number % 50)}))
+        rows.append(
+            (len(lines) + 1, {"n": number, "text": "é" * (number % 7) + "x" * (number % 50)})
+        )
         end = b"\r\n" if number % 5 == 0 else b"\n"
-        lines.append(b" " * (number % 2) + json.dumps(rows[-1][1], ensure_ascii=False).encode() + end)
+        lines.append(
+            b" " * (number % 2) + json.dumps(rows[-1][1], ensure_ascii=False).encode() + end
+        )
     path.write_bytes(b"".join(lines).removesuffix(b"\n"))
     return rows
 
@@ -85,7 +99,9 @@ def write_lines(path, count, blank_every=None):
 @pytest.mark.parametrize("blank_every", [None, 3])
 @pytest.mark.parametrize("block", [1, 7, 64, 2**20])
 def test_json_lines_by_number(blank_every, block, tmp_path, monkeypatch):
-    """Any range of rows is what a plain reading of the file gives, however the pass for the index cuts the file."""
+    """Any range of rows is what a plain reading of the file gives, however the pass for the index
+    cuts the file.
+    """
     monkeypatch.setattr(sample_files, "BLOCK", block)
     path = tmp_path / "a.jsonl"
     rows = [(f"{path}:{line}", row) for line, row in write_lines(path, 60, blank_every)]
@@ -102,7 +118,11 @@ def test_identity_is_that_of_the_content(tmp_path):
     write_lines(one, 10), write_lines(two, 10)
     content = one.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    assert opened(one).identity == {"name": "a.jsonl", "size": len(content), "sha256": digest} == opened(two).identity
+    assert (
+        opened(one).identity
+        == {"name": "a.jsonl", "size": len(content), "sha256": digest}
+        == opened(two).identity
+    )
     two.write_bytes(content[:-2] + b"!}")
     assert opened(two).identity["sha256"] != digest and opened(two).identity["size"] == len(content)
 
@@ -117,15 +137,24 @@ def test_files_serve_forked_processes_and_pickles(name, tmp_path):
     rows = [{"n": number} for number in range(500)]
     if name == "a.parquet":
         pyarrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=70)
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pyarrow.Table.from_pylist(rows), path, row_group_size=70
+        )
     else:
-        path.write_text(json.dumps(rows) if name == "a.json" else "".join(f"{json.dumps(row)}\n" for row in rows))
+        path.write_text(
+            json.dumps(rows)
+            if name == "a.json"
+            else "".join(f"{json.dumps(row)}\n" for row in rows)
+        )
     file = opened(path)
     assert len(file) == 500
     list(file.read(3, 5))
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    workers = [context.Process(target=_sums, args=(file, [(0, 250), (250, 500)], answers)) for _ in range(2)]
+    workers = [
+        context.Process(target=_sums, args=(file, [(0, 250), (250, 500)], answers))
+        for _ in range(2)
+    ]
     for worker in workers:
         worker.start()
     expected = [sum(range(250)), sum(range(250, 500))]
@@ -165,7 +194,9 @@ def test_a_file_that_changed_since(tmp_path):
         (tmp_path / name).write_text('{"b"')
         assert [type(row) for _, row in file.read()] == [SampleFault, SampleFault]
     (tmp_path / "a.json").unlink()
-    with pytest.raises(DataError, match=r"a.json: the file cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        DataError, match=r"a.json: the file cannot be read \(No such file or directory\)"
+    ):
         list(file.read())
 
 
@@ -173,7 +204,9 @@ def test_numbers_of_too_many_digits(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": ' + "1" * 5000 + "}\n")
     assert "a number of more digits than can be read" in str(read(tmp_path / "a.jsonl")[0][1])
     (tmp_path / "a.json").write_text('[{"a": 1},\n{"a": ' + "1" * 5000 + "}]")
-    refused(tmp_path / "a.json", r"a.json:2: column 1: invalid JSON \(a number of too many digits\)")
+    refused(
+        tmp_path / "a.json", r"a.json:2: column 1: invalid JSON \(a number of too many digits\)"
+    )
 
 
 def test_text_keeps_its_line_ends(tmp_path):
@@ -197,11 +230,21 @@ def test_a_source_that_is_not_there_is_told_by_its_key(tmp_path):
     for source in (names[0], str(tmp_path)):
         with pytest.raises(DataError, match=r"; set validation\.source to one"):
             open_sources(SourceConfig(source), section="validation")
-    cfg = load_config("demo/full", ["~data.source", f"data.sources=[{{source: {names[0]}}}, {{source: {names[1]}}}]"])
-    with pytest.raises(DataError, match=r"0.jsonl: no such file or folder; set data\.sources\[0\]\.source to one"):
+    cfg = load_config(
+        "demo/full",
+        ["~data.source", f"data.sources=[{{source: {names[0]}}}, {{source: {names[1]}}}]"],
+    )
+    with pytest.raises(
+        DataError, match=r"0.jsonl: no such file or folder; set data\.sources\[0\]\.source to one"
+    ):
         settle_formats(cfg)
-    cfg = load_config("demo/full", ["data.format=alpaca", f"validation.source={names[1]}", "validation.format=auto"])
-    with pytest.raises(DataError, match=r"1.jsonl: no such file or folder; set validation\.source to one"):
+    cfg = load_config(
+        "demo/full",
+        ["data.format=alpaca", f"validation.source={names[1]}", "validation.format=auto"],
+    )
+    with pytest.raises(
+        DataError, match=r"1.jsonl: no such file or folder; set validation\.source to one"
+    ):
         settle_formats(cfg)
 
 
@@ -210,7 +253,8 @@ def test_sources_that_are_not_there(tmp_path):
     refused(tmp_path, "found no file of samples in the folder")
     (tmp_path / "a.xlsx").write_text("a,b")
     refused(
-        tmp_path / "a.xlsx", r"a.xlsx: found a .xlsx file, expected one of .csv, .json, .jsonl, .parquet, .tsv, .txt"
+        tmp_path / "a.xlsx",
+        r"a.xlsx: found a .xlsx file, expected one of .csv, .json, .jsonl, .parquet, .tsv, .txt",
     )
     (tmp_path / "a.parquet.gz").write_text("a,b")
     refused(tmp_path / "a.parquet.gz", r"found a .parquet.gz file, expected one of .csv")
@@ -223,7 +267,9 @@ def test_sources_that_are_not_there(tmp_path):
     "b.csv.xz", "b.json.zip", "b.parquet.gz", "b.TXT.GZ", "b.ndjson.gz",
 ])  # fmt: skip
 def test_no_samples_of_a_folder_are_passed_over(name, tmp_path):
-    """Files that hold rows for other tools; what is no data (README.md, a script, a picture) is passed over."""
+    """Files that hold rows for other tools; what is no data (README.md, a script, a picture) is
+    passed over.
+    """
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     for other in ("README.md", "make.py", "a.png", "LICENSE", ".b.arrow", "images.zip", "notes.xz"):
         (tmp_path / other).write_bytes(b"x")
@@ -240,7 +286,11 @@ def test_what_save_to_disk_of_datasets_wrote(tmp_path):
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "more")
     for folder, part in (("one", ""), ("more", "['train']")):
         path = tmp_path / folder
-        refused(path, rf"{folder}: found a Dataset\w* that save_to_disk of the package datasets wrote, .*\.to_parquet")
+        refused(
+            path,
+            rf"{folder}: found a Dataset\w* that save_to_disk of the package datasets wrote,"
+            r" .*\.to_parquet",
+        )
         with pytest.raises(DataError) as caught:
             read(path)
         call = re.search(r"load_from_disk.*to_parquet\('rows.parquet'\)", str(caught.value))[0]
@@ -257,7 +307,10 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", no)
-    refused(tmp_path / "a.jsonl", r"a.jsonl: the file cannot be read \(Permission denied\); check its permissions")
+    refused(
+        tmp_path / "a.jsonl",
+        r"a.jsonl: the file cannot be read \(Permission denied\); check its permissions",
+    )
 
 
 def test_real_files(realdata):
@@ -273,7 +326,9 @@ def test_real_files(realdata):
         assert json.dumps(row["instruction"], ensure_ascii=False) in text[line], place
 
 
-@pytest.mark.parametrize("name", ["alpaca/identity.json", "gsm8k/test.jsonl", "dpo/dpo_en_demo.json"])
+@pytest.mark.parametrize(
+    "name", ["alpaca/identity.json", "gsm8k/test.jsonl", "dpo/dpo_en_demo.json"]
+)
 def test_real_files_by_number(realdata, name):
     file = opened(realdata / "datasets" / name)
     rows = list(file.read())

@@ -1,5 +1,6 @@
-"""Messages of the system anywhere in a conversation, with every real template: written and masked as transformers
-renders it, or refused with the template named."""
+"""Messages of the system anywhere in a conversation, with every real template: written and masked
+as transformers renders it, or refused with the template named.
+"""
 
 import re
 from pathlib import Path
@@ -39,13 +40,21 @@ DATE = re.compile(r"\d\d [A-Z][a-z]+ 20\d\d|20\d\d-\d\d-\d\d")  # of today, in t
 
 
 def same(text: str, other: str) -> bool:
-    """But for dates, and for white space after the end, which some templates mark with `generation`."""
+    """But for dates, and for white space after the end, which some templates mark with
+    `generation`.
+    """
     return DATE.sub("", text).rstrip() == DATE.sub("", other).rstrip()
 
 
-def expected_answer(reference: Any, messages: list[dict[str, Any]], number: int, end: str) -> tuple[str, str | None]:
-    """(prompt, what is generated after it) by transformers' renderings; None: they do not go on from each other."""
-    prompt = reference.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+def expected_answer(
+    reference: Any, messages: list[dict[str, Any]], number: int, end: str
+) -> tuple[str, str | None]:
+    """(prompt, what is generated after it) by transformers' renderings; None: they do not go on
+    from each other.
+    """
+    prompt = reference.apply_chat_template(
+        messages[:number], tokenize=False, add_generation_prompt=True
+    )
     written = reference.apply_chat_template(messages[: number + 1], tokenize=False)
     if not written.startswith(prompt):
         return prompt, None
@@ -53,7 +62,9 @@ def expected_answer(reference: Any, messages: list[dict[str, Any]], number: int,
     return prompt, body + end if found or end == "<|user|>" else None
 
 
-@pytest.mark.parametrize("name", slow_except(list(BY_NAME), [*WRITES, "gemma3", "gptoss", "R1 Distill Qwen"]))
+@pytest.mark.parametrize(
+    "name", slow_except(list(BY_NAME), [*WRITES, "gemma3", "gptoss", "R1 Distill Qwen"])
+)
 def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     template = BY_NAME[name]
@@ -66,17 +77,25 @@ def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> Non
             whole = reference.apply_chat_template(messages, tokenize=False)
         except TemplateError:
             outcomes.append("refused")
-            with pytest.raises(SampleFault, match=r"tokenizer_config\.json: chat_template: the chat template failed"):
+            with pytest.raises(
+                SampleFault,
+                match=r"tokenizer_config\.json: chat_template: the chat template failed",
+            ):
                 encoder.encode_sample(conversation(messages))
             continue
         if any(message["content"] not in whole for message in messages):
             outcomes.append("left out")
-            with pytest.raises(SampleFault, match="found a system message that the chat template does not write, exp"):
+            with pytest.raises(
+                SampleFault,
+                match="found a system message that the chat template does not write, exp",
+            ):
                 encoder.encode_sample(conversation(messages))
             continue
         outcomes.append("written")
         sequences = encoder.encode_sample(conversation(messages)).sequences
-        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        numbers = [
+            number for number, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         found = [text for sequence in sequences for text in trained_texts(encoder, sequence)]
         assert len(found) == len(numbers)
         at = 0
@@ -101,21 +120,31 @@ def test_the_line_of_one_that_is_left_out(tmp_path: Path) -> None:
     encoder = Encoder(load_tokenizer(folder), "auto")
     row = {"messages": ORDERS["at the start and after an answer"]}
     line = (
-        ".messages[3]: found a system message that the chat template does not write, expected one at most, as the "
-        "first message; set tokenizer.chat_template to one that writes others"
+        ".messages[3]: found a system message that the chat template does not write, expected one"
+        " at most, as the first message; set tokenizer.chat_template to one that writes others"
     )
     with pytest.raises(SampleFault, match=re.escape(line)):
         encoder.encode_sample(registered("data.format", "messages")(row))
-    assert encoder.encode_sample(registered("data.format", "messages")({"messages": row["messages"][:3]})).sequences
+    assert encoder.encode_sample(
+        registered("data.format", "messages")({"messages": row["messages"][:3]})
+    ).sequences
 
 
 def test_a_column_and_a_turn_of_the_system() -> None:
-    row = {"system": "system", "conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]}
+    row = {
+        "system": "system",
+        "conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")],
+    }
     read = registered("data.format", "sharegpt")
     sample = read(row)
     assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]
-    assert [place.path for place in sample.places.messages] == [f".conversations[{n}]" for n in range(3)]
-    with pytest.raises(SampleFault, match=r"^.system: found text, and a system message among the messages that diff"):
+    assert [place.path for place in sample.places.messages] == [
+        f".conversations[{n}]" for n in range(3)
+    ]
+    with pytest.raises(
+        SampleFault,
+        match=r"^.system: found text, and a system message among the messages that diff",
+    ):
         read(row | {"system": "A"})
     sample = read({"system": "A", "conversations": row["conversations"][1:]})
     assert [place.text for place in sample.places.messages] == [

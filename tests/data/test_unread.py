@@ -1,4 +1,6 @@
-"""Every column of a row and every key of a message is read, or known to change nothing and named, or a fault."""
+"""Every column of a row and every key of a message is read, or known to change nothing and named,
+or a fault.
+"""
 
 import json
 import re
@@ -31,7 +33,11 @@ from tests.data.row_cases import (
     tokenizer_folder,
 )
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Rome"}},
+}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hot?"},
@@ -48,7 +54,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
 
 
-def outcome(tokenizer: Tokenizer, form: str, row: dict[str, Any], name: str, bare: str, **settings: Any) -> str:
+def outcome(
+    tokenizer: Tokenizer, form: str, row: dict[str, Any], name: str, bare: str, **settings: Any
+) -> str:
     """`idle`, `used` or the fault that names it; anything else fails."""
     text, trained, report = encode(tokenizer, form, row, **settings)
     if report.bad_samples:
@@ -61,7 +69,8 @@ def outcome(tokenizer: Tokenizer, form: str, row: dict[str, Any], name: str, bar
     return "used"
 
 
-# Read, and to be seen elsewhere: a number of the pair; and what the template asks about before an answer alone.
+# Read, and to be seen elsewhere: a number of the pair; and what the template asks about before an
+# answer alone.
 ELSEWHERE = {"preference": ("margin",), "classification of messages": ("chat_template_kwargs",)}
 
 
@@ -85,10 +94,16 @@ def test_no_column_is_passed_over(case: str, qwen3: Tokenizer) -> None:
     columns = CONTENT | COLUMNS | IDLE
     for nothing in NOTHING:
         text, trained, report = encode(qwen3, form, dict.fromkeys(columns, nothing) | row)
-        assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
+        assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (
+            bare,
+            {},
+            {},
+        ), nothing
 
 
-def assert_remedy_works(tokenizer: Tokenizer, form: str, row: dict[str, Any], line: str, bare: str) -> None:
+def assert_remedy_works(
+    tokenizer: Tokenizer, form: str, row: dict[str, Any], line: str, bare: str
+) -> None:
     """What the line says to set leads to the row without the column, which is named then."""
     if "data.ignore_columns=" not in line:
         return
@@ -106,7 +121,9 @@ def test_no_key_of_a_message_is_passed_over(form: str, role: str, qwen3: Tokeniz
     bare = f"{text} {trained}"
     flags = ("train", "training", "loss", "weight", "mask", "masked")
     for key, value in KEYS.items():
-        chat = [message | ({key: value} if number == at else {}) for number, message in enumerate(CHAT)]
+        chat = [
+            message | ({key: value} if number == at else {}) for number, message in enumerate(CHAT)
+        ]
         row = {column: chat, "tools": [TOOL]}
         if key in flags and role != "assistant" or (key, role) == ("tool_call_id", "tool"):
             continue  # not trained as it is; and what belongs to which call
@@ -118,10 +135,15 @@ def test_no_key_of_a_message_is_passed_over(form: str, role: str, qwen3: Tokeniz
             assert_remedy_works(qwen3, form, row, found, bare)
     for nothing in (None, "", [], {}):
         chat = [
-            dict.fromkeys(KEYS, nothing) | message if number == at else message for number, message in enumerate(CHAT)
+            dict.fromkeys(KEYS, nothing) | message if number == at else message
+            for number, message in enumerate(CHAT)
         ]
         text, trained, report = encode(qwen3, form, {column: chat, "tools": [TOOL]})
-        assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
+        assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (
+            bare,
+            {},
+            {},
+        ), nothing
 
 
 @pytest.mark.slow
@@ -134,16 +156,25 @@ def test_no_key_of_a_part_is_passed_over(role: str, qwen3: Tokenizer) -> None:
 
     def chat(**keys: Any) -> dict[str, Any]:
         parts = [{"type": "text", "text": CHAT[at]["content"]} | keys]
-        changed = [message | ({"content": parts} if at == number else {}) for number, message in enumerate(CHAT)]
+        changed = [
+            message | ({"content": parts} if at == number else {})
+            for number, message in enumerate(CHAT)
+        ]
         return {"messages": changed, "tools": [TOOL]}
 
     for name, value in ({"cache_control": {"type": "ephemeral"}, "index": 0} | IDLE | KEYS).items():
         if name == "text":  # its content
             continue
         found = outcome(qwen3, "messages", chat(**{name: value}), f"messages.content.{name}", bare)
-        assert found == "idle" if is_idle(name, value) else f".messages[{at}].content[0].{name}: found" in found, name
+        assert (
+            found == "idle"
+            if is_idle(name, value)
+            else f".messages[{at}].content[0].{name}: found" in found
+        ), name
     for nothing in NOTHING:
-        _, _, report = encode(qwen3, "messages", chat(**dict.fromkeys(KEYS.keys() - {"text"}, nothing)))
+        _, _, report = encode(
+            qwen3, "messages", chat(**dict.fromkeys(KEYS.keys() - {"text"}, nothing))
+        )
         assert not report.idle_names and not report.bad_samples
 
 
@@ -151,7 +182,11 @@ def put_call(where: str, keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A format, and a row of it with a call that has these keys."""
     function = {"name": "weather", "arguments": {"city": "Rome"}}
     said = json.dumps(function | keys)
-    call = {"call": CALL | keys, "function": {"function": function | keys}, "bare call": function | keys}
+    call = {
+        "call": CALL | keys,
+        "function": {"function": function | keys},
+        "bare call": function | keys,
+    }
     turns: dict[str, Any] = {
         "function_call": {"role": "assistant", "content": "", "function_call": function | keys},
         "turn": {"from": "function_call", "value": said},
@@ -159,15 +194,25 @@ def put_call(where: str, keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     }
     turn = turns.get(where) or {"role": "assistant", "content": "", "tool_calls": [call[where]]}
     chat = [CHAT[1], turn, *CHAT[3:]]
-    return ("sharegpt", {"conversations": chat}) if where == "turn" else ("messages", {"messages": chat})
+    return (
+        ("sharegpt", {"conversations": chat})
+        if where == "turn"
+        else ("messages", {"messages": chat})
+    )
 
 
-@pytest.mark.parametrize("where", ["call", "function", "bare call", "function_call", "turn", "message"])
+@pytest.mark.parametrize(
+    "where", ["call", "function", "bare call", "function_call", "turn", "message"]
+)
 def test_no_key_of_a_call_is_passed_over(where: str, qwen3: Tokenizer) -> None:
     form, row = put_call(where, {})
     text, trained, _ = encode(qwen3, form, row)
     bare = f"{text} {trained}"
-    keys = {name: value for name, value in (CONTENT | COLUMNS | IDLE).items() if name not in ("id", "audio")}
+    keys = {
+        name: value
+        for name, value in (CONTENT | COLUMNS | IDLE).items()
+        if name not in ("id", "audio")
+    }
     for name, value in keys.items():
         form, row = put_call(where, {name: value})
         if name == "function" and where in ("call", "bare call", "function_call"):
@@ -179,8 +224,12 @@ def test_no_key_of_a_call_is_passed_over(where: str, qwen3: Tokenizer) -> None:
     assert (f"{text} {trained}", dict(report.idle_names)) == (bare, {})
 
 
-@pytest.mark.parametrize("first", [{"from": "gpt", "value": "Let me see."}, {"from": "function_call"}])
-def test_no_key_of_a_call_after_words_is_passed_over(first: dict[str, Any], qwen3: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    "first", [{"from": "gpt", "value": "Let me see."}, {"from": "function_call"}]
+)
+def test_no_key_of_a_call_after_words_is_passed_over(
+    first: dict[str, Any], qwen3: Tokenizer
+) -> None:
     """Which is joined to the message before it."""
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
 
@@ -200,14 +249,18 @@ def test_no_key_of_a_call_after_words_is_passed_over(first: dict[str, Any], qwen
         assert found == "idle" or name in found, (name, found)
         if found != "idle":
             assert_remedy_works(qwen3, "sharegpt", row(**{name: value}), found, bare)
-    text, trained, report = encode(qwen3, "sharegpt", row(**dict.fromkeys(KEYS.keys() - {"value"}, None)))
+    text, trained, report = encode(
+        qwen3, "sharegpt", row(**dict.fromkeys(KEYS.keys() - {"value"}, None))
+    )
     assert (f"{text} {trained}", dict(report.idle_names)) == (bare, {})
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", ["user"], "all"])
 def test_messages_after_the_last_answer_are_told(train_on: Any, qwen3: Tokenizer) -> None:
     chat = [*CHAT, {"role": "user", "content": "Thank you."}]
-    text, _, report = encode(qwen3, "messages", {"messages": chat, "tools": [TOOL]}, train_on=train_on)
+    text, _, report = encode(
+        qwen3, "messages", {"messages": chat, "tools": [TOOL]}, train_on=train_on
+    )
     line = "data: in 1 conversation messages follow the last one that is trained; they are left out"
     is_left_out = "Thank you." not in text
     assert is_left_out == (line in report.lines()) == ("user" not in train_on and train_on != "all")
@@ -250,7 +303,9 @@ def test_flags_that_differ(flags: dict[str, Any], qwen3: Tokenizer) -> None:
     ("preference", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]]},
      ["messages"]),
 ])  # fmt: skip
-def test_what_repeats_the_row_changes_nothing(form: str, row: Any, idle: list[str], qwen3: Tokenizer) -> None:
+def test_what_repeats_the_row_changes_nothing(
+    form: str, row: Any, idle: list[str], qwen3: Tokenizer
+) -> None:
     text, _, report = encode(qwen3, form, row)
     assert text and not report.bad_samples and sorted(report.idle_names) == idle
 
@@ -262,7 +317,10 @@ def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer
     for name in ("label", "kto_tag", "is_correct", "train"):
         for value in (False, "false", 0) if name in ("label", "kto_tag") else (False,):
             _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
-            assert not trained and list(report.bad_samples) == [f"{name} is not read"], (name, value)
+            assert not trained and list(report.bad_samples) == [f"{name} is not read"], (
+                name,
+                value,
+            )
         _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: True})
         assert trained and report.idle_names == {name: 1}
     _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {"rejected": "Lima."})
@@ -279,7 +337,10 @@ def test_a_weight_of_one_changes_nothing(case: str, qwen3: Tokenizer) -> None:
         for value in (0, 0.5, "0", "0.5", "2", True, "high"):
             _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
             assert list(report.bad_samples) == [f"{name} is not read"], (name, value)
-            assert "found a weight of the row" in report.first_bad[f"{name} is not read"], (name, value)
+            assert "found a weight of the row" in report.first_bad[f"{name} is not read"], (
+                name,
+                value,
+            )
 
 
 def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
@@ -289,15 +350,22 @@ def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
     _, trained, report = encode(qwen3, "messages", *rows)
     assert len(trained) == 148 and report.idle_names == {"id": 148}
     assert list(report.bad_samples) == ["history is not read", "foo, b,c are not read"]
-    assert 'set data.ignore_columns=[foo,"b,c"] if they change nothing' in report.first_bad["foo, b,c are not read"]
+    assert (
+        'set data.ignore_columns=[foo,"b,c"] if they change nothing'
+        in report.first_bad["foo, b,c are not read"]
+    )
     assert "data: columns that change nothing: id (148)" in report.lines()
     restored = type(report).from_json(report.to_json())
     assert restored.idle_names == report.idle_names and restored.lines() == report.lines()
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_key_beside_the_rows_is_passed_over(first: bool, tmp_path: Path, qwen3: Tokenizer) -> None:
-    """Of a file that holds its rows as `data`: what is said there is said of no row, and is not read."""
+def test_no_key_beside_the_rows_is_passed_over(
+    first: bool, tmp_path: Path, qwen3: Tokenizer
+) -> None:
+    """Of a file that holds its rows as `data`: what is said there is said of no row, and is not
+    read.
+    """
     rows = {"data": [ROWS["messages"]] * 2}
     path = tmp_path / "rows.json"
 
@@ -307,7 +375,9 @@ def test_no_key_beside_the_rows_is_passed_over(first: bool, tmp_path: Path, qwen
         return encode_file(qwen3, "messages", file, **settings)
 
     bare = read({})[:2]
-    for name, value in (CONTENT | COLUMNS | IDLE | {"description": "Of Peru.", "test": OTHER, "n": [[3]]}).items():
+    for name, value in (
+        CONTENT | COLUMNS | IDLE | {"description": "Of Peru.", "test": OTHER, "n": [[3]]}
+    ).items():
         if name in IDLE:
             *found, report = read({name: value})
             assert (tuple(found), report.idle_names) == (bare, {f"file.{name}": 1}), name
@@ -315,13 +385,19 @@ def test_no_key_beside_the_rows_is_passed_over(first: bool, tmp_path: Path, qwen
             with pytest.raises(DataError) as caught:
                 read({name: value})
             line = str(caught.value)
-            assert line.startswith(f"{path}: .{name}: found ") and "beside the list of samples" in line, line
+            assert (
+                line.startswith(f"{path}: .{name}: found ") and "beside the list of samples" in line
+            ), line
             names = yaml.safe_load(re.search(r"data\.ignore_columns=(\[.*?\]) if", line)[1])  # type: ignore[index]
             *found, report = read({name: value}, ignore_columns=names)
             assert (tuple(found), list(report.idle_names)) == (bare, names)
-    *found, report = read(dict.fromkeys(CONTENT | COLUMNS, None) | {"a": "", "b": [], "c": {}, "d": {"e": " "}})
+    *found, report = read(
+        dict.fromkeys(CONTENT | COLUMNS, None) | {"a": "", "b": [], "c": {}, "d": {"e": " "}}
+    )
     assert (tuple(found), dict(report.idle_names)) == (bare, {})
-    with pytest.raises(DataError, match=r"\.foo: found text; \.\[\"b,c\"\]: found a list beside .* if they change"):
+    with pytest.raises(
+        DataError, match=r"\.foo: found text; \.\[\"b,c\"\]: found a list beside .* if they change"
+    ):
         read({"foo": "bar", "b,c": [{"a": 1}], "version": 1})
 
 
@@ -341,23 +417,32 @@ def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:
     chat = [CHAT[5] | {"foo": "a"}, CHAT[6] | {"bar": True, "foo": "b"}]
     _, _, report = encode(qwen3, "messages", {"messages": chat})
     (line,) = report.first_bad.values()
-    assert line == (
-        "rows.jsonl:1: .messages[0].foo: found text, which the chat template does not read; .messages[1].bar: found "
-        "true or false, which the chat template does not read; set data.ignore_columns=[messages.foo,messages.bar] if "
-        "they change nothing"
+    assert (
+        line == "rows.jsonl:1: .messages[0].foo: found text, which the chat template does not read;"
+        " .messages[1].bar: found true or false, which the chat template does not read; set"
+        " data.ignore_columns=[messages.foo,messages.bar] if they change nothing"
     )
 
 
-def test_formats_of_plugins_that_do_not_say_what_they_read(qwen3: Tokenizer, monkeypatch: Any) -> None:
-    monkeypatch.setitem(registry._components, "data.format", dict(registry._components["data.format"]))
+def test_formats_of_plugins_that_do_not_say_what_they_read(
+    qwen3: Tokenizer, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(
+        registry._components, "data.format", dict(registry._components["data.format"])
+    )
     row = {"q": "Dry?", "a": "No.", "images": ["a.jpg"], "query": "Hot?", "id": 3}
 
     def read(row: dict[str, Any]) -> Any:
-        chat = [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"], "mood": "calm"}]
+        chat = [
+            {"role": "user", "content": row["q"]},
+            {"role": "assistant", "content": row["a"], "mood": "calm"},
+        ]
         return conversation(chat)
 
     register("data.format", "silent quiz")(read)
-    register("data.format", "quiz")(columns("q", "a", optional=["input"])(lambda row: conversation(CHAT[5:])))
+    register("data.format", "quiz")(
+        columns("q", "a", optional=["input"])(lambda row: conversation(CHAT[5:]))
+    )
     _, trained, report = encode(qwen3, "silent quiz", row)
     assert len(trained) == 1 and not report.idle_names and not report.bad_samples
     _, _, report = encode(qwen3, "quiz", row)
@@ -367,7 +452,10 @@ def test_formats_of_plugins_that_do_not_say_what_they_read(qwen3: Tokenizer, mon
 
 
 def test_control_characters_are_counted(qwen3: Tokenizer) -> None:
-    chats = [[CHAT[5], {"role": "assistant", "content": text}] for text in ("\x08oxed{4}", "a\tb\r\n", "\\boxed{4}")]
+    chats = [
+        [CHAT[5], {"role": "assistant", "content": text}]
+        for text in ("\x08oxed{4}", "a\tb\r\n", "\\boxed{4}")
+    ]
     _, _, report = encode(qwen3, "messages", *({"messages": chat} for chat in chats))
     assert (report.control_characters, report.first_control) == (1, "rows.jsonl:1")
 
@@ -383,8 +471,13 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [1, 0.5, True, [1, 2], {"a": 1}, "words", ["words"]])
 def test_a_name_that_nobody_knows_stops_whatever_it_holds(value: Any, qwen3: Tokenizer) -> None:
-    """`mask_history: 1` changes what is trained elsewhere: a number is no more known than a text."""
+    """`mask_history: 1` changes what is trained elsewhere: a number is no more known than a
+    text.
+    """
     _, trained, report = encode(qwen3, "messages", ROWS["messages"] | {"mask_history": value})
     assert not trained and list(report.bad_samples) == ["mask_history is not read"]
     (line,) = report.first_bad.values()
-    assert ".mask_history: found " in line and "; set data.ignore_columns=[mask_history] if it changes nothing" in line
+    assert (
+        ".mask_history: found " in line
+        and "; set data.ignore_columns=[mask_history] if it changes nothing" in line
+    )

@@ -1,6 +1,8 @@
-"""Ranks as `tune run` starts them, each a process with torchrun's environment, which has imported beforehand.
+"""Ranks as `tune run` starts them, each a process with torchrun's environment, which has imported
+beforehand.
 
-A rank's process imports what a run needs, and each run is a fork of it: `/proc` shows a fork the same environment.
+A rank's process imports what a run needs, and each run is a fork of it: `/proc` shows a fork the
+same environment.
 """
 
 import json
@@ -30,8 +32,9 @@ START = "before it has imported anything"
 
 @dataclass
 class Ended:
-    """What is left of a run. codes: by rank; -9 of one that was stopped, and killed at the end. said: standard error
-    of all ranks. phases: those that rank 0 has come to."""
+    """What is left of a run. codes: by rank; -9 of one that was stopped, and killed at the end.
+    said: standard error of all ranks. phases: those that rank 0 has come to.
+    """
 
     codes: list[int]
     said: str
@@ -44,11 +47,26 @@ class Ranks:
     def __init__(self, port: int, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._port, self._processes = port, processes
 
-    def run(self, folder: Path, recipe: Path, words: Sequence[str], stopped: int | None = None, at: str = "") -> Ended:
-        """Run a recipe's file on all ranks; `stopped` stops itself when it comes to the phase `at`."""
+    def run(
+        self,
+        folder: Path,
+        recipe: Path,
+        words: Sequence[str],
+        stopped: int | None = None,
+        at: str = "",
+    ) -> Ended:
+        """Run a recipe's file on all ranks; `stopped` stops itself when it comes to the phase
+        `at`.
+        """
         (folder / "pids").mkdir(parents=True)
         store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
-        case = {"folder": str(folder), "recipe": str(recipe), "words": list(words), "stopped": stopped, "at": at}
+        case = {
+            "folder": str(folder),
+            "recipe": str(recipe),
+            "words": list(words),
+            "stopped": stopped,
+            "at": at,
+        }
         for process in self._processes:
             print(json.dumps(case), file=process.stdin, flush=True)
         pids = [int(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
@@ -61,8 +79,14 @@ class Ranks:
                 os.kill(pid, signal.SIGKILL)
         codes = [int(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
         del store
-        phases = (folder / "phases").read_text().splitlines() if (folder / "phases").exists() else []
-        return Ended(codes, "".join((folder / f"said{rank}").read_text() for rank in range(len(pids))), phases)
+        phases = (
+            (folder / "phases").read_text().splitlines() if (folder / "phases").exists() else []
+        )
+        return Ended(
+            codes,
+            "".join((folder / f"said{rank}").read_text() for rank in range(len(pids))),
+            phases,
+        )
 
 
 @contextmanager

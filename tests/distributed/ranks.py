@@ -1,4 +1,6 @@
-"""Runs a function on several gloo ranks, each a fork of the test process, which has torch imported already."""
+"""Runs a function on several gloo ranks, each a fork of the test process, which has torch imported
+already.
+"""
 
 import faulthandler
 import functools
@@ -36,17 +38,23 @@ class RankFailure(AssertionError):  # noqa: N818  (what a failing test shows)
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, process_group: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    process_group: bool = True,
 ) -> list[Any]:
-    """Calls `fn(*args)` in `world_size` processes at once; returns what each rank returned, in rank order.
+    """Calls `fn(*args)` in `world_size` processes at once; returns what each rank returned, in rank
+    order.
 
-    fn: any function, closures included (the ranks are forks). It may return None, numbers, strings, tensors, and
-    lists, tuples and dicts of those. In each rank RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set as torchrun sets them, torch uses one thread, and with `process_group` (the default) a gloo
-    group is there, which `start_world` takes over. What a rank prints appears only when something fails.
+    fn: any function, closures included (the ranks are forks). It may return None, numbers, strings,
+    tensors, and lists, tuples and dicts of those. In each rank RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them, torch uses one
+    thread, and with `process_group` (the default) a gloo group is there, which `start_world` takes
+    over. What a rank prints appears only when something fails.
 
-    Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds, with the stacks of its
-    threads, or of the one that crashed; no process is left over.
+    Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds, with
+    the stacks of its threads, or of the one that crashed; no process is left over.
     """
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()
@@ -56,7 +64,9 @@ def run_ranks(
         port = free_port()
         processes = [
             context.Process(
-                target=_run_rank, args=(fn, args, rank, world_size, folder, port, process_group), daemon=True
+                target=_run_rank,
+                args=(fn, args, rank, world_size, folder, port, process_group),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -70,12 +80,15 @@ def run_ranks(
         ]
         if failures:
             raise RankFailure("\n".join(failures))
-        return [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(world_size)]
+        return [
+            torch.load(folder / f"result{rank}", weights_only=True) for rank in range(world_size)
+        ]
 
 
 def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that compiles runs in a process of its own: code that was compiled, and the compiler's threads, are then
-    in no process of which later tests make their ranks."""
+    """A test that compiles runs in a process of its own: code that was compiled, and the compiler's
+    threads, are then in no process of which later tests make their ranks.
+    """
 
     @functools.wraps(test)
     def forked(*args: Any, **kwargs: Any) -> None:
@@ -93,8 +106,12 @@ def _run_rank(
     port: int,
     process_group: bool,
 ) -> None:
-    """The life of one rank. It leaves through os._exit: what the test process does when it exits is not its own."""
-    gc.freeze()  # a dead process group of the parent must not be collected here: it would wait for the parent's threads
+    """The life of one rank. It leaves through os._exit: what the test process does when it exits is
+    not its own.
+    """
+    # A dead process group of the parent must not be collected here: it would wait for the parent's
+    # threads
+    gc.freeze()
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -123,7 +140,9 @@ def _run_rank(
         result = fn(*args)
         torch.save(result, folder / f"result{rank}")
         code = 0
-    except BaseException:  # also SystemExit and KeyboardInterrupt: whatever ended it, the test must show it
+    except (
+        BaseException
+    ):  # also SystemExit and KeyboardInterrupt: whatever ended it, the test must show it
         (folder / f"traceback{rank}").write_text(traceback.format_exc())
         raise  # no further than the line below
     finally:
@@ -133,15 +152,19 @@ def _run_rank(
 
 
 def _forget_compile_threads() -> None:
-    """inductor of a test process that has compiled would wait in its ranks for threads that no fork has."""
+    """inductor of a test process that has compiled would wait in its ranks for threads that no fork
+    has.
+    """
     compiler = sys.modules.get("torch._inductor.async_compile")
     if compiler is not None:
         compiler.AsyncCompile.pool.cache_clear()
 
 
 def _tell_meshes_apart() -> None:
-    """DTensor remembers an operator's result by equal meshes, with its mesh: of one that the test process has made, as
-    some rank of a simulated world, a rank here would take over that one's place. Equal takes an equal thread."""
+    """DTensor remembers an operator's result by equal meshes, with its mesh: of one that the test
+    process has made, as some rank of a simulated world, a rank here would take over that one's
+    place. Equal takes an equal thread.
+    """
     original = DeviceMesh.__init__
 
     def begin(mesh: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +175,15 @@ def _tell_meshes_apart() -> None:
 
 
 def _share_meshes() -> None:
-    """Worlds of one shape share their mesh, as long as the process group is the same: a mesh's groups, each with
-    threads and sockets, stay as long as the process, and a rank of many worlds would have hundreds."""
+    """Worlds of one shape share their mesh, as long as the process group is the same: a mesh's
+    groups, each with threads and sockets, stay as long as the process, and a rank of many worlds
+    would have hundreds.
+    """
     original, made = world.init_device_mesh, {}
 
-    def init_device_mesh(device: str, shape: tuple[int, ...], **names: tuple[str, ...]) -> DeviceMesh:
+    def init_device_mesh(
+        device: str, shape: tuple[int, ...], **names: tuple[str, ...]
+    ) -> DeviceMesh:
         key = (dist.group.WORLD, device, shape, *names.items())
         if key not in made:
             made[key] = original(device, shape, **names)
@@ -166,7 +193,9 @@ def _share_meshes() -> None:
 
 
 def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
-    """Waits for all ranks, or for a short while after the first failure, then ends the rest; True: time ran out."""
+    """Waits for all ranks, or for a short while after the first failure, then ends the rest; True:
+    time ran out.
+    """
     deadline = time.monotonic() + timeout
     failed = False
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -193,18 +222,24 @@ def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> s
     if report.exists():
         why = report.read_text()
     elif process.exitcode == -9:
-        why = "still running when time ran out" if timed_out else "ended because another rank failed"
+        why = (
+            "still running when time ran out" if timed_out else "ended because another rank failed"
+        )
     else:
         why = f"exit code {process.exitcode}"
     output = folder / f"output{rank}"
     printed = output.read_text(errors="replace") if output.exists() else ""
-    if len(printed) > 8000:  # what crashed comes first in a report of a crash, and its callers of no interest last
+    if (
+        len(printed) > 8000
+    ):  # what crashed comes first in a report of a crash, and its callers of no interest last
         printed = f"{printed[:4000]}\n[...]\n{printed[-4000:]}"
     return f"{why}\n{printed}".rstrip()
 
 
 def import_compiler() -> None:
-    """Compiles something, so that ranks that compile are forks of a process with all of the compiler imported."""
+    """Compiles something, so that ranks that compile are forks of a process with all of the
+    compiler imported.
+    """
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
     torch.compile(layer, backend="aot_eager")(torch.ones(1, 2)).sum().backward()
     torch._dynamo.reset()

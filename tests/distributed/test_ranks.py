@@ -73,7 +73,9 @@ def test_a_crash_is_a_failure_that_shows_its_stack() -> None:
 
 @pytest.mark.slow
 def test_ranks_have_no_group_of_the_test_process() -> None:
-    """That a circle of objects of an earlier run still holds; a fork that takes it down crashes or hangs."""
+    """That a circle of objects of an earlier run still holds; a fork that takes it down crashes or
+    hangs.
+    """
 
     class Run:
         """What a run leaves."""
@@ -91,7 +93,9 @@ def test_ranks_have_no_group_of_the_test_process() -> None:
     gc.disable()
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dist.all_reduce(torch.ones(1))  # a thread of the group has begun, by whose name the group is seen
+        dist.all_reduce(
+            torch.ones(1)
+        )  # a thread of the group has begun, by whose name the group is seen
         run = Run()
         run.group, run.itself = dist.group.WORLD, run
         dist.destroy_process_group()
@@ -106,8 +110,12 @@ def test_torch_does_what_is_reported_of_groups_in_forks() -> None:
     """Which of the three a fork ends by is not the same in each run."""
     folder = Path(__file__).parents[2] / "docs" / "upstream"
     command = [sys.executable, str(folder / "gloo_group_in_fork.py"), "1"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
+    printed = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True
+    ).stdout.splitlines()
     pattern = r"(keeps|drops) it .*before: (.*)"
     ends = [re.match(pattern, line).groups() for line in printed[1:]]  # type: ignore[union-attr]
     assert [what for what, _ in ends] == ["keeps"] * 2 + ["drops"] * 6
-    assert all((how == "1 ends") if what == "keeps" else "ends" not in how for what, how in ends), printed
+    assert all((how == "1 ends") if what == "keeps" else "ends" not in how for what, how in ends), (
+        printed
+    )

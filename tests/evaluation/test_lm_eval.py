@@ -1,4 +1,6 @@
-"""`tune eval --lm-eval`: tasks whose rows are local, with the numbers of the harness's own class on the same folder."""
+"""`tune eval --lm-eval`: tasks whose rows are local, with the numbers of the harness's own class on
+the same folder.
+"""
 
 import json
 from pathlib import Path
@@ -87,9 +89,19 @@ def theirs(folder: Path, tasks: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_its_own_class(tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_numbers_are_those_of_its_own_class(
+    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     folder = write_model("llama", tmp_path / "model")
-    words = ["eval", str(folder), "--lm-eval", ",".join(TASKS), "--include-path", str(tasks), "--json"]
+    words = [
+        "eval",
+        str(folder),
+        "--lm-eval",
+        ",".join(TASKS),
+        "--include-path",
+        str(tasks),
+        "--json",
+    ]
     capsys.readouterr()
     assert main(words) == 0
     ours = json.loads(capsys.readouterr().out.splitlines()[-1])["tuned"]
@@ -106,8 +118,15 @@ def test_an_unknown_task_is_named(
     from lm_eval import tasks as of_harness
 
     manager = of_harness.TaskManager
-    monkeypatch.setattr(of_harness, "TaskManager", lambda **words: manager(**words | {"include_defaults": False}))
+    monkeypatch.setattr(
+        of_harness, "TaskManager", lambda **words: manager(**words | {"include_defaults": False})
+    )
     folder = write_model("llama", tmp_path / "model")
     capsys.readouterr()
-    assert main(["eval", str(folder), "--lm-eval", "number_chioce", "--include-path", str(tasks)]) == 2
-    assert "--lm-eval: unknown task number_chioce; did you mean number_choice?" in capsys.readouterr().err
+    assert (
+        main(["eval", str(folder), "--lm-eval", "number_chioce", "--include-path", str(tasks)]) == 2
+    )
+    assert (
+        "--lm-eval: unknown task number_chioce; did you mean number_choice?"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Models of transformers that the Trainer of transformers trains by inferred plans: one process and two ranks alike."""
+"""Models of transformers that the Trainer of transformers trains by inferred plans: one process and
+two ranks alike.
+"""
 
 import json
 import os
@@ -40,7 +42,9 @@ def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 def rows() -> list[dict[str, Tensor]]:
     tokens = torch.randint(3, 101, (8, 12), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens]
+    return [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens
+    ]
 
 
 def batch() -> dict[str, Tensor]:
@@ -77,7 +81,9 @@ def shared(kind: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_trainer_on_two_ranks_is_one_of_one_process(tmp_path: Path) -> None:
-    """Losses, gradient norms and final weights in float64; and the folder that it writes is one of transformers'."""
+    """Losses, gradient norms and final weights in float64; and the folder that it writes is one of
+    transformers'.
+    """
     model = model_of("qwen3")
     losses, norms = trained(model, tmp_path / "one")
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3 and max(norms) > 0.5
@@ -106,7 +112,11 @@ def test_a_trainer_on_two_ranks_is_one_of_one_process(tmp_path: Path) -> None:
 def test_the_documented_script_runs(tmp_path: Path) -> None:
     """The script of docs/external_models.md, as it is there, on two ranks."""
     text = (ROOT / "docs" / "external_models.md").read_text()
-    (script,) = [found for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "infer_tensor_plan" in found]
+    (script,) = [
+        found
+        for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "infer_tensor_plan" in found
+    ]
     model_of("qwen3", torch.float32).save_pretrained(tmp_path / "model")
     (tmp_path / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows()]))
 
@@ -120,14 +130,17 @@ def test_the_documented_script_runs(tmp_path: Path) -> None:
     finally:
         os.chdir(ROOT)
     before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("model", "trained")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("model", "trained")
     )
     assert before.keys() == after.keys()
     assert all((after[name] - value).abs().max() > 1e-5 for name, value in before.items())
 
 
 def test_a_plan_is_certified_and_a_wrong_one_is_not() -> None:
-    """A small model as it is; a larger one on a small copy of its class, whose plan has to be the same."""
+    """A small model as it is; a larger one on a small copy of its class, whose plan has to be the
+    same.
+    """
     small = model_of("qwen3", torch.float32)
     large = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model("qwen3", **(MODELS["qwen3"] | {"vocab_size": 40_000}))
@@ -135,19 +148,28 @@ def test_a_plan_is_certified_and_a_wrong_one_is_not() -> None:
     for model in (small, large):
         plan = infer_tensor_plan(model, batch(), 2)
         assert plan.legal_sizes == (2,) and plan.certify() == plan.certify(model, 2) > 20
-        mistaken = tuple(replace(each, gradient="full") if each.dim < 0 else each for each in plan.sharding.parameters)
+        mistaken = tuple(
+            replace(each, gradient="full") if each.dim < 0 else each
+            for each in plan.sharding.parameters
+        )
         wrong = replace(plan, sharding=replace(plan.sharding, parameters=mistaken))
         with pytest.raises(SetupError, match="tensor plan of Qwen3ForCausalLM.*(q_norm|k_norm)"):
             wrong.certify(model, 2)
-    with pytest.raises(SetupError, match=r"3 ranks cannot share this plan's axes, expected one of \[2\]"):
+    with pytest.raises(
+        SetupError, match=r"3 ranks cannot share this plan's axes, expected one of \[2\]"
+    ):
         infer_tensor_plan(small, batch(), 2).certify(small, 3)
     mesh: Any = SimpleNamespace(ndim=1, shape=(3,), size=lambda: 3)
-    with pytest.raises(ConfigError, match=r"found a mesh of \(3,\), expected one dimension of 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"found a mesh of \(3,\), expected one dimension of 2 ranks"
+    ):
         plan.apply(small, mesh)
 
 
 def adapted(mesh: Any) -> tuple[float, dict[str, Tensor]]:
-    """The norm and the gradients of two backwards of a checkpointed model with PEFT's adapters; mesh: None alone."""
+    """The norm and the gradients of two backwards of a checkpointed model with PEFT's adapters;
+    mesh: None alone.
+    """
     import peft
 
     model = model_of("qwen3")
@@ -160,7 +182,9 @@ def adapted(mesh: Any) -> tuple[float, dict[str, Tensor]]:
     found.train()
     for _ in range(2):
         found(**batch()).loss.backward()
-    trained = {name: parameter for name, parameter in found.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in found.named_parameters() if parameter.requires_grad
+    }
     norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
     gradients = {name: parameter.grad for name, parameter in trained.items()}
     if mesh is None:
@@ -172,7 +196,7 @@ def adapted(mesh: Any) -> tuple[float, dict[str, Tensor]]:
 def test_a_plain_loop_trains_adapters_of_peft() -> None:
     """Two micro-batches of one step, clipped, against one process."""
     norm, gradients = adapted(None)
-    ((shared, found), _) = run_ranks(lambda: adapted(init_device_mesh("cpu", (2,))), 2)
+    (shared, found), _ = run_ranks(lambda: adapted(init_device_mesh("cpu", (2,))), 2)
     assert shared == pytest.approx(norm, rel=1e-6) and len(gradients) == 28
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-6 and (found[name] - gradient).abs().max() < 1e-7, name

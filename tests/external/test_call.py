@@ -1,4 +1,6 @@
-"""Models of transformers' own classes, built, loaded and called as ours are: losses and gradients of plain ones."""
+"""Models of transformers' own classes, built, loaded and called as ours are: losses and gradients
+of plain ones.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ GPT = {
     "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# Tied and not; linears of three classes; fused projections; scales and caps behind the head; alibi; windows; experts.
+# Tied and not; linears of three classes; fused projections; scales and caps behind the head; alibi;
+# windows; experts.
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
     "gptj": GPT | {"rotary_dim": 4},  # a head with a bias
@@ -55,8 +58,13 @@ def config_of(kind: str) -> dict[str, Any]:
 def theirs(spec: ModuleSpec, dtype: torch.dtype) -> Any:
     """The same class as a user of transformers has it, with weights that are not small."""
     torch.manual_seed(0)
-    config, attention = transformers.AutoConfig.for_model(**spec.source.config), spec.source.attention
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    config, attention = (
+        transformers.AutoConfig.for_model(**spec.source.config),
+        spec.source.attention,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -78,7 +86,9 @@ def rows() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_loss_and_gradients_are_those_of_the_class_itself(kind: str):
-    """In fp64, computed in chunks, against plain cross-entropy of all logits; buffers have their class' values."""
+    """In fp64, computed in chunks, against plain cross-entropy of all logits; buffers have their
+    class' values.
+    """
     spec = read_spec(config_of(kind), "here")
     other, model = theirs(spec, torch.float64), ours(spec, torch.float64)
     model.load_state_dict(other.state_dict())
@@ -113,12 +123,16 @@ def test_loss_and_gradients_are_those_of_the_class_itself(kind: str):
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_what_follows_the_head_is_not_forgotten(kind: str):
-    """The logits of these classes are not the head's own; so the test above is one of what comes after, too."""
+    """The logits of these classes are not the head's own; so the test above is one of what comes
+    after, too.
+    """
     spec = read_spec(config_of(kind), "here")
     model = ours(spec, torch.float64)
     init_weights(model, 0, spec)
     read: list[Tensor] = []
-    handle = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: read.append(output))
+    handle = model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: read.append(output)
+    )
     logits = model(rows()[0])
     handle.remove()
     assert (logits - read[0]).abs().max() > 1e-6 * logits.abs().max()
@@ -133,7 +147,9 @@ def test_logits_of_all_tokens_never_exist():
     class Largest(TorchDispatchMode):
         elements = 0
 
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = operator(*args, **(kwargs or {}))
             if (
                 isinstance(result, Tensor)
@@ -148,7 +164,9 @@ def test_logits_of_all_tokens_never_exist():
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     tokens, labels = rows()
-    model(tokens, labels=labels, head_loss=CrossEntropy(13))  # the first call finds what follows the head
+    model(
+        tokens, labels=labels, head_loss=CrossEntropy(13)
+    )  # the first call finds what follows the head
     with Largest() as largest:
         model(tokens, labels=labels, head_loss=CrossEntropy(13)).backward()
     assert 0 < largest.elements <= 2 * 61
@@ -161,7 +179,9 @@ def test_packed_documents_are_apart(kind: str):
     init_weights(model, 0, spec)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.05)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.05
+            )
     check_packing_isolation(model, spec, CPU)
 
 
@@ -169,12 +189,16 @@ def test_documents_that_a_class_cannot_keep_apart_are_refused():
     spec = read_spec(config_of("bloom"), "here")
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
-    with pytest.raises(SetupError, match="^data.packing: bloom takes no mask .*; set data.packing=false$"):
+    with pytest.raises(
+        SetupError, match="^data.packing: bloom takes no mask .*; set data.packing=false$"
+    ):
         check_packing_isolation(model, spec, CPU)
 
 
 def test_random_weights_begin_as_the_class_begins_them():
-    """Norms of ones, those around one of zeros, biases of zeros, matrices of the config's deviation."""
+    """Norms of ones, those around one of zeros, biases of zeros, matrices of the config's
+    deviation.
+    """
     for kind, norm in (("gpt2", 1.0), ("gemma2", 0.0)):
         spec = read_spec(config_of(kind) | {"initializer_range": 0.05}, "here")
         model = ours(spec, torch.float32)
@@ -183,12 +207,16 @@ def test_random_weights_begin_as_the_class_begins_them():
             if parameter.dim() > 1:
                 assert 0.04 < parameter.std() < 0.06, name
             else:
-                assert torch.equal(parameter, torch.full_like(parameter, 0.0 if "bias" in name else norm)), name
+                assert torch.equal(
+                    parameter, torch.full_like(parameter, 0.0 if "bias" in name else norm)
+                ), name
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_saved_folder_is_read(tmp_path: Path, prefix: bool):
-    """As save_pretrained writes it, and as the first files of GPT-2 were: without the name of the body."""
+    """As save_pretrained writes it, and as the first files of GPT-2 were: without the name of the
+    body.
+    """
     from safetensors.torch import load_file, save_file
 
     spec = read_spec(config_of("gpt2"), "here")
@@ -196,7 +224,10 @@ def test_a_saved_folder_is_read(tmp_path: Path, prefix: bool):
     other.save_pretrained(tmp_path)
     if not prefix:
         tensors = load_file(tmp_path / "model.safetensors")
-        bare = {name.removeprefix("transformer."): tensor.contiguous() for name, tensor in tensors.items()}
+        bare = {
+            name.removeprefix("transformer."): tensor.contiguous()
+            for name, tensor in tensors.items()
+        }
         save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
     check_weights(spec, tmp_path)
     model = ours(spec, torch.float32)
@@ -214,7 +245,9 @@ def test_weights_of_other_names_are_refused(tmp_path: Path):
 
 
 def test_experts_are_read_joined_and_apart(tmp_path: Path):
-    """Files of mixture-of-experts models have each expert's matrices apart; the module has them joined."""
+    """Files of mixture-of-experts models have each expert's matrices apart; the module has them
+    joined.
+    """
     from recipe_lib.checkpoint.weights_in import base_fingerprint
 
     spec = read_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
@@ -234,18 +267,35 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
     "config, said",
     [
         ({}, "model_type: found None, expected the name of an architecture"),
-        ({"model_type": "nobodys"}, "model_type 'nobodys' is not one of transformers'; install a release"),
-        ({"model_type": "nobodys", "auto_map": {"AutoConfig": "x.Y"}}, "its own code is not run: convert it"),
+        (
+            {"model_type": "nobodys"},
+            "model_type 'nobodys' is not one of transformers'; install a release",
+        ),
+        (
+            {"model_type": "nobodys", "auto_map": {"AutoConfig": "x.Y"}},
+            "its own code is not run: convert it",
+        ),
         ({"model_type": "bart"}, None),
         ({"model_type": "t5"}, "model_type 't5' is no causal language model in transformers"),
         ({"model_type": "gpt2", "n_embd": 33, "n_head": 4}, "gpt2 cannot be built"),
-        ({"model_type": "qwen3", "layer_types": ["none"]}, "the config of 'qwen3' does not take it"),
-        ({"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}, "the weights are quantized"),
+        (
+            {"model_type": "qwen3", "layer_types": ["none"]},
+            "the config of 'qwen3' does not take it",
+        ),
+        (
+            {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}},
+            "the weights are quantized",
+        ),
     ],
 )
 def test_configs_that_no_class_takes(config: dict[str, Any], said: str | None):
     if said is None:
-        assert read_spec(config | {"vocab_size": 61, "d_model": 16, "decoder_layers": 1}, "here").family == "bart"
+        assert (
+            read_spec(
+                config | {"vocab_size": 61, "d_model": 16, "decoder_layers": 1}, "here"
+            ).family
+            == "bart"
+        )
         return
     with pytest.raises(CheckpointError) as caught:
         read_spec(config, "here")
@@ -256,8 +306,12 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
     import importlib.util
 
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
-    with pytest.raises(SetupError, match="found no package transformers; pip install 'transformers<6,>=4.57'$"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
+    )
+    with pytest.raises(
+        SetupError, match="found no package transformers; pip install 'transformers<6,>=4.57'$"
+    ):
         read_spec(config_of("gpt2"), "here")
 
 
@@ -316,7 +370,9 @@ def test_a_projection_that_is_no_module_of_the_model_is_refused() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_module_of_a_users_own(wide: bool, caplog: pytest.LogCaptureFixture):
-    """Its loss is that of its logits, in chunks where the rest is done to each logit by itself, else of all."""
+    """Its loss is that of its logits, in chunks where the rest is done to each logit by itself,
+    else of all.
+    """
     register("model", f"own{wide}")(Own)
     config = {"vocab_size": 61, "layers": 2, "wide": wide}
     spec = read_spec(config, "here", f"own{wide}")

@@ -1,4 +1,6 @@
-"""Compiled layers of external models by inferred plans: gradients, collectives, and what is kept for backward."""
+"""Compiled layers of external models by inferred plans: gradients, collectives, and what is kept
+for backward.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -35,24 +37,33 @@ LAYERS = {
     "llama, three layers": eager.CONFIGS["llama"] | {"num_hidden_layers": 3},
     "mixtral": eager.CONFIGS["mixtral"] | {"num_hidden_layers": 1},
 }
-# Forward and backward of each layer that is traced: of a Llama all but the first get a rank's tokens, and are alike.
+# Forward and backward of each layer that is traced: of a Llama all but the first get a rank's
+# tokens, and are alike.
 GRAPHS = {"llama, three layers": 4, "numbered": 4}
 WIDTH = eager.SMALL["hidden_size"]
 
 
 class Graphs:
-    """A backend of torch.compile that runs graphs as they are, and remembers them and what forward keeps."""
+    """A backend of torch.compile that runs graphs as they are, and remembers them and what forward
+    keeps.
+    """
 
     def __init__(self) -> None:
         self.code: list[str] = []
         self.count: Counter[str] = Counter()  # of what ranks did together
         self.kept: list[list[int]] = []  # shapes; of parameters, whole or transposed, none
         self.divide = GathersAgain()
-        self.backend = aot_autograd(fw_compiler=self.note, bw_compiler=self.note, partition_fn=self.note_kept)
+        self.backend = aot_autograd(
+            fw_compiler=self.note, bw_compiler=self.note, partition_fn=self.note_kept
+        )
 
     def note(self, graph: Any, inputs: Any) -> Any:
         self.code.append(graph.code)
-        targets = [node.target for node in graph.graph.nodes if getattr(node.target, "namespace", "") == FUNCTIONAL]
+        targets = [
+            node.target
+            for node in graph.graph.nodes
+            if getattr(node.target, "namespace", "") == FUNCTIONAL
+        ]
         names = Counter(target.__name__.partition(".")[0] for target in targets)
         del names["wait_tensor"]
 
@@ -66,7 +77,11 @@ class Graphs:
         forward, backward = self.divide(joint, inputs, **settings)
         given = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
         held = forward.graph.output_node().args[0][settings["num_fwd_outputs"] :]
-        made = [each for each in held if each.name not in given and each.target is not torch.ops.aten.t.default]
+        made = [
+            each
+            for each in held
+            if each.name not in given and each.target is not torch.ops.aten.t.default
+        ]
         self.kept += [list(each.meta["val"].shape) for each in made if "val" in each.meta]
         return forward, backward
 
@@ -104,7 +119,9 @@ class Numbered(eager.Own):
         self.stack = nn.ModuleList(NumberedLayer(number) for number in range(2))
 
 
-def build_with(backend: Any, kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: Any) -> Any:
+def build_with(
+    backend: Any, kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: Any
+) -> Any:
     """As `eager.build`; layers are compiled by the backend, if there is one."""
     if kind == "numbered" and kind not in names_of("model"):
         register("model", kind)(lambda config: Numbered())
@@ -121,9 +138,16 @@ def build_with(backend: Any, kind: str, parallel: dict[str, Any], memory: Memory
     return model, divided
 
 
-def differences(kind: str, parallel: dict[str, Any], mode: str, world: Any) -> tuple[list[str], Graphs]:
-    """Between ranks and one process, and between the collectives of compiled layers and of others."""
-    memory, packed = MemoryConfig(activation_checkpointing=mode.removeprefix("packed ")), mode.startswith("packed")
+def differences(
+    kind: str, parallel: dict[str, Any], mode: str, world: Any
+) -> tuple[list[str], Graphs]:
+    """Between ranks and one process, and between the collectives of compiled layers and of
+    others.
+    """
+    memory, packed = (
+        MemoryConfig(activation_checkpointing=mode.removeprefix("packed ")),
+        mode.startswith("packed"),
+    )
     graphs, counts = Graphs(), []
     for backend in (None, graphs.backend):
         eager.build = partial(build_with, backend)
@@ -132,10 +156,15 @@ def differences(kind: str, parallel: dict[str, Any], mode: str, world: Any) -> t
         faults = eager.differences(kind, parallel, memory, world, packed)
     gathered._FUNCTIONAL = torch.ops._c10d_functional
     torch._dynamo.reset()
-    # Compiled code gathers a gradient once that two operators need, and computes no more again than it has to.
+    # Compiled code gathers a gradient once that two operators need, and computes no more again than
+    # it has to.
     without, compiled = counts[0], counts[1] + graphs.count
-    more = {name: (compiled[name], without[name]) for name in compiled if compiled[name] > without[name]}
-    fewer = {name: (compiled[name], without[name]) for name in without if compiled[name] < without[name]}
+    more = {
+        name: (compiled[name], without[name]) for name in compiled if compiled[name] > without[name]
+    }
+    fewer = {
+        name: (compiled[name], without[name]) for name in without if compiled[name] < without[name]
+    }
     if more or (mode == "none" and set(fewer) - {"all_gather_into_tensor"}):
         faults.append(f"collectives {more} {fewer}")
     if not graphs.code or not without or len(graphs.code) != GRAPHS.get(kind, len(graphs.code)):
@@ -167,7 +196,9 @@ def check(ranks: int, cases: list[tuple[str, dict[str, Any], str]]) -> None:
     for faults, _ in outcomes:
         assert not faults, "\n".join(faults)
     codes = [code for _, code in outcomes]
-    for rank, code in enumerate(codes):  # or else inductor could order collectives in other ways on each rank
+    for rank, code in enumerate(
+        codes
+    ):  # or else inductor could order collectives in other ways on each rank
         assert code == codes[rank - rank % cases[0][1]["tensor"]], f"rank {rank}"
 
 
@@ -180,7 +211,9 @@ def test_gradients_are_those_of_one_process() -> None:
 def run_llama(backend: Any, world: Any) -> None:
     model, _ = build_with(backend, "llama", {"tensor": 2}, MemoryConfig(), world)
     eager.fill(model)
-    tokens = torch.arange(eager.ROWS * eager.LENGTH).view(eager.ROWS, eager.LENGTH) % eager.VOCABULARY
+    tokens = (
+        torch.arange(eager.ROWS * eager.LENGTH).view(eager.ROWS, eager.LENGTH) % eager.VOCABULARY
+    )
     eager.backward(model, tokens, tokens, torch.tensor(1), False)
     torch._dynamo.reset()
 
@@ -204,7 +237,10 @@ def without_kernel(graph: Any, inputs: Any) -> Any:
 
 def another_plan(*asked: Any, proven: Any = tensor_parallel.proven_plan) -> ShardingPlan:
     plan = proven(*asked)
-    changed = [replace(each, function="another") if "layers.1." in each.module else each for each in plan.boundaries]
+    changed = [
+        replace(each, function="another") if "layers.1." in each.module else each
+        for each in plan.boundaries
+    ]
     return replace(plan, boundaries=tuple(changed))
 
 
@@ -214,6 +250,10 @@ def test_what_cannot_be_traced_is_an_error() -> None:
     eager.import_classes(["llama"])
     said = run_ranks(refusals, 2)[0]
     assert (
-        "compile: model.layers.0 cannot be traced" in said[0] and "NotImplementedError: there is no kernel" in said[0]
+        "compile: model.layers.0 cannot be traced" in said[0]
+        and "NotImplementedError: there is no kernel" in said[0]
     )
-    assert "model.layers.1." in said[1] and "expected another); set compile=false or parallel.tensor=1" in said[1]
+    assert (
+        "model.layers.1." in said[1]
+        and "expected another); set compile=false or parallel.tensor=1" in said[1]
+    )

@@ -1,5 +1,6 @@
-"""Classes of transformers divided among the ranks of a pipeline, against the plain classes in float64; and classes that
-cannot be divided."""
+"""Classes of transformers divided among the ranks of a pipeline, against the plain classes in
+float64; and classes that cannot be divided.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -121,7 +122,9 @@ def expected(kind: str, count: int, packed: bool) -> tuple[list[float], dict[str
     losses = []
     for batch in used:
         logits = torch.cat(by_document(model, batch)) if packed else model(batch.tokens).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / trained
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / trained
+        )
         loss.backward()
         losses.append(float(loss.detach()))
     return losses, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -130,12 +133,20 @@ def expected(kind: str, count: int, packed: bool) -> tuple[list[float], dict[str
 def by_document(model: nn.Module, batch: Batch) -> list[Tensor]:
     """Logits `[1, s, v]` of each row, its documents each alone in a forward."""
     rows = zip(batch.tokens, documents(batch.tokens.shape[1]), strict=True)
-    return [torch.cat([model(part[None]).logits for part in row.split(list(of))], dim=1) for row, of in rows]
+    return [
+        torch.cat([model(part[None]).logits for part in row.split(list(of))], dim=1)
+        for row, of in rows
+    ]
 
 
 def build(case: Case, world: World) -> tuple[nn.Module, Parallel]:
     tensor = 1 if world.tensor is None else world.tensor.size
-    parallel = {"pipeline": 2, "pipeline_schedule": case.schedule, "tensor": tensor, **case.parallel}
+    parallel = {
+        "pipeline": 2,
+        "pipeline_schedule": case.schedule,
+        "tensor": tensor,
+        **case.parallel,
+    }
     cfg = FullFinetuneConfig(parallel=ParallelConfig(**parallel), memory=MemoryConfig())
     model: Any = build_meta(read_spec(config_of(case.kind), case.kind), precision(case.kind)[0])
     pipeline = split_pipeline(model, cfg, world)
@@ -151,15 +162,28 @@ def build(case: Case, world: World) -> tuple[nn.Module, Parallel]:
     return model, divided
 
 
-def with_part(model: nn.Module, name: str, parameter: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def with_part(
+    model: nn.Module, name: str, parameter: Tensor, of: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
     """What this rank has of a parameter, or of its gradient, with the same of the whole."""
     for part, offset in own_parts(model, name, parameter):
-        yield part, of[tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))]
+        yield (
+            part,
+            of[
+                tuple(
+                    slice(first, first + size)
+                    for first, size in zip(offset, part.shape, strict=True)
+                )
+            ],
+        )
 
 
 def differences(case: Case, world: World) -> list[str]:
     count = len(LENGTHS) * world.data_ranks
-    (losses, gradients), tolerance = expected(case.kind, count, case.packed), precision(case.kind)[1]
+    (losses, gradients), tolerance = (
+        expected(case.kind, count, case.packed),
+        precision(case.kind)[1],
+    )
     used = batches(case.packed)[:count]
     trained = sum(int((batch.labels != -100).sum()) for batch in used)
     model, divided = build(case, world)
@@ -167,7 +191,13 @@ def differences(case: Case, world: World) -> list[str]:
 
     def loss_of(number: int, batch: Batch) -> Tensor:
         loss = (
-            model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=CrossEntropy(3))
+            model(
+                batch.tokens,
+                batch.positions,
+                batch.attention,
+                labels=batch.labels,
+                head_loss=CrossEntropy(3),
+            )
             / trained
         )
         found[number * world.data_ranks + world.data_rank] = loss.detach()
@@ -185,8 +215,16 @@ def differences(case: Case, world: World) -> list[str]:
             faults.append(f"{name} has no gradient")
             continue
         for part, right in with_part(model, name, parameter.grad, gradients[name]):
-            off = float((part - right).abs().max() / gradients[name].abs().max()) if part.numel() else 0.0
-            faults += [f"{name} is off by {off:.1e}"] if part.shape != right.shape or not off < tolerance else []
+            off = (
+                float((part - right).abs().max() / gradients[name].abs().max())
+                if part.numel()
+                else 0.0
+            )
+            faults += (
+                [f"{name} is off by {off:.1e}"]
+                if part.shape != right.shape or not off < tolerance
+                else []
+            )
     everywhere = {name for part in world.gather_json(names) for name in part}
     faults += [f"no rank has {name}" for name in gradients.keys() - everywhere]
     half = len(names) < len(gradients) or case.schedule == "zbv"
@@ -195,7 +233,9 @@ def differences(case: Case, world: World) -> list[str]:
 
 def compare(cases: list[Case], tensor: int = 1) -> list[str]:
     faults = []
-    with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, tensor=tensor))) as world:
+    with start_world(
+        FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, tensor=tensor))
+    ) as world:
         for case in cases:
             faults += [f"{case}: {fault}" for fault in differences(case, world)]
     return faults
@@ -242,7 +282,9 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.number:
             self.notes[:] = [hidden]
-        return hidden + torch.tanh(self.linear(self.notes[0] if self.recalls and self.number == 2 else hidden))
+        return hidden + torch.tanh(
+            self.linear(self.notes[0] if self.recalls and self.number == 2 else hidden)
+        )
 
 
 class Toy(nn.Module):
@@ -250,8 +292,14 @@ class Toy(nn.Module):
 
     def __init__(self, fault: str) -> None:
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(32, 8), nn.LayerNorm(8), nn.Linear(8, 32)
-        self.layers = nn.ModuleList(Layer(number, notes, fault == "recalls") for notes in [[]] for number in range(4))
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(32, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 32),
+        )
+        self.layers = nn.ModuleList(
+            Layer(number, notes, fault == "recalls") for notes in [[]] for number in range(4)
+        )
         self.fault = fault
         if fault == "bias":
             self.bias = nn.Parameter(torch.zeros(8))
@@ -291,7 +339,8 @@ def test_a_class_that_cannot_be_cut_is_refused_with_the_reason(fault: str) -> No
     with pytest.raises(ConfigError) as found:
         parts_of_toy(fault)
     assert found.value.faults == [
-        f"parallel.pipeline: toy cannot be cut into stages: {FAULTS[fault]}; set parallel.pipeline=1"
+        f"parallel.pipeline: toy cannot be cut into stages: {FAULTS[fault]}; set"
+        " parallel.pipeline=1"
     ]
 
 
@@ -301,7 +350,9 @@ def test_a_plugin_without_a_fault_is_cut() -> None:
 
 
 def test_a_large_model_is_cut_where_a_small_one_of_its_class_is() -> None:
-    config = transformers.AutoConfig.for_model("bloom", hidden_size=1024, n_layer=3, n_head=8, vocab_size=4096)
+    config = transformers.AutoConfig.for_model(
+        "bloom", hidden_size=1024, n_layer=3, n_head=8, vocab_size=4096
+    )
     parts = read_spec(config.to_dict() | {"model_type": "bloom"}, "bloom").stage_parts()
     assert (len(parts.layers), parts.width, parts.returned) == (3, 1024, 2)
 

@@ -26,14 +26,26 @@ from recipe_lib.models.language_model import own_parts
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.optim.optimizers import clip_grad_norm
-from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_model, start_world
+from recipe_lib.parallel import (
+    Parallel,
+    World,
+    all_reduce_gradients,
+    materialize,
+    shard_model,
+    start_world,
+)
 from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("transformers")
 ROWS, LENGTH, VOCABULARY = 2, 12, 100
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
          "mamba_chunk_size": 8}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -44,16 +56,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SMALL | {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 0},
     # Norms over all heads, whose mean ranks put together.
     "olmo2": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
-    # Fewer heads of keys than ranks: every rank has all of them, and of each group of heads its part.
+    # Fewer heads of keys than ranks: every rank has all of them, and of each group of heads its
+    # part.
     "llama, one key head": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 1, "pad_token_id": 0},
     "mixtral": SMALL | {"num_key_value_heads": 4, "num_local_experts": 4},
-    # Mamba-2: a gated norm over all heads, one group that all of them use; a buffer of the projection's segments.
+    # Mamba-2: a gated norm over all heads, one group that all of them use; a buffer of the
+    # projection's segments.
     "falcon_h1": SMALL | MAMBA | {"mamba_d_ssm": 64, "num_key_value_heads": 4, "pad_token_id": 0},
 }  # fmt: skip
 
 
 class OwnLayer(nn.Module):
-    """A layer of a user's own: fused queries, keys and values, and names that no plan could know."""
+    """A layer of a user's own: fused queries, keys and values, and names that no plan could
+    know.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +81,11 @@ class OwnLayer(nn.Module):
         rows, length, _ = stream.shape
         parts = self.mix(self.before(stream)).chunk(3, dim=-1)
         q, k, v = (part.view(rows, length, 4, -1).transpose(1, 2) for part in parts)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+        seen = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, length, -1)
+        )
         stream = stream + self.out(seen)
         return stream + self.narrow(F.gelu(self.wide(self.between(stream))))
 
@@ -90,14 +110,18 @@ def config_of(kind: str) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, "model_type": kind.partition(",")[0]} | CONFIGS.get(kind, {})
 
 
-def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> tuple[Any, Parallel]:
+def build(
+    kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None
+) -> tuple[Any, Parallel]:
     if kind == "own" and kind not in names_of("model"):
         register("model", kind)(lambda config: Own())
     spec = read_spec(config_of(kind), kind, "own" if kind == "own" else "transformers")
     model: Any = build_meta(spec, DTYPES.get(kind, torch.float64))
     divided = Parallel()
     if world is not None:
-        divided = Parallel(tensor_gradients=shard_tensors(model, ParallelConfig(**parallel), memory, world))
+        divided = Parallel(
+            tensor_gradients=shard_tensors(model, ParallelConfig(**parallel), memory, world)
+        )
         apply_activation_checkpointing(model, memory.activation_checkpointing)
         shard_model(model, ParallelConfig(**parallel), memory, world)
     materialize(model, memory, torch.device("cpu"))
@@ -106,20 +130,32 @@ def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: Worl
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Random values that do not depend on who holds what; norms near 1, so that no gradient vanishes."""
+    """Random values that do not depend on who holds what; norms near 1, so that no gradient
+    vanishes.
+    """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         values = 0.2 * torch.randn(shapes[name], generator=generator, dtype=torch.float64)
         values = values + 1 if len(shapes[name]) == 1 and name.endswith("weight") else values
         for part, offset in own_parts(model, name, parameter):
-            part.copy_(values[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))])
+            part.copy_(
+                values[
+                    tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
+                ]
+            )
 
 
-def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, packed: bool) -> Tensor:
+def backward(
+    model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, packed: bool
+) -> Tensor:
     """packed: two documents in each row."""
     info = make_attention_info([[5, LENGTH - 5]] * len(tokens), LENGTH) if packed else None
-    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(tokens.shape) if packed else None
+    positions = (
+        torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(tokens.shape)
+        if packed
+        else None
+    )
     loss = model(tokens, positions, info, labels=labels, head_loss=CrossEntropy(3)) / count
     loss.backward()
     return loss.detach()
@@ -140,7 +176,10 @@ def differences(
     labels = torch.randint(0, VOCABULARY, shape, generator=generator)
     labels.masked_fill_(torch.rand(shape, generator=generator) < 0.3, -100)
     count = (labels != -100).sum()
-    (plain, _), (model, divided) = build(kind, {}, memory, None), build(kind, parallel, memory, world)
+    (plain, _), (model, divided) = (
+        build(kind, {}, memory, None),
+        build(kind, parallel, memory, world),
+    )
     for each in (plain, model):
         fill(each)
     expected_loss = backward(plain, tokens, labels, count, packed)
@@ -156,10 +195,20 @@ def differences(
     found = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
         for part, offset in own_parts(model, name, found[name].grad):
-            wanted = parameter.grad[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
-            if part.numel() and not float((part - wanted).abs().max()) < TOLERANCE.get(kind, 1e-12) * largest:
-                faults.append(f"{name} is off by {float((part - wanted).abs().max()):.1e} of {largest:.1e}")
-    norms = [float(clip_grad_norm(one.parameters(), None, world, Parallel(), None)) for one in (model, plain)]
+            wanted = parameter.grad[
+                tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
+            ]
+            if (
+                part.numel()
+                and not float((part - wanted).abs().max()) < TOLERANCE.get(kind, 1e-12) * largest
+            ):
+                faults.append(
+                    f"{name} is off by {float((part - wanted).abs().max()):.1e} of {largest:.1e}"
+                )
+    norms = [
+        float(clip_grad_norm(one.parameters(), None, world, Parallel(), None))
+        for one in (model, plain)
+    ]
     if not abs(norms[0] / norms[1] - 1) < TOLERANCE.get(kind, 1e-9):
         faults.append(f"norms {norms}")
     return faults
@@ -168,7 +217,9 @@ def differences(
 def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
     """What differs, of each case; one world serves all cases in a row that share its mesh."""
     faults = []
-    for _, alike in groupby(cases, lambda case: (case[1]["tensor"], case[1].get("data_replicate", 1))):
+    for _, alike in groupby(
+        cases, lambda case: (case[1]["tensor"], case[1].get("data_replicate", 1))
+    ):
         held = list(alike)
         cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**held[0][1]))
         with start_world(cfg) as world:
@@ -192,7 +243,10 @@ def without_modules() -> str:
         model, _ = build("llama", {"tensor": 2}, MemoryConfig(), world)
         fill(model)
         model.model.layers[1].mlp.forward = lambda hidden: hidden * 2
-        with pytest.raises(SetupError) as raised, torch.no_grad():  # where every rank has all tokens
+        with (
+            pytest.raises(SetupError) as raised,
+            torch.no_grad(),
+        ):  # where every rank has all tokens
             model(torch.ones(2, LENGTH, dtype=torch.int64))
     return str(raised.value)
 
@@ -224,16 +278,23 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
 
 
 def as_full(plan: ShardingPlan) -> ShardingPlan:
-    """The mistake that shows in no loss: what ranks have of norms of heads is taken for the whole gradient."""
+    """The mistake that shows in no loss: what ranks have of norms of heads is taken for the whole
+    gradient.
+    """
     return replace(
-        plan, parameters=tuple(replace(each, gradient="full") if each.dim < 0 else each for each in plan.parameters)
+        plan,
+        parameters=tuple(
+            replace(each, gradient="full") if each.dim < 0 else each for each in plan.parameters
+        ),
     )
 
 
 @pytest.mark.slow
 def test_a_wrong_plan_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "file")
+    )  # what was proven cannot be kept, and is no hindrance
     model: Any = build_meta(read_spec(config_of("qwen3"), "qwen3"), torch.float32)
     plan = plan_of_model(model, 2)
     assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
@@ -246,9 +307,15 @@ def test_a_wrong_plan_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("differences", "said"),
-    [(("", "norm has a"), "norm has a"), (("norm has a", ""), "norm has a"), (("", ""), "no number of ranks can")],
+    [
+        (("", "norm has a"), "norm has a"),
+        (("norm has a", ""), "norm has a"),
+        (("", ""), "no number of ranks can"),
+    ],
 )
-def test_why_a_plan_is_not_proven(differences: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_plan_is_not_proven(
+    differences: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small model that no ranks can share may be planned as the large one is."""
     left = list(differences)
     shared_by_none = SimpleNamespace(legal_sizes=())
@@ -267,15 +334,24 @@ def test_fewer_key_heads_than_ranks_are_proven_on_a_model_that_has_fewer(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 4}
-    model: Any = build_meta(read_spec(config_of("qwen3") | sizes | {"head_dim": 16}, "qwen3"), torch.float32)
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    }
+    model: Any = build_meta(
+        read_spec(config_of("qwen3") | sizes | {"head_dim": 16}, "qwen3"), torch.float32
+    )
     plan = plan_of_model(model, 8)
     layer = "model.layers.0.self_attn"
     assert [plan.parameter(f"{layer}.{each}_proj.weight").dim for each in "qkvo"] == [0, -1, -1, 1]
     assert plan_proof.proof(model, plan, 8).startswith("proven on a model of")
 
 
-def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     def prove(model: Any, plan: ShardingPlan, world: Any) -> str:
@@ -300,7 +376,9 @@ def test_no_tokens_are_exchanged_where_a_packed_forward_makes_other_calls() -> N
 
 
 def bits(kinds: list[str]) -> list[str]:
-    """Kinds of which some gradient has other bits where what backward needs is made again than where it is kept."""
+    """Kinds of which some gradient has other bits where what backward needs is made again than
+    where it is kept.
+    """
     faults = []
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))
     with start_world(cfg) as world:
@@ -312,8 +390,14 @@ def bits(kinds: list[str]) -> list[str]:
                 fill(model)
                 tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
                 backward(model, tokens, tokens, torch.tensor(1), False)
-                found.append({name: each.grad.to_local() for name, each in model.named_parameters()})
-            faults += [f"{kind}: {name}" for name, each in found[0].items() if not torch.equal(each, found[1][name])]
+                found.append(
+                    {name: each.grad.to_local() for name, each in model.named_parameters()}
+                )
+            faults += [
+                f"{kind}: {name}"
+                for name, each in found[0].items()
+                if not torch.equal(each, found[1][name])
+            ]
     return faults
 
 

@@ -1,8 +1,10 @@
-"""Random combinations of settings, on 1, 2 and 4 ranks, against one process and against training written by hand.
+"""Random combinations of settings, on 1, 2 and 4 ranks, against one process and against training
+written by hand.
 
     python -m tests.fuzz [--seed 1000] [--cases 30] [--only SEED] [--keep FOLDER]
 
-Prints a line for each; for one that is wrong what differs, and the command that runs it. Exit code 1 if any is.
+Prints a line for each; for one that is wrong what differs, and the command that runs it. Exit code
+1 if any is.
 """
 
 import argparse
@@ -25,10 +27,14 @@ from tests.fuzz.compare import Outcome, prepare, tried  # noqa: E402
 def main(argv: list[str] | None = None) -> int:
     """Runs `--cases` combinations that are not refused, of the seeds from `--seed` on."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1000, help="the first combination's; the next ones count up")
+    parser.add_argument(
+        "--seed", type=int, default=1000, help="the first combination's; the next ones count up"
+    )
     parser.add_argument("--cases", type=int, default=30, help="how many that run")
     parser.add_argument("--only", type=int, help="the seed of the one combination to run")
-    parser.add_argument("--keep", type=Path, help="where to leave models, rows and what the runs write")
+    parser.add_argument(
+        "--keep", type=Path, help="where to leave models, rows and what the runs write"
+    )
     chosen = parser.parse_args(argv)
     if chosen.only is not None:
         chosen.seed, chosen.cases = chosen.only, 1
@@ -65,15 +71,19 @@ def summary(outcomes: list[Outcome]) -> str:
     """Counts: verdicts, ranks, recipes, and combinations that the validator refused before."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     ran = [outcome.case for outcome in outcomes if outcome.verdict != "refused"]
-    ranks = ", ".join(f"{count} on {number}" for number, count in sorted(Counter(case.ranks for case in ran).items()))
+    ranks = ", ".join(
+        f"{count} on {number}"
+        for number, count in sorted(Counter(case.ranks for case in ran).items())
+    )
     recipes = ", ".join(
-        f"{count} {name.partition('_')[0]}" for name, count in Counter(case.recipe for case in ran).items()
+        f"{count} {name.partition('_')[0]}"
+        for name, count in Counter(case.recipe for case in ran).items()
     )
     refused = sum(outcome.case.redrawn for outcome in outcomes)
     return (
-        f"fuzz: {verdicts['equal']} equal, {verdicts['wrong']} wrong, {verdicts['refused']} refused at their start; "
-        f"{refused} draws were refused by the validator or had too few levers; ranks: {ranks}; recipes: {recipes}; "
-        f"dtypes: {dict(Counter(case.dtype for case in ran))}"
+        f"fuzz: {verdicts['equal']} equal, {verdicts['wrong']} wrong, {verdicts['refused']} refused"
+        f" at their start; {refused} draws were refused by the validator or had too few levers;"
+        f" ranks: {ranks}; recipes: {recipes}; dtypes: {dict(Counter(case.dtype for case in ran))}"
     )
 
 

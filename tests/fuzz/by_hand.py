@@ -1,7 +1,8 @@
 """Training written out on a model of transformers: what a run has to come to.
 
-Of ours it takes which rows a step has, with their tokens and labels, where adapters begin, and what a quantized matrix
-stands for. A row is alone in its forward; weights that adapters change are made whole; the optimizer is a formula's.
+Of ours it takes which rows a step has, with their tokens and labels, where adapters begin, and what
+a quantized matrix stands for. A row is alone in its forward; weights that adapters change are made
+whole; the optimizer is a formula's.
 """
 
 import math
@@ -19,7 +20,9 @@ from tests.training.formulas import Formula, clipped
 
 
 class Row(NamedTuple):
-    """One sequence. value: of its item: 1 or 0 of an answer that is wanted or not, a class, a pair's margin."""
+    """One sequence. value: of its item: 1 or 0 of an answer that is wanted or not, a class, a
+    pair's margin.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -30,30 +33,45 @@ Rows = list[list[tuple[Tensor, Tensor, float]]]  # of each step what a Row has; 
 
 
 class ByHand:
-    """`train` does all steps; then `losses`, `norms` and `weights` (by the names of the model's own parameters)."""
+    """`train` does all steps; then `losses`, `norms` and `weights` (by the names of the model's own
+    parameters).
+    """
 
     def __init__(self, cfg: Any, start: dict[str, Tensor]) -> None:
-        """start: every trained parameter of the run, where it begins, of which the adapters are taken over."""
+        """start: every trained parameter of the run, where it begins, of which the adapters are
+        taken over.
+        """
         self.cfg = cfg
         self.dtype = {"fp64": torch.float64, "fp32": torch.float32}[cfg.dtype]
         self.model = self._read(cfg.model.path)
         self.teacher: Any = self._read(cfg.distill.teacher) if hasattr(cfg, "distill") else None
-        self.frozen = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.frozen = {
+            name: parameter.detach() for name, parameter in self.model.named_parameters()
+        }
         if hasattr(cfg, "reward"):  # a new head in place of the model's
             self.frozen.pop("lm_head.weight", None)
             self.frozen["score.weight"] = start["score.weight"].to(self.dtype)
         self.is_adapted = any("lora_" in name for name in start)
         if self.is_adapted:
             self._quantize(start)
-        begun = {name: value.to(self.dtype) for name, value in start.items()} if self.is_adapted else self.frozen
+        begun = (
+            {name: value.to(self.dtype) for name, value in start.items()}
+            if self.is_adapted
+            else self.frozen
+        )
         self.formulas = {name: Formula(cfg.optimizer, name, value) for name, value in begun.items()}
         self.losses: list[float] = []
         self.norms: list[float] = []
         self._best: tuple[float, dict[str, Tensor]] | None = None
 
     def _read(self, path: str) -> Any:
-        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the latter alone takes fp64
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, **eager).eval()
+        eager = {
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",
+        }  # the latter alone takes fp64
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=self.dtype, **eager
+        ).eval()
 
     def train(self, steps: Rows, validation: Rows) -> None:
         """Forward, backward, clipping and a step of the formula, for the rows of each step.
@@ -62,10 +80,13 @@ class ByHand:
         """
         for number, rows in enumerate(steps):
             trained = {
-                name: one.stored().to(self.dtype).clone().requires_grad_() for name, one in self.formulas.items()
+                name: one.stored().to(self.dtype).clone().requires_grad_()
+                for name, one in self.formulas.items()
             }
             loss = self._loss(self._effective(trained), [Row(*row) for row in rows])
-            gradients = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+            gradients = dict(
+                zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
+            )
             gradients, norm = clipped(gradients, self.cfg.clip_grad_norm)
             for name, formula in self.formulas.items():
                 formula.step(gradients[name], rate_of(self.cfg, number))
@@ -93,11 +114,16 @@ class ByHand:
         return {name: formula.stored() for name, formula in self.formulas.items()}
 
     def _quantize(self, start: dict[str, Tensor]) -> None:
-        """All matrices of the layers are quantized, adapted or not; a router is none of them, and the
-        experts' matrices `[E, o, i]` are one."""
+        """All matrices of the layers are quantized, adapted or not; a router is none of them, and
+        the experts' matrices `[E, o, i]` are one.
+        """
         if self.cfg.lora.quantize_base != "none":
             for name, value in self.frozen.items():
-                if ".layers." in name and value.dim() >= 2 and not name.endswith(".mlp.gate.weight"):
+                if (
+                    ".layers." in name
+                    and value.dim() >= 2
+                    and not name.endswith(".mlp.gate.weight")
+                ):
                     quantized = dequantized(value.flatten(0, -2), self.cfg.lora.quantize_base)
                     self.frozen[name] = quantized.view_as(value)
 
@@ -115,7 +141,9 @@ class ByHand:
             if kind != ".weight":
                 continue
             key = f"{prefix}.weight"
-            adapted = self.frozen[key] + scaling * trained[f"{prefix}.lora_B.weight"] @ trained[name]
+            adapted = (
+                self.frozen[key] + scaling * trained[f"{prefix}.lora_B.weight"] @ trained[name]
+            )
             lengths = trained.get(f"{prefix}.lora_magnitude_vector")
             if lengths is not None:
                 adapted = adapted * (lengths / adapted.norm(dim=1).detach()).unsqueeze(1)
@@ -137,7 +165,11 @@ class ByHand:
         return sum(self._pair(weights, *pair) for pair in pairs) / (len(rows) // 2)  # type: ignore[return-value]
 
     def _outputs(self, weights: dict[str, Tensor], tokens: Tensor) -> Any:
-        options = {"input_ids": tokens.unsqueeze(0), "use_cache": False, "output_hidden_states": True}
+        options = {
+            "input_ids": tokens.unsqueeze(0),
+            "use_cache": False,
+            "output_hidden_states": True,
+        }
         weights = {name: value for name, value in weights.items() if name != "score.weight"}
         return functional_call(self.model, weights, (), options)
 
@@ -156,14 +188,18 @@ class ByHand:
         found = []
         for row in answers:
             answer = (self._answer if dpo.loss == "simpo" else self._ratio)(weights, row)
-            found.append(answer / int((row.labels >= 0).sum()) if dpo.loss in ("ipo", "simpo") else answer)
+            found.append(
+                answer / int((row.labels >= 0).sum()) if dpo.loss in ("ipo", "simpo") else answer
+            )
         margin = found[0] - found[1]
         if dpo.loss == "ipo":
             return (margin - 1 / (2 * dpo.beta)) ** 2
         if dpo.loss == "simpo":
             return -F.logsigmoid(dpo.beta * margin - dpo.simpo_gamma)
         wrong = dpo.label_smoothing
-        return -(1 - wrong) * F.logsigmoid(dpo.beta * margin) - wrong * F.logsigmoid(-dpo.beta * margin)
+        return -(1 - wrong) * F.logsigmoid(dpo.beta * margin) - wrong * F.logsigmoid(
+            -dpo.beta * margin
+        )
 
     def _labeled(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
         """arXiv 2402.01306, equations 7 and 8; arXiv 2408.06266 without the point of reference."""
@@ -171,12 +207,16 @@ class ByHand:
         if dpo.loss == "kto":
             others = [with_answer_of(row, rows[at - 1]) for at, row in enumerate(rows)]
             with torch.no_grad():
-                point = max(0.0, sum(float(self._ratio(weights, row)) for row in others) / len(rows))
+                point = max(
+                    0.0, sum(float(self._ratio(weights, row)) for row in others) / len(rows)
+                )
         total = torch.zeros((), dtype=self.dtype)
         for row in rows:
             distance = dpo.beta * (self._ratio(weights, row) - point)
             good = dpo.desirable_weight * (1 - torch.sigmoid(distance))
-            total = total + (good if row.value else dpo.undesirable_weight * (1 - torch.sigmoid(-distance)))
+            total = total + (
+                good if row.value else dpo.undesirable_weight * (1 - torch.sigmoid(-distance))
+            )
         return total / len(rows)
 
     def _rewards(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
@@ -184,16 +224,23 @@ class ByHand:
         reward, scores = self.cfg.reward, []
         for row in rows:
             last = int((row.labels >= 0).nonzero()[-1])
-            scores.append(self._outputs(weights, row.tokens).hidden_states[-1][0, last] @ weights["score.weight"].T)
+            scores.append(
+                self._outputs(weights, row.tokens).hidden_states[-1][0, last]
+                @ weights["score.weight"].T
+            )
         if reward.loss == "classification":
-            return F.cross_entropy(torch.stack(scores), torch.tensor([int(row.value) for row in rows]))
+            return F.cross_entropy(
+                torch.stack(scores), torch.tensor([int(row.value) for row in rows])
+            )
         chosen, rejected = torch.cat(scores[::2]), torch.cat(scores[1::2])
         margins = torch.tensor([row.value for row in rows[::2]], dtype=self.dtype)
         centered = (reward.center_rewards_coefficient or 0) * (chosen + rejected) ** 2
         return (centered - F.logsigmoid(chosen - rejected - margins)).mean()
 
     def _taught(self, weights: dict[str, Tensor], row: Row) -> Tensor:
-        """arXiv 1503.02531, with the divergence that the config's section names, summed over a row's labels."""
+        """arXiv 1503.02531, with the divergence that the config's section names, summed over a
+        row's labels.
+        """
         distill, labels = self.cfg.distill, row.labels >= 0
         own = self._outputs(weights, row.tokens).logits[0, labels]
         with torch.no_grad():
@@ -206,7 +253,8 @@ class ByHand:
         else:
             mixture = distill.beta * p + (1 - distill.beta) * q
             apart = (
-                distill.beta * (p * (p / mixture).log()).sum() + (1 - distill.beta) * (q * (q / mixture).log()).sum()
+                distill.beta * (p * (p / mixture).log()).sum()
+                + (1 - distill.beta) * (q * (q / mixture).log()).sum()
             )
         entropy = F.cross_entropy(own, row.labels[labels], reduction="sum")
         return distill.weight * distill.temperature**2 * apart + (1 - distill.weight) * entropy

@@ -1,7 +1,7 @@
 """Random combinations of settings that a run may have, each a function of its seed alone.
 
-What a combination consists of is in two parts: `numbers`, which change what is computed (the run of one process that it
-is compared with has them too), and `levers`, which must not.
+What a combination consists of is in two parts: `numbers`, which change what is computed (the run of
+one process that it is compared with has them too), and `levers`, which must not.
 """
 
 import random
@@ -28,7 +28,9 @@ LEAST = 3  # levers of a combination
 LENGTH = 64  # tokens of the longest row
 MIXTURES = ("qwen3moe", "mixtral")  # of experts, which adapters do not change here
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
-TEACHER = "qwen3_teacher"  # tied as well, and no model that is trained: from itself it would learn nothing
+TEACHER = (  # tied as well, and no model that is trained: from itself it would learn nothing
+    "qwen3_teacher"
+)
 CONFIGS = {
     FULL: FullFinetuneConfig,
     LORA: LoraFinetuneConfig,
@@ -38,7 +40,9 @@ CONFIGS = {
 }
 # Of these, which rows they take by default, and how much of what is drawn is of them.
 _RECIPES = [FULL] * 4 + [LORA] * 2 + [DPO] * 3 + [REWARD] * 2 + [DISTILL] * 2
-_PAIRS, _LABELED, _CLASSES = (f"data.format={name}" for name in ("preference", "kto", "classification"))
+_PAIRS, _LABELED, _CLASSES = (
+    f"data.format={name}" for name in ("preference", "kto", "classification")
+)
 _ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
 KEEP_BEST = "checkpoint.keep_best=true"
 _VALIDATION = ("validation.every_n_steps=1", "validation.max_samples=8")
@@ -47,8 +51,9 @@ Chosen = Sequence[str]
 
 @dataclass(frozen=True)
 class Case:
-    """A combination. numbers, levers: overrides, as described above; drawn: how many settings were chosen. redrawn:
-    combinations of this seed before it that the validator refused."""
+    """A combination. numbers, levers: overrides, as described above; drawn: how many settings were
+    chosen. redrawn: combinations of this seed before it that the validator refused.
+    """
 
     seed: int
     recipe: str
@@ -61,7 +66,10 @@ class Case:
 
     def __str__(self) -> str:
         levers = " ".join((*self.numbers, *self.levers))
-        return f"seed {self.seed}: {self.recipe.partition('_')[0]} {self.model} on {self.ranks}: {levers}"
+        return (
+            f"seed {self.seed}: {self.recipe.partition('_')[0]} {self.model} on {self.ranks}:"
+            f" {levers}"
+        )
 
     @cached_property
     def dtype(self) -> str:
@@ -69,18 +77,28 @@ class Case:
         return next(one for one in self.numbers if one.startswith("dtype=")).removeprefix("dtype=")
 
     def arguments(self, folder: Path, *, plain: bool) -> list[str]:
-        """The command line behind the recipe's name. folder: of what the runs of this seed read and write. plain: of
-        the run of one process."""
+        """The command line behind the recipe's name. folder: of what the runs of this seed read and
+        write. plain: of the run of one process.
+        """
         kind = next((kind for chosen, kind in _ROWS.items() if chosen in self.numbers), "rows")
         return [
             "--config",
-            str(ROOT / "tests" / "recipes" / ("adapters.yaml" if self.recipe == LORA else "plain.yaml")),
+            str(
+                ROOT
+                / "tests"
+                / "recipes"
+                / ("adapters.yaml" if self.recipe == LORA else "plain.yaml")
+            ),
             f"recipe={self.recipe}",
             f"model.path={folder.parent / self.model}",
             f"tokenizer.path={ROOT / 'examples' / 'demo' / 'tokenizer'}",
             f"data.source={folder.parent / kind}.jsonl",
             *(["data.template=plain"] if kind in ("pairs", "labeled") else []),
-            *([f"validation.source={folder.parent / kind}.jsonl", *_VALIDATION] if KEEP_BEST in self.numbers else []),
+            *(
+                [f"validation.source={folder.parent / kind}.jsonl", *_VALIDATION]
+                if KEEP_BEST in self.numbers
+                else []
+            ),
             *([f"distill.teacher={folder.parent / TEACHER}"] if self.recipe == DISTILL else []),
             "data.cache=false",
             f"max_seq_len={LENGTH}",
@@ -95,14 +113,21 @@ class Case:
         ]
 
     def command(self, folder: Path) -> str:
-        """What to run from a shell. What offloads copies nothing there, unless the machine has a GPU."""
-        quoted = [f"'{one}'" if set(one) & set("[]~* ") else one for one in self.arguments(folder, plain=False)]
+        """What to run from a shell. What offloads copies nothing there, unless the machine has a
+        GPU.
+        """
+        quoted = [
+            f"'{one}'" if set(one) & set("[]~* ") else one
+            for one in self.arguments(folder, plain=False)
+        ]
         ranks = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
         return f"tune run {ranks}{self.recipe} {' '.join(quoted)}"
 
 
 def draw(seed: int) -> Case:
-    """The combination of a seed: the first that the validator takes, of those that are drawn one after the other."""
+    """The combination of a seed: the first that the validator takes, of those that are drawn one
+    after the other.
+    """
     chance = random.Random(seed)
     for redrawn in range(1000):
         case = _draw(chance, seed, redrawn)
@@ -170,7 +195,11 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
     found = list(draw.maybe(0.6, optimizers)) or [rate]
     found += draw.maybe(0.3, [["optimizer.weight_decay=0.2"]])
     found += draw.maybe(
-        0.3, [["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"], ["lr_scheduler.type=constant"]]
+        0.3,
+        [
+            ["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"],
+            ["lr_scheduler.type=constant"],
+        ],
     )
     found += draw.maybe(0.35, [["data.packing=true"]])
     section = {DPO: "dpo", REWARD: "reward", DISTILL: "distill"}.get(recipe)
@@ -181,8 +210,14 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
         found += ["lora.rank=8"]
         is_mixture = model in MIXTURES
         found += draw.maybe(0.3, [["lora.dora=true"]])
-        found += draw.maybe(0.8 if is_mixture else 0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]])
-        others = ["q, v, down"] if model.endswith("tied") or model.startswith("gemma") else ["q, v, down", "o, head"]
+        found += draw.maybe(
+            0.8 if is_mixture else 0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]]
+        )
+        others = (
+            ["q, v, down"]
+            if model.endswith("tied") or model.startswith("gemma")
+            else ["q, v, down", "o, head"]
+        )
         targets = draw.one(["q, v", "q, k, v, o"] if is_mixture else others)
         found += draw.maybe(1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]])
         found += draw.maybe(0.2, [["lora.rslora=true"]])
@@ -193,17 +228,34 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
 
 
 def _method(draw: _Draw, recipe: str) -> list[str]:
-    """What is trained for, and on which rows: pairs, answers with labels, classes, or a teacher's probabilities."""
+    """What is trained for, and on which rows: pairs, answers with labels, classes, or a teacher's
+    probabilities.
+    """
     if recipe == DISTILL:
-        divergences = [["distill.divergence=reverse_kl"], ["distill.divergence=jensen_shannon", "distill.beta=0.3"]]
+        divergences = [
+            ["distill.divergence=reverse_kl"],
+            ["distill.divergence=jensen_shannon", "distill.beta=0.3"],
+        ]
         found = [*draw.maybe(0.6, divergences), *draw.maybe(0.5, [["distill.temperature=2"]])]
         return [*found, *draw.maybe(0.4, [["distill.weight=0.9"], ["distill.weight=1"]])]
     if recipe == REWARD:
         of_classes = ["reward.loss=classification", "reward.num_labels=3", _CLASSES]
-        return list(draw.one([of_classes, [_PAIRS, *draw.maybe(0.4, [["reward.center_rewards_coefficient=0.1"]])]]))
+        return list(
+            draw.one(
+                [
+                    of_classes,
+                    [_PAIRS, *draw.maybe(0.4, [["reward.center_rewards_coefficient=0.1"]])],
+                ]
+            )
+        )
     losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
-    unpaired = [["dpo.loss=kto", "dpo.undesirable_weight=0.7"], ["dpo.loss=apo_zero_unpaired", "dpo.beta=0.5"]]
-    return list(draw.one([[_PAIRS, *draw.maybe(0.6, losses)], [_LABELED, *draw.maybe(1.0, unpaired)]]))
+    unpaired = [
+        ["dpo.loss=kto", "dpo.undesirable_weight=0.7"],
+        ["dpo.loss=apo_zero_unpaired", "dpo.beta=0.5"],
+    ]
+    return list(
+        draw.one([[_PAIRS, *draw.maybe(0.6, losses)], [_LABELED, *draw.maybe(1.0, unpaired)]])
+    )
 
 
 def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
@@ -212,11 +264,17 @@ def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
     tensor = pipeline = 1
     if ranks > 1 and draw.maybe(0.3, [["tensor"]]):
         tensor = 2
-        found += ["parallel.tensor=2", *draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]])]
+        found += [
+            "parallel.tensor=2",
+            *draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]]),
+        ]
     if ranks > 1 and draw.maybe(0.35, [["pipeline"]]):
         pipeline = draw.one([2, 2, 4])
         schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
-        found += [f"parallel.pipeline={pipeline}", f"parallel.pipeline_schedule={draw.one(schedules)}"]
+        found += [
+            f"parallel.pipeline={pipeline}",
+            f"parallel.pipeline_schedule={draw.one(schedules)}",
+        ]
         found += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
     context = 1
     if ranks > 1 and draw.maybe(0.25, [["context"]]):
@@ -232,7 +290,9 @@ def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
     rows = SLOTS // copies
     found += [f"batch_size={rows // accumulation}", f"gradient_accumulation_steps={accumulation}"]
     if pipeline > 1:
-        found += [f"parallel.pipeline_microbatches={draw.one([n for n in (2, 4, 8) if rows % n == 0] or [1])}"]
+        found += [
+            f"parallel.pipeline_microbatches={draw.one([n for n in (2, 4, 8) if rows % n == 0] or [1])}"
+        ]
     if copies > 1:
         shards = [f"parallel.data_shard={copies}"]
         found += draw.maybe(0.4, [["parallel.strategy=ddp"], ["parallel.data_replicate=2"], shards])
@@ -263,15 +323,24 @@ def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
         (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
         (0.2, [[f"optimizer.implementation={one}"] for one in ("foreach", "single", "fused")]),
     ]
-    wrapping = [["parallel.fsdp_wrap_policy=memory_efficient"], ["parallel.fsdp_wrap_policy=layers"]]
+    wrapping = [
+        ["parallel.fsdp_wrap_policy=memory_efficient"],
+        ["parallel.fsdp_wrap_policy=layers"],
+    ]
     wrapping += [
         ["parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp]"],
         ["parallel.reshard_after_forward=false"],
     ]
     found = [override for share, options in memory for override in draw.maybe(share, options)]
     found += draw.maybe(0.3, wrapping) if ranks > 1 else []
-    found += draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]]) if dtype != "fp64" and ranks > 1 else []
+    found += (
+        draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]]) if dtype != "fp64" and ranks > 1 else []
+    )
     once = "parallel.reduce_gradients=step"
-    found += draw.maybe(0.4, [[once], [once, "parallel.reshard_after_forward=false"]]) if ranks > 1 else []
+    found += (
+        draw.maybe(0.4, [[once], [once, "parallel.reshard_after_forward=false"]])
+        if ranks > 1
+        else []
+    )
     found += draw.maybe(0.3, [["parallel.accumulate_grad_in_fp32=true"]]) if dtype == "bf16" else []
     return list(dict.fromkeys(found))

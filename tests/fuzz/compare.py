@@ -1,4 +1,5 @@
-"""Runs a combination on its ranks, its plain run on one process, and the same by hand; and compares all they recorded.
+"""Runs a combination on its ranks, its plain run on one process, and the same by hand; and compares
+all they recorded.
 
 Losses, gradient norms and every exported tensor.
 """
@@ -46,12 +47,19 @@ _CLASSES = {
     "qwen3moe": "Qwen3MoeConfig",
     "mixtral": "MixtralConfig",
 }
-_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Largest differences: of losses and norms, relative; of weights, in parts of the way that they have come."""
+    """Largest differences: of losses and norms, relative; of weights, in parts of the way that they
+    have come.
+    """
 
     loss: float
     norm: float
@@ -59,20 +67,27 @@ class Limit:
 
 
 # Of ranks and one process. In fp64 nothing but the order of sums differs.
-RANKS = {"fp64": Limit(1e-9, 1e-8, 1e-6), "fp32": Limit(1e-4, 1e-3, 2e-2), "bf16": Limit(3e-2, 0.15, 0.6)}
-# Of one process and the same by hand, where transformers has norms and angles in fp32, whatever the weights.
+RANKS = {
+    "fp64": Limit(1e-9, 1e-8, 1e-6),
+    "fp32": Limit(1e-4, 1e-3, 2e-2),
+    "bf16": Limit(3e-2, 0.15, 0.6),
+}
+# Of one process and the same by hand, where transformers has norms and angles in fp32, whatever the
+# weights.
 BY_HAND = Limit(1e-4, 1e-3, 2e-2)
 # Codes of few bits, and Muon's iteration in bf16, make a difference in the last place a larger one.
 ROUNDED = Limit(2e-3, 2e-2, 0.1)
 MUON = Limit(2e-2, 0.1, 0.35)
-# A loss of differences of scores, each of which bf16 rounds: one process is as far from itself in fp32.
+# A loss of differences of scores, each of which bf16 rounds: one process is as far from itself in
+# fp32.
 SCORES = Limit(0.1, 0.15, 0.6)
 
 
 @dataclass
 class Outcome:
-    """What came of a case. verdict: equal, refused (one line, exit code 2) or wrong. said: what is to be shown.
-    far: the largest differences that were found."""
+    """What came of a case. verdict: equal, refused (one line, exit code 2) or wrong. said: what is
+    to be shown. far: the largest differences that were found.
+    """
 
     case: Case
     verdict: str
@@ -102,10 +117,14 @@ def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TE
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                if "norm" in key:  # a norm whose weight is left out would not be seen with weights of 1
+                if (
+                    "norm" in key
+                ):  # a norm whose weight is left out would not be seen with weights of 1
                     parameter.add_(0.2 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
-    for file in (ROOT / "examples" / "demo" / "tokenizer").iterdir():  # which is compared with the model's
+    for file in (
+        ROOT / "examples" / "demo" / "tokenizer"
+    ).iterdir():  # which is compared with the model's
         (folder / TEACHER / file.name).write_bytes(file.read_bytes())
     chance = random.Random(0)
 
@@ -114,15 +133,26 @@ def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TE
 
     rows = [{"instruction": words(6), "input": "", "output": words(8)} for _ in range(160)]
     pairs = [{"prompt": words(5), "chosen": words(5), "rejected": words(5)} for _ in range(80)]
-    # Prompts and answers that take no more than LENGTH tokens with each other's, and so are never cut.
-    labeled = [{"prompt": words(4), "completion": words(4), "label": chance.random() < 0.6} for _ in range(120)]
+    # Prompts and answers that take no more than LENGTH tokens with each other's, and so are never
+    # cut.
+    labeled = [
+        {"prompt": words(4), "completion": words(4), "label": chance.random() < 0.6}
+        for _ in range(120)
+    ]
     classes = [{"text": words(10), "label": f"class {chance.randrange(3)}"} for _ in range(120)]
-    for name, found in (("rows", rows), ("pairs", pairs), ("labeled", labeled), ("classes", classes)):
+    for name, found in (
+        ("rows", rows),
+        ("pairs", pairs),
+        ("labeled", labeled),
+        ("classes", classes),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 def tried(case: Case, folder: Path) -> Outcome:
-    """Runs and compares a case. folder: what `prepare` has written to; the case's own is made in it."""
+    """Runs and compares a case. folder: what `prepare` has written to; the case's own is made in
+    it.
+    """
     began, own = time.monotonic(), folder / f"seed{case.seed}"
     outcome = _tried(case, own)
     outcome.seconds = time.monotonic() - began
@@ -134,7 +164,11 @@ def tried(case: Case, folder: Path) -> Outcome:
 def _tried(case: Case, own: Path) -> Outcome:
     try:
         plain = run_ranks(_train, 1, case, own, True, timeout=SECONDS)[0]
-        found = run_ranks(_train, case.ranks, case, own, False, timeout=SECONDS) if not plain["code"] else []
+        found = (
+            run_ranks(_train, case.ranks, case, own, False, timeout=SECONDS)
+            if not plain["code"]
+            else []
+        )
     except RankFailure as failure:
         return Outcome(case, "wrong", [str(failure)[-3000:]])
     for each in (plain, *found):
@@ -142,14 +176,21 @@ def _tried(case: Case, own: Path) -> Outcome:
             return Outcome(case, "refused" if each["code"] == 2 else "wrong", each["said"])
     outcome = Outcome(case, "equal")
     check = _Check(outcome, plain)
-    check.compare("ranks", found[0]["steps"], exported(own / "run"), _limit(case, RANKS[case.dtype]))
+    check.compare(
+        "ranks", found[0]["steps"], exported(own / "run"), _limit(case, RANKS[case.dtype])
+    )
     check.formula(case)
     if case.dtype != "bf16":
         try:
-            losses, norms, weights = run_ranks(_by_hand, 1, case, own, plain, process_group=False, timeout=SECONDS)[0]
+            losses, norms, weights = run_ranks(
+                _by_hand, 1, case, own, plain, process_group=False, timeout=SECONDS
+            )[0]
         except RankFailure as failure:
             return Outcome(case, "wrong", [str(failure)[-3000:]])
-        lines = [(step, loss, norm) for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)]
+        lines = [
+            (step, loss, norm)
+            for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+        ]
         check.compare("by hand", lines, weights, _limit(case, BY_HAND))
     return outcome
 
@@ -162,7 +203,9 @@ def _limit(case: Case, limit: Limit) -> Limit:
         wider.append(MUON)
     if case.recipe == REWARD and case.dtype == "bf16":
         wider.append(SCORES)
-    return Limit(*(max(getattr(one, name) for one in wider) for name in ("loss", "norm", "weights")))
+    return Limit(
+        *(max(getattr(one, name) for one in wider) for name in ("loss", "norm", "weights"))
+    )
 
 
 def _train(case: Case, own: Path, plain: bool) -> dict[str, Any]:
@@ -182,8 +225,12 @@ def _train(case: Case, own: Path, plain: bool) -> dict[str, Any]:
             "rows": [_read_rows(data.dataset, _step_items(data, step)) for step in range(STEPS)],
         }
         found["validation"] = []
-        if KEEP_BEST in case.numbers:  # the weights are those of a step that `watch` has left behind
-            found["validation"].append(_read_rows(data.validation_dataset, range(len(data.validation_dataset))))
+        if (
+            KEEP_BEST in case.numbers
+        ):  # the weights are those of a step that `watch` has left behind
+            found["validation"].append(
+                _read_rows(data.validation_dataset, range(len(data.validation_dataset)))
+            )
             found["formula"] |= {"errors": {}, "still": []}
     return found
 
@@ -213,7 +260,9 @@ def _by_hand(case: Case, own: Path, plain: dict[str, Any]) -> list[Any]:
 def exported(output: Path) -> dict[str, Tensor]:
     """Every tensor of the model or adapter that a run wrote, by our names of the parameters."""
     found: dict[str, Tensor] = {}
-    for file in sorted([*output.glob("model/*.safetensors"), *output.glob("adapter/*.safetensors")]):
+    for file in sorted(
+        [*output.glob("model/*.safetensors"), *output.glob("adapter/*.safetensors")]
+    ):
         found |= load_file(file)
     return {name.removeprefix("base_model.model."): value for name, value in found.items()}
 
@@ -226,9 +275,13 @@ class _Check:
         self.start = plain["formula"]["start"]
         self.weights = plain["formula"]["weights"]
 
-    def compare(self, name: str, lines: list[Any], weights: dict[str, Tensor], limit: Limit) -> None:
+    def compare(
+        self, name: str, lines: list[Any], weights: dict[str, Tensor], limit: Limit
+    ) -> None:
         wanted = self.plain["steps"]
-        if [line[0] for line in lines] != [line[0] for line in wanted] or weights.keys() != self.weights.keys():
+        if [line[0] for line in lines] != [
+            line[0] for line in wanted
+        ] or weights.keys() != self.weights.keys():
             odd = sorted(weights.keys() ^ self.weights.keys())[:5]
             self.note(f"{name}: found steps {[line[0] for line in lines]}, and not in both: {odd}")
             return
@@ -242,13 +295,18 @@ class _Check:
         for kind in ("loss", "norm", "weights"):
             if not getattr(far, kind) <= getattr(limit, kind):
                 self.note(
-                    f"{name}: {kind} {getattr(far, kind):.1e}, at most {getattr(limit, kind):.0e}; {lines}, {wanted}"
+                    f"{name}: {kind} {getattr(far, kind):.1e}, at most {getattr(limit, kind):.0e};"
+                    f" {lines}, {wanted}"
                 )
 
     def furthest(self, weights: dict[str, Tensor]) -> float:
-        """The distance of the tensor that is furthest off, in parts of its way; of one that has come a short way only,
-        in parts of a tenth of the way that they have come on average."""
-        ways = {name: float((value.double() - self.start[name]).norm()) for name, value in self.weights.items()}
+        """The distance of the tensor that is furthest off, in parts of its way; of one that has
+        come a short way only, in parts of a tenth of the way that they have come on average.
+        """
+        ways = {
+            name: float((value.double() - self.start[name]).norm())
+            for name, value in self.weights.items()
+        }
         least = 0.1 * math.sqrt(sum(way**2 for way in ways.values()) / len(ways))
         return max(
             float((weights[name].double() - self.weights[name].double()).norm()) / max(way, least)
@@ -263,7 +321,9 @@ class _Check:
             loose = 0.4
         bad = {name: error for name, error in found["errors"].items() if not error <= loose}
         if bad or found["still"]:
-            self.note(f"the plain run is not what its optimizer's formula says: {bad} {found['still']}")
+            self.note(
+                f"the plain run is not what its optimizer's formula says: {bad} {found['still']}"
+            )
 
     def note(self, line: str) -> None:
         self.outcome.verdict = "wrong"

@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(folder: Path, seed: int) -> None:
+def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(
+    folder: Path, seed: int
+) -> None:
     outcome = compare.tried(draw(seed), folder)
     assert outcome.verdict == "equal", "\n".join([str(outcome.case), *outcome.said])
 
@@ -54,7 +56,9 @@ def test_the_six_are_of_all_kinds() -> None:
 def test_every_lever_is_drawn() -> None:
     chance = random.Random(0)
     drawn = [case for case in (cases._draw(chance, 0, 0) for _ in range(3000)) if case]
-    keys = {override.partition("=")[0] for case in drawn for override in (*case.numbers, *case.levers)}
+    keys = {
+        override.partition("=")[0] for case in drawn for override in (*case.numbers, *case.levers)
+    }
     assert {case.model for case in drawn} == set(cases.MODELS)
     levers = {key.removeprefix("~") for setting in LEVERS for key in setting.keys}
     missing = {key for key in levers - keys if not {key, key.partition(".")[0]} & set(NOT_DRAWN)}
@@ -65,7 +69,11 @@ def test_every_lever_is_drawn() -> None:
 TOGETHER = {
     "context with KTO": ("parallel.context", "dpo.loss=kto"),
     "context with classes": ("parallel.context", "reward.loss"),
-    "context with pairs of rewards": ("parallel.context", "reward.trainable", "data.format=preference"),
+    "context with pairs of rewards": (
+        "parallel.context",
+        "reward.trainable",
+        "data.format=preference",
+    ),
     "a best step on ranks": ("checkpoint.keep_best", "parallel."),
     "a best step on shards of NF4": ("checkpoint.keep_best", "quantize_base=nf4", "parallel."),
     "NF4 of experts on ranks": ("lora.quantize_base=nf4", "parallel.", "qwen3moe"),
@@ -78,7 +86,9 @@ TOGETHER = {
 def test_what_is_seldom_together_is_drawn_too(words: tuple[str, ...]) -> None:
     """Of 3000 draws some have all of these."""
     chance = random.Random(1)
-    drawn = [case for case in (cases._draw(chance, 0, 0) for _ in range(3000)) if case and case.ranks > 1]
+    drawn = [
+        case for case in (cases._draw(chance, 0, 0) for _ in range(3000)) if case and case.ranks > 1
+    ]
     assert [case for case in drawn if all(word in str(case) for word in words)]
 
 

@@ -1,4 +1,6 @@
-"""Batches of prompts of different lengths: each answer is the one that transformers gives to its prompt alone."""
+"""Batches of prompts of different lengths: each answer is the one that transformers gives to its
+prompt alone.
+"""
 
 from pathlib import Path
 
@@ -40,7 +42,9 @@ def test_each_prompt_of_a_batch_gets_the_answer_that_it_gets_alone(both: tuple):
     theirs, ours, spec = both
     found = generate_batch(ours, spec, PROMPTS, max_new_tokens=24)
     assert [answer.tokens for answer in found] == [alone(theirs, prompt, 24) for prompt in PROMPTS]
-    assert len({token for answer in found for token in answer.tokens}) > 12  # a stuck model would show little
+    assert (
+        len({token for answer in found for token in answer.tokens}) > 12
+    )  # a stuck model would show little
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,9 @@ def test_each_answer_has_its_own_end(llama: tuple):
     for answer, tokens in zip(found, whole, strict=True):
         end = next((at for at, token in enumerate(tokens) if token in stop), None)
         assert answer == Generated(tokens[:end], "length" if end is None else "stop")
-    assert {answer.ended for answer in found} == {"length", "stop"} or all(a.ended == "stop" for a in found)
+    assert {answer.ended for answer in found} == {"length", "stop"} or all(
+        a.ended == "stop" for a in found
+    )
 
 
 def test_answers_end_where_the_model_does(llama: tuple):
@@ -84,7 +90,9 @@ def test_what_is_drawn_depends_on_the_prompt_and_its_seed_alone(llama: tuple):
 
 
 def test_a_rank_reads_as_many_tokens_as_the_others(llama: tuple):
-    """any_rank: another rank is not done before its fifth token; one without prompts reads along."""
+    """any_rank: another rank is not done before its fifth token; one without prompts reads
+    along.
+    """
     _, ours, spec, _ = llama
     for prompts in (PROMPTS, []):
         asked, calls = [], []
@@ -94,7 +102,9 @@ def test_a_rank_reads_as_many_tokens_as_the_others(llama: tuple):
             asked.append(own)
             return own or len(asked) <= 5
 
-        found = generate_batch(ours, spec, prompts, max_new_tokens=3 if prompts else 8, any_rank=any_rank)
+        found = generate_batch(
+            ours, spec, prompts, max_new_tokens=3 if prompts else 8, any_rank=any_rank
+        )
         hook.remove()
         assert [len(answer.tokens) for answer in found] == [3] * len(prompts)
         assert len(calls) == (3 if prompts else 5)
@@ -117,10 +127,14 @@ def test_models_of_transformers_answer_in_batches(llama: tuple, tmp_path: Path):
                            bos_token_id=1, tie_word_embeddings=True), tmp_path)  # fmt: skip
     model, spec = external(tmp_path)
     found = generate_batch(model, spec, PROMPTS, max_new_tokens=30)
-    assert [answer.tokens for answer in found] == [alone(gpt2, prompt, 32 - len(prompt))[:30] for prompt in PROMPTS]
+    assert [answer.tokens for answer in found] == [
+        alone(gpt2, prompt, 32 - len(prompt))[:30] for prompt in PROMPTS
+    ]
 
 
-def test_a_class_without_a_mask_answers_one_prompt_after_the_other(llama: tuple, monkeypatch: pytest.MonkeyPatch):
+def test_a_class_without_a_mask_answers_one_prompt_after_the_other(
+    llama: tuple, monkeypatch: pytest.MonkeyPatch
+):
     theirs, _, _, folder = llama
     model, spec = external(folder)
     monkeypatch.setattr(type(model), "reads_padding", False)

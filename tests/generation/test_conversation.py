@@ -54,7 +54,9 @@ def tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def begin(folder: Path, tokenizer: Tokenizer, system: str | None = None, tokens: int = 6, **options: Any) -> Chat:
+def begin(
+    folder: Path, tokenizer: Tokenizer, system: str | None = None, tokens: int = 6, **options: Any
+) -> Chat:
     model, spec = load(folder)
     options = {"max_new_tokens": tokens, "stop_ids": (), "temperature": 0.0, **options}
     return Chat(model, spec, tokenizer, system, options)
@@ -71,7 +73,9 @@ def test_each_prompt_is_the_history_as_transformers_writes_it(
     for question in ("the cat sat", "  on the\tmat ", "and?"):
         answer = "".join(chat.answer(question))
         messages.append({"role": "user", "content": question})
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        expected = theirs.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         assert read.prompts[-1] == expected
         messages.append({"role": "assistant", "content": answer})
         assert chat.messages == messages
@@ -79,17 +83,24 @@ def test_each_prompt_is_the_history_as_transformers_writes_it(
     list(chat.answer("the dog"))
     assert len(chat.messages) == 2 + (system is not None)
     begin_again = messages[: int(system is not None)] + [{"role": "user", "content": "the dog"}]
-    assert read.prompts[-1] == theirs.apply_chat_template(begin_again, add_generation_prompt=True, return_dict=False)
+    assert read.prompts[-1] == theirs.apply_chat_template(
+        begin_again, add_generation_prompt=True, return_dict=False
+    )
 
 
-def test_an_answer_that_is_broken_off_stays_as_far_as_it_has_come(folder: Path, tokenizer: Tokenizer) -> None:
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_has_come(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
     chat = begin(folder, tokenizer, tokens=20)
     pieces = chat.answer("the cat")
     said = ""
     while not said.strip():
         said += next(pieces)
     pieces.close()
-    assert chat.messages == [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": said}]
+    assert chat.messages == [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": said},
+    ]
     assert chat.why_ended == ""
 
 
@@ -105,7 +116,9 @@ def test_why_an_answer_ended(folder: Path, tokenizer: Tokenizer, read: Read) -> 
     assert "".join(chat.answer("the")) == "" and chat.why_ended == module.NO_ANSWER
 
 
-def test_a_question_that_is_too_long_was_not_asked(folder: Path, tokenizer: Tokenizer, read: Read) -> None:
+def test_a_question_that_is_too_long_was_not_asked(
+    folder: Path, tokenizer: Tokenizer, read: Read
+) -> None:
     chat = begin(folder, tokenizer)
     list(chat.answer("the"))
     before = list(chat.messages)
@@ -116,7 +129,9 @@ def test_a_question_that_is_too_long_was_not_asked(folder: Path, tokenizer: Toke
     assert len(chat.messages) == 4
 
 
-def test_what_a_terminal_shows_is_gone_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_terminal_shows_is_gone_before_the_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So text on standard output is not drawn over."""
     happened: list[str] = []
 

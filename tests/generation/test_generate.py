@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.generation.sample import generate
@@ -35,7 +42,9 @@ def load(folder: Path) -> tuple[Decoder, DecoderSpec]:
 
 
 def save(config: PreTrainedConfig, folder: Path) -> AutoModelForCausalLM:
-    """A random model of transformers, written to `folder`. Large weights, so that the tokens vary."""
+    """A random model of transformers, written to `folder`. Large weights, so that the tokens
+    vary.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -66,7 +75,9 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_greedy_tokens_are_those_of_transformers(both: tuple):
     theirs, ours, spec = both
-    expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False)[0, len(PROMPT) :].tolist()
+    expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False)[
+        0, len(PROMPT) :
+    ].tolist()
     found = list(generate(ours, spec, PROMPT, max_new_tokens=40))
     assert found == expected
     assert len(set(found)) > 5  # a test that a stuck model could pass would show little
@@ -91,7 +102,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DecoderSpe
 def test_it_ends_before_a_stop_id(llama: tuple):
     whole = list(generate(*llama, PROMPT, max_new_tokens=20))
     stop = whole[7]
-    assert list(generate(*llama, PROMPT, max_new_tokens=20, stop_ids={stop})) == whole[: whole.index(stop)]
+    assert (
+        list(generate(*llama, PROMPT, max_new_tokens=20, stop_ids={stop}))
+        == whole[: whole.index(stop)]
+    )
 
 
 def test_it_ends_at_the_length_the_model_was_made_for(llama: tuple):
@@ -102,7 +116,9 @@ def test_it_ends_at_the_length_the_model_was_made_for(llama: tuple):
 def test_draws_repeat_with_the_seed_and_differ_with_another(llama: tuple):
     def drawn(seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        return list(generate(*llama, PROMPT, max_new_tokens=20, temperature=1.0, generator=generator))
+        return list(
+            generate(*llama, PROMPT, max_new_tokens=20, temperature=1.0, generator=generator)
+        )
 
     assert drawn(1) == drawn(1) != drawn(2)
 
@@ -115,7 +131,9 @@ def test_nothing_to_begin_from_is_refused(llama: tuple):
 def test_logits_of_the_whole_prompt_are_never_made(llama: tuple):
     shapes = []
     model, spec = llama
-    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    hook = model.lm_head.register_forward_hook(
+        lambda module, inputs, output: shapes.append(tuple(output.shape))
+    )
     list(generate(model, spec, PROMPT, max_new_tokens=3))
     hook.remove()
     assert shapes == [(1, 1, spec.vocab_size)] * 3
@@ -127,7 +145,9 @@ def test_stories_go_on_as_in_transformers(realdata: Path):
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours, spec = load(folder)
     prompt = [1, 403, 407, 261, 378]
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=False, eos_token_id=2)
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=200, do_sample=False, eos_token_id=2
+    )
     expected = [token for token in expected[0, len(prompt) :].tolist() if token != 2]
     assert list(generate(ours, spec, prompt, max_new_tokens=200, stop_ids={2})) == expected
     assert len(expected) > 100

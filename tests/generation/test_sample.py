@@ -1,4 +1,6 @@
-"""Drawing the next token: probabilities against the closed formula, draws against the probabilities."""
+"""Drawing the next token: probabilities against the closed formula, draws against the
+probabilities.
+"""
 
 import math
 
@@ -44,24 +46,36 @@ CASES = [
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
-def test_probabilities_are_the_closed_formula(temperature: float, top_k: int | None, top_p: float | None):
+def test_probabilities_are_the_closed_formula(
+    temperature: float, top_k: int | None, top_p: float | None
+):
     found = next_probabilities(torch.tensor([LOGITS]), temperature, top_k, top_p)
-    torch.testing.assert_close(found, torch.tensor([by_hand(temperature, top_k, top_p)]), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found, torch.tensor([by_hand(temperature, top_k, top_p)]), atol=1e-6, rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 5, 0.9), (1.3, 50, 0.5), (1.0, 3, 0.99)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 5, 0.9), (1.3, 50, 0.5), (1.0, 3, 0.99)]
+)
 def test_probabilities_are_those_of_transformers(temperature: float, top_k: int, top_p: float):
     logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
-    warp = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)])
+    warp = LogitsProcessorList(
+        [TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)]
+    )
     expected = warp(torch.zeros(4, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    torch.testing.assert_close(next_probabilities(logits, temperature, top_k, top_p), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        next_probabilities(logits, temperature, top_k, top_p), expected, atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
 def test_draws_follow_the_probabilities(temperature: float, top_k: int | None, top_p: float | None):
     draws = 100_000
     generator = torch.Generator().manual_seed(1)
-    ids = sample_next(torch.tensor([LOGITS]).expand(draws, -1), temperature, top_k, top_p, generator)
+    ids = sample_next(
+        torch.tensor([LOGITS]).expand(draws, -1), temperature, top_k, top_p, generator
+    )
     counts = torch.bincount(ids, minlength=len(LOGITS)).tolist()
     for count, probability in zip(counts, by_hand(temperature, top_k, top_p), strict=True):
         deviation = math.sqrt(draws * probability * (1 - probability))
@@ -72,7 +86,8 @@ def test_draws_follow_the_probabilities(temperature: float, top_k: int | None, t
 def test_a_seed_repeats_its_draws():
     logits = torch.randn(64, 100, generator=torch.Generator().manual_seed(2))
     first, again, other = (
-        sample_next(logits, 1.0, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (5, 5, 6)
+        sample_next(logits, 1.0, generator=torch.Generator().manual_seed(seed)).tolist()
+        for seed in (5, 5, 6)
     )
     assert first == again != other
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from tests.house.files import ROOT
 
 # `<!-- rows: alpaca -->` above a block says what it is.
-_BLOCK = re.compile(r"(?:<!-- (\w+): ([\w.]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:<!-- (\w+): ([\w.]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[\w-]+)?\)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. language: `bash`, `json`, ...; mark, name: of the comment above it, if there is one."""
+    """A fenced block. language: `bash`, `json`, ...; mark, name: of the comment above it, if there
+    is one.
+    """
 
     language: str
     text: str
@@ -25,7 +29,11 @@ class Block:
     def commands(self) -> list[list[str]]:
         """The command lines of a bash block as words; a backslash joins lines."""
         joined = self.text.replace("\\\n", " ")
-        return [shlex.split(line) for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+        return [
+            shlex.split(line)
+            for line in joined.splitlines()
+            if line.strip() and not line.startswith("#")
+        ]
 
 
 @cache
@@ -42,4 +50,8 @@ def blocks(path: Path) -> list[Block]:
 
 def links(path: Path) -> list[str]:
     """Targets of relative links."""
-    return [target for target, _ in _LINK.findall(path.read_text(encoding="utf-8")) if "://" not in target]
+    return [
+        target
+        for target, _ in _LINK.findall(path.read_text(encoding="utf-8"))
+        if "://" not in target
+    ]

@@ -1,8 +1,10 @@
-"""The menu of the documentation's site, from docs/index.md: `python -m tests.house.menu` writes it into mkdocs.yml.
+"""The menu of the documentation's site, from docs/index.md: `python -m tests.house.menu` writes it
+into mkdocs.yml.
 
-A heading of the index is a section. Each line of its list is an entry, with every page that the line links to; a line
-that begins with words, not with a link, is a group of its own. Pages of docs/measurements and docs/upstream that the
-index leaves to docs/measurements/README.md follow in that page's order, under the names that their headings give them.
+A heading of the index is a section. Each line of its list is an entry, with every page that the
+line links to; a line that begins with words, not with a link, is a group of its own. Pages of
+docs/measurements and docs/upstream that the index leaves to docs/measurements/README.md follow in
+that page's order, under the names that their headings give them.
 """
 
 import json
@@ -31,7 +33,10 @@ def write_menu() -> str:
             if not item.startswith("["):
                 lines.append(f"{indent}- {re.split('[,:]', item)[0]}:")
                 indent += " " * 4
-            lines += [f"{indent}- {_quote(title[:1].upper() + title[1:])}: {page}" for title, page in links]
+            lines += [
+                f"{indent}- {_quote(title[:1].upper() + title[1:])}: {page}"
+                for title, page in links
+            ]
     lines += [f"      - {page}" for page in measurements() if page not in listed]
     return "\n".join(lines) + "\n"
 
@@ -57,7 +62,9 @@ def _quote(title: str) -> str:
 
 def main() -> None:
     """Write the menu."""
-    SITE.write_text(_NAV.sub(lambda _: write_menu(), SITE.read_text(encoding="utf-8")), encoding="utf-8")
+    SITE.write_text(
+        _NAV.sub(lambda _: write_menu(), SITE.read_text(encoding="utf-8")), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

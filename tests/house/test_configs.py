@@ -69,6 +69,10 @@ def test_holds_only_what_differs(path: Path):
 def flatten(section: object, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in vars(section).items():
-        inner = flatten(value, f"{prefix}{key}.") if hasattr(value, "__dataclass_fields__") else {prefix + key: value}
+        inner = (
+            flatten(value, f"{prefix}{key}.")
+            if hasattr(value, "__dataclass_fields__")
+            else {prefix + key: value}
+        )
         found.update(inner)
     return found

@@ -25,7 +25,10 @@ def script(name: str) -> ModuleType:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (DEMO / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (DEMO / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_rows_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -67,7 +70,9 @@ def test_answers_are_right():
 
 
 def test_tokenizer_fits():
-    """Every row round-trips, each digit is a token, BOS and EOS are the preset's, and the chat template ends turns."""
+    """Every row round-trips, each digit is a token, BOS and EOS are the preset's, and the chat
+    template ends turns.
+    """
     tokenizer = load_tokenizer(DEMO / "tokenizer")
     config = preset_config("demo/0.5M")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == tuple(
@@ -81,20 +86,29 @@ def test_tokenizer_fits():
             digits = [i for i in ids if tokenizer.decode([i]).strip().isdigit()]
             assert len(digits) == sum(letter.isdigit() for letter in text)
     chat = render(
-        tokenizer.render_chats, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False
+        tokenizer.render_chats,
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        False,
     )
     assert chat == "<|begin|><|user|>a<|end|><|assistant|>b<|end|>"
-    longest = max(len(tokenizer.encode(row["instruction"] + row["output"])) for row in rows("train"))
+    longest = max(
+        len(tokenizer.encode(row["instruction"] + row["output"])) for row in rows("train")
+    )
     assert longest + 5 <= load_config("demo/full").max_seq_len
 
 
 def test_tokenizer_is_that_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     maker = script("make_tokenizer")
     made = json.loads(
-        maker.train_tokenizer([row[key] for row in rows("train") for key in ("instruction", "output")]).to_str()
+        maker.train_tokenizer(
+            [row[key] for row in rows("train") for key in ("instruction", "output")]
+        ).to_str()
     )
     shipped = json.loads((DEMO / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
-    assert made["model"]["vocab"] == shipped["model"]["vocab"] and made["model"]["merges"] == shipped["model"]["merges"]
+    assert (
+        made["model"]["vocab"] == shipped["model"]["vocab"]
+        and made["model"]["merges"] == shipped["model"]["merges"]
+    )
     config = json.loads((DEMO / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert config["chat_template"] == maker.CHAT_TEMPLATE
 
@@ -108,5 +122,7 @@ def test_score_counts_exact_answers():
 
 
 def test_demo_is_small():
-    size = sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    size = sum(
+        path.stat().st_size for path in DEMO.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    )
     assert size < 800_000

@@ -1,4 +1,6 @@
-"""README and docs are true: their rows and configs can be read, keys exist, links lead somewhere, sums add up."""
+"""README and docs are true: their rows and configs can be read, keys exist, links lead somewhere,
+sums add up.
+"""
 
 import json
 import re
@@ -34,7 +36,12 @@ BASE = "model: {preset: demo/0.5M}\ntokenizer: {path: there}\ndata: {source: row
 
 def test_there_are_documents():
     expected = "README.md docs/first_run.md docs/your_data.md docs/your_recipe.md docs/checkpoints.md".split()
-    assert {*expected, "docs/architecture.md", "docs/config.md", "docs/measurements/README.md"} <= set(NAMED)
+    assert {
+        *expected,
+        "docs/architecture.md",
+        "docs/config.md",
+        "docs/measurements/README.md",
+    } <= set(NAMED)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
@@ -75,14 +82,22 @@ def test_configs_are_valid(path: Path, tmp_path: Path):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_overrides_are_valid(path: Path, tmp_path: Path):
     """Every `key=value` in the running text."""
-    for override in re.findall(r"`([a-z_]+(?:\.[a-z_]+)?=[^`\s]+)`", path.read_text(encoding="utf-8")):
+    for override in re.findall(
+        r"`([a-z_]+(?:\.[a-z_]+)?=[^`\s]+)`", path.read_text(encoding="utf-8")
+    ):
         if override.endswith("key=value"):
             continue
-        base = BASE.replace("preset: demo/0.5M", "path: there") if override.startswith("lora.") else BASE
+        base = (
+            BASE.replace("preset: demo/0.5M", "path: there")
+            if override.startswith("lora.")
+            else BASE
+        )
         (tmp_path / "config.yaml").write_text(base, encoding="utf-8")
         pairs = override.startswith("dpo.") or override == "data.format=preference"
         taught = override.startswith("distill.")
-        schema = DpoFinetuneConfig if pairs else DistillFinetuneConfig if taught else LoraFinetuneConfig
+        schema = (
+            DpoFinetuneConfig if pairs else DistillFinetuneConfig if taught else LoraFinetuneConfig
+        )
         schema = FullFinetuneConfig if override == "recipe=full_finetune_distributed" else schema
         schema = RewardFinetuneConfig if override.startswith("reward.") else schema
         single = any(loss in override for loss in UNPAIRED)
@@ -93,11 +108,16 @@ def test_overrides_are_valid(path: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_keys_exist(path: Path):
-    """Every `section.key` and `section.key: value` in the running text, but for the first column of the two pages
-    that has torchtune's keys."""
+    """Every `section.key` and `section.key: value` in the running text, but for the first column of
+    the two pages that has torchtune's keys.
+    """
     sections = {name.split(".")[0] for name in KEYS if "." in name}
     text = path.read_text(encoding="utf-8")
-    text = re.sub(r"(?m)^\| [^|]* \|", "|", text) if path.name in ("torchtune.md", "imported_keys.md") else text
+    text = (
+        re.sub(r"(?m)^\| [^|]* \|", "|", text)
+        if path.name in ("torchtune.md", "imported_keys.md")
+        else text
+    )
     for section, key in re.findall(r"`([a-z_]+)\.([a-z_]+)(?:: [^`]+)?`", text):
         if section in sections:
             assert f"{section}.{key}" in KEYS
@@ -111,12 +131,19 @@ def test_every_preset_is_in_the_table():
         family = name.split("/")[0] if "/" in name else family
         told.add(name if "/" in name else f"{family}/{name}")
     shipped = {name for name in list_presets() if not name.startswith("demo/")}
-    assert told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"} >= shipped
-    assert {name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}} == shipped
+    assert (
+        told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"}
+        >= shipped
+    )
+    assert {
+        name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}
+    } == shipped
     methods = ("full", "lora", "qlora", "dora", "dpo", "kto", "reward", "qat", "distill")
     assert {name for name in shipped if f"{name}_full" not in NAMES} == WITHOUT_FULL
     assert {f"{name}_qlora" for name in shipped} <= set(NAMES)
-    assert {name for name in NAMES if not name.startswith("demo/")} <= {f"{n}_{m}" for n in shipped for m in methods}
+    assert {name for name in NAMES if not name.startswith("demo/")} <= {
+        f"{n}_{m}" for n in shipped for m in methods
+    }
 
 
 def test_readme_arithmetic():
@@ -131,7 +158,17 @@ def test_readme_arithmetic():
     common = sharded + kept + own + gathered
     for figure in (f"{count:,}", f"{layer:,}", f"{v:,}", f"{d:,}", f"{f:,}"):
         assert figure in text, figure
-    for amount in (sharded, kept, own, gathered, 2 * vocabulary, 4 * vocabulary, logits, 3 * logits, logits / 16):
+    for amount in (
+        sharded,
+        kept,
+        own,
+        gathered,
+        2 * vocabulary,
+        4 * vocabulary,
+        logits,
+        3 * logits,
+        logits / 16,
+    ):
         assert f"{amount:.2f}" in text, amount
     assert f"{vocabulary:.2f} GiB against {gib(2 * layer):.2f}" in text
     assert f"That is {common:.2f} GiB" in text
@@ -140,7 +177,9 @@ def test_readme_arithmetic():
 
 
 def test_figures_of_levers_are_those_of_the_ladder():
-    """docs/memory_levers.md repeats lines of the planned table, of each run without levers and with one."""
+    """docs/memory_levers.md repeats lines of the planned table, of each run without levers and with
+    one.
+    """
     ladder = (ROOT / "docs" / "measurements" / "ladder.md").read_text(encoding="utf-8")
     begin = {"full": "## Full fine-tuning", "LoRA": "## LoRA"}
     guide = (ROOT / "docs" / "memory_levers.md").read_text(encoding="utf-8")
@@ -154,12 +193,24 @@ def test_figures_of_levers_are_those_of_the_ladder():
 
 
 # Files of a reader's own in examples, and one that its design note announces.
-NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py", "anchored_finetune.py", "lion.py"}
+NOT_OURS = {
+    "mine.py",
+    "my_parts.py",
+    "my_model.py",
+    "test_wires.py",
+    "anchored_finetune.py",
+    "lion.py",
+}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_named_files_exist(path: Path):
-    """Every `file.py`, `folder/file.py` and `test_*.py` in the running text, from the root or from a folder in it."""
-    ours = [f"/{file.relative_to(ROOT).as_posix()}" for file in [*python_files(), *(ROOT / "tests").rglob("*.py")]]
+    """Every `file.py`, `folder/file.py` and `test_*.py` in the running text, from the root or from
+    a folder in it.
+    """
+    ours = [
+        f"/{file.relative_to(ROOT).as_posix()}"
+        for file in [*python_files(), *(ROOT / "tests").rglob("*.py")]
+    ]
     for name in re.findall(r"`([\w./*-]+\.py)(?:::\w+)?`", path.read_text(encoding="utf-8")):
         assert Path(name).name in NOT_OURS or any(fnmatch(file, f"*/{name}") for file in ours), name

@@ -1,5 +1,6 @@
-"""docs/extending.md is followed to the letter in a copy of the repository: each change has as many files of the library
-as the page counts, and what comes of it runs and computes what it should."""
+"""docs/extending.md is followed to the letter in a copy of the repository: each change has as many
+files of the library as the page counts, and what comes of it runs and computes what it should.
+"""
 
 import json
 import os
@@ -31,7 +32,10 @@ EDIT = re.compile(
 def sections() -> dict[str, tuple[str, str]]:
     """`A recipe` -> what the heading says of files, and the section's text."""
     parts = SECTION.split(PAGE.read_text(encoding="utf-8"))
-    return {name: (files, text) for name, files, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)}
+    return {
+        name: (files, text)
+        for name, files, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
+    }
 
 
 def follow(text: str, root: Path) -> list[str]:
@@ -48,7 +52,11 @@ def follow(text: str, root: Path) -> list[str]:
         else:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             (at,) = [number for number, line in enumerate(lines) if line.strip() == what]
-            first, last = {"above": (at, at), "below": (at + 1, at + 1), "in place of": (at, at + 1)}[how]
+            first, last = {
+                "above": (at, at),
+                "below": (at + 1, at + 1),
+                "in place of": (at, at + 1),
+            }[how]
             lines[first:last] = [block]
             path.write_text("".join(lines), encoding="utf-8")
     return list(dict.fromkeys(touched))
@@ -57,14 +65,18 @@ def follow(text: str, root: Path) -> list[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     for folder in ("recipe_lib", "recipes", "configs", "examples"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     return tmp_path
 
 
 def python(root: Path, *words: str) -> str:
     """What a process of the copy prints."""
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=root, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,7 +92,9 @@ def tune(root: Path, *commands: list[str]) -> str:
 def test_the_page_counts_right(name: str, copy: Path) -> None:
     said, text = sections()[name]
     touched = follow(text, copy)
-    assert len([file for file in touched if file.startswith(("recipe_lib/", "recipes/"))]) == int(said.split()[0])
+    assert len([file for file in touched if file.startswith(("recipe_lib/", "recipes/"))]) == int(
+        said.split()[0]
+    )
     for file in touched:
         if file.endswith(".py"):
             compile((copy / file).read_text(encoding="utf-8"), file, "exec")
@@ -96,7 +110,9 @@ def test_the_page_counts_the_files_of_a_mesh_dimension() -> None:
 def test_every_block_of_code_is_followed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     counted = Counter(re.findall(r"^```(\w+)$", text, re.MULTILINE))
-    assert counted["python"] + counted["yml"] == sum(bool(block) for *_, block in EDIT.findall(text))
+    assert counted["python"] + counted["yml"] == sum(
+        bool(block) for *_, block in EDIT.findall(text)
+    )
 
 
 LOGITS = """
@@ -144,7 +160,13 @@ def test_the_recipe_runs(copy: Path) -> None:
     """Its loss is cross-entropy with anchor.weight 0, and at its first step nothing with 1."""
     follow(sections()["A recipe"][1], copy)
     short = ["data.max_samples=64", "batch_size=4", "optimizer.lr=1e-3"]
-    plain = ["full_finetune_distributed", "--config", "demo/full", "~validation.source", "lr_scheduler.warmup_steps=0"]
+    plain = [
+        "full_finetune_distributed",
+        "--config",
+        "demo/full",
+        "~validation.source",
+        "lr_scheduler.warmup_steps=0",
+    ]
     start = [*short, "max_steps=2", "model.path=outputs/demo/model"]
     commands = [
         ["ls", "anchored_finetune"],
@@ -154,15 +176,21 @@ def test_the_recipe_runs(copy: Path) -> None:
     ]
     for share in (0, 0.5, 1):
         options = [*start, f"anchor.weight={share}", f"output_dir=outputs/share_{share}"]
-        commands.append(["run", "--no-plan", "anchored_finetune", "--config", "demo/anchored", *options])
-    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(copy, *commands)
+        commands.append(
+            ["run", "--no-plan", "anchored_finetune", "--config", "demo/anchored", *options]
+        )
+    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(
+        copy, *commands
+    )
 
     def losses(name: str) -> list[float]:
         lines = (copy / "outputs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
     assert losses("share_0") == pytest.approx(losses("plain"), rel=1e-4)
-    assert losses("share_1")[0] == pytest.approx(0, abs=1e-5)  # the anchor is what the model begins with
+    assert losses("share_1")[0] == pytest.approx(
+        0, abs=1e-5
+    )  # the anchor is what the model begins with
     assert losses("share_0.5")[0] == pytest.approx(losses("plain")[0] / 2, rel=1e-4)
 
 
@@ -216,10 +244,18 @@ def test_the_optimizer_is_planned_and_trained(copy: Path) -> None:
         copy,
         ["validate", "demo/full", "optimizer.name=lion", "optimizer.eps=1e-6"],
         ["run", "--no-plan", *words, "max_steps=2", "data.max_samples=64", "~validation.source"],
-        ["plan", *words, "--json", "plan.json"],  # the last: its simulated device stays in a process
+        [
+            "plan",
+            *words,
+            "--json",
+            "plan.json",
+        ],  # the last: its simulated device stays in a process
     )
     assert "optimizer.eps has no effect: optimizer.name is lion" in said
     alive = json.loads((copy / "plan.json").read_text(encoding="utf-8"))["rank_plans"][0]["alive"]
-    held = {kind: sum(one["bytes"] for one in alive if one["kind"] == kind) for kind in ("parameters", "optimizer")}
+    held = {
+        kind: sum(one["bytes"] for one in alive if one["kind"] == kind)
+        for kind in ("parameters", "optimizer")
+    }
     assert held["optimizer"] == held["parameters"] > 10**6  # one state of each parameter's type
     assert re.search(r"^ +optimizer +1\.74 MiB .* 38 tensors$", said, re.MULTILINE)

@@ -1,4 +1,6 @@
-"""Models of other libraries are a wing that one registry entry names; imports make no circle, hidden ones included."""
+"""Models of other libraries are a wing that one registry entry names; imports make no circle,
+hidden ones included.
+"""
 
 import ast
 from functools import cache
@@ -17,7 +19,9 @@ def test_one_registry_entry_names_the_wing():
     for path in python_files("recipe_lib", "recipes"):
         lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if not place(path).startswith(MAY_NAME_IT):
-            found += [f"{place(path)}:{number}: {line.strip()}" for number, line in lines if WING in line]
+            found += [
+                f"{place(path)}:{number}: {line.strip()}" for number, line in lines if WING in line
+            ]
     assert len(found) == 1 and found[0].startswith("recipe_lib/config/registry.py:"), found
 
 
@@ -34,7 +38,9 @@ def test_no_import_circle():
 @cache
 def modules() -> dict[str, Path]:
     """The library's modules by their names; a package is its `__init__`."""
-    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in python_files("recipe_lib")}
+    names = {
+        path: path.relative_to(ROOT).with_suffix("").parts for path in python_files("recipe_lib")
+    }
     return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
 
 

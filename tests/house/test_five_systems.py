@@ -33,7 +33,9 @@ def kept() -> dict[str, str]:
 
 
 def test_the_page_is_made_from_kept_outputs_and_pages():
-    assert PAGE.read_text(encoding="utf-8") == write_page(kept()), "run `python benchmarks/five_systems.py`"
+    assert PAGE.read_text(encoding="utf-8") == write_page(kept()), (
+        "run `python benchmarks/five_systems.py`"
+    )
 
 
 def test_every_cell_says_something():
@@ -46,11 +48,19 @@ def test_a_row_that_another_runs_line_could_answer_is_refused():
     """A page with several tables has rows of one name: without its section none of them is read."""
     (row,) = [row for row in ROWS if row.command == ZERO_1]
     assert "36 / 4.71" in read_cell(row, {})
-    for other in (replace(row, section=""), replace(row, lines=1), replace(row, section="## Llama")):
-        with pytest.raises(SystemExit, match=r"gradient_reduction\.md: \d (lines|sections) .*, expected (one|\d)"):
+    for other in (
+        replace(row, section=""),
+        replace(row, lines=1),
+        replace(row, section="## Llama"),
+    ):
+        with pytest.raises(
+            SystemExit, match=r"gradient_reduction\.md: \d (lines|sections) .*, expected (one|\d)"
+        ):
             read_cell(other, {})
     of_output = Row("x", "tune x", "^tokens .*")
-    with pytest.raises(SystemExit, match=r"^tune x: 2 lines like '\^tokens \.\*', expected 1, for 'x'$"):
+    with pytest.raises(
+        SystemExit, match=r"^tune x: 2 lines like '\^tokens \.\*', expected 1, for 'x'$"
+    ):
         read_cell(of_output, {"tune x": "tokens 1\ntokens 2"})
 
 
@@ -84,14 +94,18 @@ def test_it_runs_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in SCRIPTS if "docs/upstream" not in command])
+@pytest.mark.parametrize(
+    "command", [command for command in SCRIPTS if "docs/upstream" not in command]
+)
 def test_scripts_start(command: str):
     check_python(shlex.split(command)[1:], ROOT)
 
 
 # Every benchmark whose first lines name REALDATA_DIR, and their command.
 REAL = {
-    path.stem: re.search(r"^    python (-m benchmarks\.\w+)", ast.get_docstring(tree(path), clean=False) or "", re.M)
+    path.stem: re.search(
+        r"^    python (-m benchmarks\.\w+)", ast.get_docstring(tree(path), clean=False) or "", re.M
+    )
     for path in python_files("benchmarks")
     if "REALDATA_DIR" in (ast.get_docstring(tree(path)) or "") and path.stem != "realdata"
 }
@@ -114,7 +128,11 @@ def test_a_benchmark_without_its_real_data_says_so(
 
 
 def test_all_that_need_real_data_are_known():
-    callers = [path.stem for path in python_files("benchmarks") if "find_real_data(" in path.read_text("utf-8")]
+    callers = [
+        path.stem
+        for path in python_files("benchmarks")
+        if "find_real_data(" in path.read_text("utf-8")
+    ]
     assert {*callers} - {"realdata", "tp_curve"} | {"tp_trace"} == REAL.keys()
     assert {Path(command.split()[2].replace(".", "/")).name for command in NEEDS} <= REAL.keys()
 

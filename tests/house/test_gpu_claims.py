@@ -1,4 +1,6 @@
-"""What README, guides and docstrings say has, or has not, run on a GPU is tied to the pages of what was measured."""
+"""What README, guides and docstrings say has, or has not, run on a GPU is tied to the pages of what
+was measured.
+"""
 
 import ast
 import re
@@ -20,7 +22,10 @@ GUIDES = [
 SENTENCE = re.compile(r"(?<=[.;])\s+(?=[^a-z])")
 DEVICE = re.compile(r"\b(GPUs?|CUDA|NCCL|H[12]00|cards? of 24 GB)\b")
 DONE = r"(?:run|runs|ran|measured|tested|timed)"
-NOTHING = r"(?:[Nn]ever|(?<!could )not|[Nn]one|[Nn]either|[Nn]othing|[Nn]o (?:such )?(?:cards?|plans?|lines?|time))"
+NOTHING = (
+    r"(?:[Nn]ever|(?<!could )not|[Nn]one|[Nn]either|[Nn]othing|[Nn]o (?:such"
+    r" )?(?:cards?|plans?|lines?|time))"
+)
 DENIED = re.compile(
     rf"\b{NOTHING}\b[^.;:]{{0,80}}\b{DONE}\b"
     rf"|\b{DONE}\b[^.;:]{{0,60}}\b(?:on none|never|not on|so far|yet)\b"
@@ -31,7 +36,9 @@ MEASURING = re.compile(r"\bmeasured\b.*\bH200\b|\bH200\b.*\bmeasured\b")
 
 
 def says_what_ran(sentence: str) -> bool:
-    """Whether it denies that something has run or was measured on a GPU, or has figures of the one that was."""
+    """Whether it denies that something has run or was measured on a GPU, or has figures of the one
+    that was.
+    """
     denies = DEVICE.search(sentence) and DENIED.search(sentence)
     return bool(denies or FIGURE.search(sentence) or MEASURING.search(sentence))
 
@@ -40,7 +47,9 @@ def paragraphs(path: Path) -> Iterator[str]:
     """Blocks of prose and rows of tables, without code."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for block in re.split(r"\n\s*\n", text):
-        yield from block.splitlines() if block.lstrip().startswith("|") else [" ".join(block.split())]
+        yield from (
+            block.splitlines() if block.lstrip().startswith("|") else [" ".join(block.split())]
+        )
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -62,7 +71,9 @@ def prose_of_code() -> Iterator[tuple[Path, str]]:
     for path in [*(ROOT / "recipe_lib").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:
         source = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (
+                text := ast.get_docstring(node)
+            ):
                 yield path, " ".join(text.split())
         for comments in re.findall(r"(?:^ *#.*\n)+", source, flags=re.MULTILINE):
             yield path, " ".join(comments.replace("#", " ").split())
@@ -82,7 +93,9 @@ def test_docstrings_about_a_gpu_name_what_was_measured() -> None:
 
 def test_pages_are_what_the_files_beside_them_give() -> None:
     for name, text in make_pages().items():
-        assert (FOLDER / name).read_text(encoding="utf-8") == text, f"{name}: python -m benchmarks.gpu_pages"
+        assert (FOLDER / name).read_text(encoding="utf-8") == text, (
+            f"{name}: python -m benchmarks.gpu_pages"
+        )
     assert {path.name for path in FOLDER.glob(f"*{CARD}.md")} == {f"{stem}.md" for stem in PAGES}
 
 
@@ -90,4 +103,7 @@ def test_each_page_says_where_and_with_what_it_was_measured() -> None:
     for name, text in make_pages().items():
         said = ("H200", "d92500b8") if name.startswith(SUMMARY) else ("H200", "d92500b8", "2026-11-27", "torch 2.11.0",
                                                                       "580.159.04", "700.00 W")  # fmt: skip
-        assert all(words in text for words in said), (name, [words for words in said if words not in text])
+        assert all(words in text for words in said), (
+            name,
+            [words for words in said if words not in text],
+        )

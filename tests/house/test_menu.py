@@ -20,7 +20,9 @@ def test_the_menu_is_made_from_the_index():
 
 def test_the_index_lists_every_guide_once():
     listed = links(DOCS / "index.md")
-    guides = {name for name in NAMED if "/" not in name or name.startswith("design/")} - {"index.md"}
+    guides = {name for name in NAMED if "/" not in name or name.startswith("design/")} - {
+        "index.md"
+    }
     assert guides <= set(listed) <= set(NAMED)
     assert sorted(listed) == sorted(set(listed))
 
@@ -32,26 +34,39 @@ def test_the_menu_has_every_page_once():
 
 def test_every_measurement_is_described():
     guide = links(DOCS / "measurements" / "README.md")
-    assert [page for page in measurements() if link_in_guide(page) not in guide] == ["measurements/README.md"]
+    assert [page for page in measurements() if link_in_guide(page) not in guide] == [
+        "measurements/README.md"
+    ]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMED)
 def test_pages_link_to_pages_of_the_site(path: Path):
     """A file of the repository outside of docs is named, and not linked: the site has it not."""
-    outside = [target for target in links(path) if not (path.parent / target).resolve().is_relative_to(DOCS)]
+    outside = [
+        target
+        for target in links(path)
+        if not (path.parent / target).resolve().is_relative_to(DOCS)
+    ]
     assert not outside
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMED)
 def test_no_brackets_look_like_a_reference(path: Path):
     """`[one] [two]` in running text is taken for a link to what `[two]` defines."""
-    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```|`[^`\n]*`",
+        "",
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     assert not re.findall(r"(?<!\\)\[[^\]\n]+\] ?(?<!\\)\[[^\]\n]+\]", text)
 
 
 def test_the_site_is_built_so_that_a_warning_is_an_error():
     """`mkdocs build --quiet` drops warnings before `strict` has counted them."""
     assert re.search(r"^strict: true\b", SITE.read_text(encoding="utf-8"), re.MULTILINE)
-    said = subprocess.run(["make", "-n", "docs-site"], cwd=ROOT, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        ["make", "-n", "docs-site"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     (build,) = [line for line in said.splitlines() if "mkdocs build" in line]
     assert not re.search(r"(?<=\s)(--quiet|-q|--no-strict)\b", build)

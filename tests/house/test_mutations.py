@@ -1,4 +1,6 @@
-"""The faults of tests/mutations.py can be made in the code as it is now, one or more in each package."""
+"""The faults of tests/mutations.py can be made in the code as it is now, one or more in each
+package.
+"""
 
 from tests.house.files import ROOT
 from tests.mutation_table import MUTATIONS

@@ -35,13 +35,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_image_is_built_from_all_that_the_wheel_needs(wheel: list[str], tmp_path: Path):
     """What the Dockerfile copies, .dockerignore lets through, and gives the wheel of the clone."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if line[0] == "!"]
+    allowed = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+        if line[0] == "!"
+    ]
     copied = [line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")]
     for *sources, to in copied:
         for source in sources:
             assert any(source == name or source.startswith(f"{name}/") for name in allowed), source
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, tmp_path / to, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    ROOT / source, tmp_path / to, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(ROOT / source, tmp_path / to)
     assert sorted(build_wheel(tmp_path, tmp_path / "out")) == sorted(wheel)
@@ -58,10 +64,21 @@ def test_the_source_distribution_has_all_that_the_wheel_and_the_image_need(tmp_p
         names = {name.partition("/")[2].partition("/")[0] for name in archive.getnames()}
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     copied = {
-        word.partition("/")[0] for line in text.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]
+        word.partition("/")[0]
+        for line in text.splitlines()
+        if line.startswith("COPY ")
+        for word in line.split()[1:-1]
     }
     assert copied <= names
-    assert {"README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", ".dockerignore", "tests", "docs"} <= names
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        "Dockerfile",
+        ".dockerignore",
+        "tests",
+        "docs",
+    } <= names
 
 
 def test_wheel_has_the_package(wheel: list[str]):
@@ -77,7 +94,9 @@ def test_wheel_has_recipes_configs_and_presets(wheel: list[str]):
 
 
 def test_wheel_has_nothing_else(wheel: list[str]):
-    """Nothing lands at the top of site-packages but the package and its metadata; no tests, caches or run outputs."""
+    """Nothing lands at the top of site-packages but the package and its metadata; no tests, caches
+    or run outputs.
+    """
     assert {Path(name).parts[0].split("-")[0] for name in wheel} == {"recipe_lib", "tune_recipes"}
     suffixes = {Path(name).suffix for name in wheel if name.startswith("recipe_lib/")}
     assert suffixes <= {".py", ".yaml", ".json", ".jsonl", ".html", ".typed"}, suffixes
@@ -85,15 +104,29 @@ def test_wheel_has_nothing_else(wheel: list[str]):
 
 @pytest.mark.slow
 def test_the_commands_of_all_pages_run_from_the_wheel(tmp_path: Path):
-    """Outside of a clone, with what the wheel holds, those of pages that take little time; not of a clone's own
-    tools."""
+    """Outside of a clone, with what the wheel holds, those of pages that take little time; not of a
+    clone's own tools.
+    """
     build_wheel(ROOT, tmp_path / "out")
     (built,) = (tmp_path / "out").glob("*.whl")
     zipfile.ZipFile(built).extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
-    variables = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "TUNE_TEST_WHEEL": str(tmp_path / "site")}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}",
+        "TUNE_TEST_WHEEL": str(tmp_path / "site"),
+    }
     commands = ROOT / "tests" / "house" / "test_commands.py"
-    words = ["-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-m", "not slow", f"{commands}::test_commands"]
+    words = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "pythonpath=",
+        "-m",
+        "not slow",
+        f"{commands}::test_commands",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=tmp_path / "empty", env=variables, capture_output=True, text=True,

@@ -1,4 +1,6 @@
-"""A file of a name is opened by recipe_lib/reading.py alone, which waits for no writer and reads no device."""
+"""A file of a name is opened by recipe_lib/reading.py alone, which waits for no writer and reads no
+device.
+"""
 
 import ast
 import re
@@ -25,7 +27,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/checkpoint/adapter_in.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/tensor_files.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/gguf/gguf_adapter.py": {"safe_open": _HEADER},
-    "recipe_lib/checkpoint/state.py": {"safe_open": "of a state whose files were compared with their digests"},
+    "recipe_lib/checkpoint/state.py": {
+        "safe_open": "of a state whose files were compared with their digests"
+    },
     "recipe_lib/checkpoint/saved_weights.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/weights_in.py": {"safe_open": _HEADER},
     "recipe_lib/cli/doctor_probes.py": {"read_text": _PIPE},
@@ -35,13 +39,24 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/config/paths.py": {"read_text": _PACKAGE},
     "recipe_lib/data/tokenize_dataset.py": {"read_text": _SYSTEM},
     "recipe_lib/data/cache.py": {"np.memmap": "arrays of the cache, whose digests were compared"},
-    "recipe_lib/external/module_spec.py": {"json.loads": "a text that transformers has just written"},
-    "recipe_lib/external/tensor_plan/sharding_plan.py": {"json.loads": "a text that the line itself has written"},
+    "recipe_lib/external/module_spec.py": {
+        "json.loads": "a text that transformers has just written"
+    },
+    "recipe_lib/external/tensor_plan/sharding_plan.py": {
+        "json.loads": "a text that the line itself has written"
+    },
     "recipe_lib/files.py": {"os.open": "a folder, to flush it"},
     "recipe_lib/memory/peaks.py": {"read_text": _SYSTEM},
-    "recipe_lib/parallel/heartbeat.py": {"json.loads": _PIPE, "read_bytes": _SYSTEM, "read_text": _SYSTEM},
+    "recipe_lib/parallel/heartbeat.py": {
+        "json.loads": _PIPE,
+        "read_bytes": _SYSTEM,
+        "read_text": _SYSTEM,
+    },
     "recipe_lib/parallel/world.py": {"json.loads": _PIPE},
-    "recipe_lib/plan/world/shape_only_model.py": {"read_text": _PACKAGE, "yaml.safe_load": _PACKAGE},
+    "recipe_lib/plan/world/shape_only_model.py": {
+        "read_text": _PACKAGE,
+        "yaml.safe_load": _PACKAGE,
+    },
     "recipe_lib/tokenizers/tokenizer.py": {"json.loads": _PIPE},
     "recipe_lib/checkpoint/tokenizer_out.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
@@ -51,7 +66,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
 
 def mode_of(call: ast.Call) -> str:
     """The mode that a file is opened with; `r` where none is written."""
-    texts = [ast.unparse(word) for word in (*call.args, *(keyword.value for keyword in call.keywords))]
+    texts = [
+        ast.unparse(word) for word in (*call.args, *(keyword.value for keyword in call.keywords))
+    ]
     return next((text.strip("'") for text in texts if re.fullmatch(r"'[rwaxbt+]{1,3}'", text)), "r")
 
 
@@ -62,7 +79,9 @@ def find_reads(text: ast.AST) -> Iterator[tuple[ast.Call, str]]:
         name = called.rpartition(".")[2]
         if called == "os.open":
             reads = not re.search("O_WRONLY|O_RDWR|O_DIRECTORY", ast.unparse(node))
-        elif called in READS or (name in METHODS and "." in called and not called.startswith("reading.")):
+        elif called in READS or (
+            name in METHODS and "." in called and not called.startswith("reading.")
+        ):
             reads = True
         else:
             reads = name == "open" and not set(mode_of(node)) & set("wax")
@@ -80,7 +99,12 @@ def test_files_are_read_by_one_module():
                 faults.append(f"{place(path, node)}: {way}")
             found.setdefault(place(path), set()).add(way)
     assert not faults, f"read a file; call {READING}, or say in this test why it need not: {faults}"
-    left = {(name, way) for name, ways in ELSEWHERE.items() for way in ways if way not in found.get(name, ())}
+    left = {
+        (name, way)
+        for name, ways in ELSEWHERE.items()
+        for way in ways
+        if way not in found.get(name, ())
+    }
     assert not left, f"no longer read there: {left}"
 
 

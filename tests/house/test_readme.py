@@ -1,7 +1,8 @@
-"""Every sentence of the README with a number, or a "no", is held by a test or by a file that a command makes.
+"""Every sentence of the README with a number, or a "no", is held by a test or by a file that a
+command makes.
 
-TIES has a piece of each such sentence and what holds it: a function below, or another test by its place. A sentence
-without one fails here, as does a piece that no sentence has any more.
+TIES has a piece of each such sentence and what holds it: a function below, or another test by its
+place. A sentence without one fails here, as does a piece that no sentence has any more.
 """
 
 import importlib.util
@@ -45,17 +46,17 @@ def sentences() -> list[str]:
     text = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     lines = [line for line in text.splitlines() if line and not line.startswith("|---")]
-    parts = [[line] if line.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z`\[])", line) for line in lines]
+    parts = [
+        [line] if line.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z`\[])", line)
+        for line in lines
+    ]
     return [part for line in parts for part in line]
-
-
-def recipes_are_short() -> None:
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 200 for path in (ROOT / "recipes").glob("*.py"))
 
 
 def sizes_of_models() -> None:
     sizes = sorted(
-        float(name[:-1]) * (1e-3 if name[-1] == "M" else 1) for name in re.findall(r"[\d.]+[BM]\b", presets())
+        float(name[:-1]) * (1e-3 if name[-1] == "M" else 1)
+        for name in re.findall(r"[\d.]+[BM]\b", presets())
     )
     assert 0.1 <= sizes[0] < 0.2 and sizes[-1] == 120
 
@@ -82,7 +83,9 @@ def bytecode_share() -> None:
     """By what docs/measurements/footprint.md has measured with and without."""
     text = (ROOT / "docs" / "measurements" / "footprint.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith("| tune-recipes |"))
-    without = next(line for line in text.splitlines() if line.startswith("| tune-recipes (pip --no-compile) |"))
+    without = next(
+        line for line in text.splitlines() if line.startswith("| tune-recipes (pip --no-compile) |")
+    )
     sizes = [int(line.split("|")[3]) for line in (row, without)]
     assert abs((sizes[0] - sizes[1]) / sizes[0] - 1 / 6) < 0.02, sizes
 
@@ -103,23 +106,35 @@ def listed() -> None:
 def demo_needs_no_download() -> None:
     text = (ROOT / "configs" / "demo" / "full.yaml").read_text(encoding="utf-8")
     assert "hub:" not in text and "preset: demo/0.5M" in text
-    assert all((ROOT / path).exists() for path in re.findall(r"(?:path|source): (examples/\S+)", text))
+    assert all(
+        (ROOT / path).exists() for path in re.findall(r"(?:path|source): (examples/\S+)", text)
+    )
 
 
 def torch_versions() -> None:
     allowed = next(need for need in PROJECT["dependencies"] if need.startswith("torch>"))
     (install,) = re.findall(r'pip install (?:--no-compile )?"(torch\S+)"', TEXT)
-    assert set(install.removeprefix("torch").split(",")) == set(allowed.removeprefix("torch").split(","))
+    assert set(install.removeprefix("torch").split(",")) == set(
+        allowed.removeprefix("torch").split(",")
+    )
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    named = re.findall(r"\b2\.\d\d\.\d\b", next(line for line in TEXT.splitlines() if "`make` takes" in line))
+    named = re.findall(
+        r"\b2\.\d\d\.\d\b", next(line for line in TEXT.splitlines() if "`make` takes" in line)
+    )
     assert f"torch=={named[0]}\n" in pinned
 
 
 def four_cards() -> None:
-    """Of the sum in the story: it is under what a card of 24 GB has for torch, with more than 1 GiB to spare."""
+    """Of the sum in the story: it is under what a card of 24 GB has for torch, with more than 1 GiB
+    to spare.
+    """
     (total,) = re.findall(r"one chunk of logits: ([\d.]+) GiB", TEXT)
     assert float(total) + 1 < gib(find_hardware("24GB").memory) - 688 / 1024 - 600 / 1024
-    assert plan_of(command("--nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090"))[1]
+    assert plan_of(
+        command(
+            "--nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090"
+        )
+    )[1]
 
 
 def what_ran_on_a_gpu() -> None:
@@ -128,26 +143,41 @@ def what_ran_on_a_gpu() -> None:
     page = (folder / "on_a_gpu.md").read_text(encoding="utf-8")
     cards = {path.stem.split("-nvidia-")[1] for path in folder.glob("*-nvidia-*.md")}
     assert cards == {"h200"} and "on one H200" in TEXT
-    for said in ("Cards of 24 GB", "More than one GPU", "their bytes and times against plans", "Their values were"):
+    for said in (
+        "Cards of 24 GB",
+        "More than one GPU",
+        "their bytes and times against plans",
+        "Their values were",
+    ):
         assert said in page, said
 
 
 def one_card() -> None:
     """The planned figures of full fine-tuning on one card, from the command above them."""
-    words = command("memory.stream_layers=true memory.optimizer_in_backward=true memory.optimizer_offload=true")
+    words = command(
+        "memory.stream_layers=true memory.optimizer_in_backward=true memory.optimizer_offload=true"
+    )
     assert "clip_grad_norm=null" in words and "max_seq_len" not in " ".join(words)
     plan, fits = plan_of(words)
     reserved, host = plan.heaviest.reserved, plan.heaviest.host
     spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
     assert fits and spec.num_layers == 32
-    assert f"one card of 8 GB, in sequences of 2048 tokens: {reserved / GIB:.2f} GiB reserved" in TEXT
+    assert (
+        f"one card of 8 GB, in sequences of 2048 tokens: {reserved / GIB:.2f} GiB reserved" in TEXT
+    )
     assert f"and {host / GIB:.0f} GiB of host memory, where the 14.96 GiB of weights" in TEXT
 
 
 def command(piece: str) -> list[str]:
     """The `tune plan` of the README that has all these words."""
-    found = [words for block in blocks(README) if block.language == "bash" for words in block.commands()]
-    return next(words[2:] for words in found if words[:2] == ["tune", "plan"] and set(piece.split()) <= set(words))
+    found = [
+        words for block in blocks(README) if block.language == "bash" for words in block.commands()
+    ]
+    return next(
+        words[2:]
+        for words in found
+        if words[:2] == ["tune", "plan"] and set(piece.split()) <= set(words)
+    )
 
 
 def plan_of(words: list[str]) -> tuple[Plan, bool]:
@@ -167,7 +197,16 @@ def _planned(words: list[str]) -> tuple[str, bool]:
 
 def fit_page() -> None:
     assert fit.CARDS == (1, 2, 4, 8)
-    assert list(fit.MODELS) == ["1B", "3B", "8B", "14B", "32B", "70B", "gpt-oss-20b", "Qwen3-30B-A3B"]
+    assert list(fit.MODELS) == [
+        "1B",
+        "3B",
+        "8B",
+        "14B",
+        "32B",
+        "70B",
+        "gpt-oss-20b",
+        "Qwen3-30B-A3B",
+    ]
     assert list(fit.METHODS.values()) == ["full fine-tuning", "LoRA", "QLoRA"]
 
 
@@ -195,12 +234,26 @@ def state_bytes_of_adamw() -> None:
 
 def methods() -> None:
     """What recipes and losses there are."""
-    names = {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed", "reward_distributed"}
+    names = {
+        "full_finetune_distributed",
+        "lora_finetune_distributed",
+        "dpo_distributed",
+        "reward_distributed",
+    }
     assert set(RECIPE_CONFIGS) == names | {"distill_distributed"}
-    kinds = read_schema(RECIPE_CONFIGS["distill_distributed"]).keys["distill.divergence"].limits["choices"]
+    kinds = (
+        read_schema(RECIPE_CONFIGS["distill_distributed"])
+        .keys["distill.divergence"]
+        .limits["choices"]
+    )
     assert kinds == ("forward_kl", "reverse_kl", "jensen_shannon")
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
-    assert losses >= {"SIGMOID", "IPO", "SIMPO", "KTO"}, losses  # the first is DPO, and cDPO by the next key
+    assert losses >= {
+        "SIGMOID",
+        "IPO",
+        "SIMPO",
+        "KTO",
+    }, losses  # the first is DPO, and cDPO by the next key
     assert "dpo.label_smoothing" in KEYS
 
 
@@ -208,7 +261,9 @@ def no_ring_attention() -> None:
     assert not {name for name in KEYS if "ring" in name.split("_")} and "parallel.context" in KEYS
     check_context(replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=8))
     with pytest.raises(ConfigError, match="8 attention heads"):
-        check_context(replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=16))
+        check_context(
+            replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=16)
+        )
 
 
 def no_expert_parallelism() -> None:
@@ -224,17 +279,25 @@ def few_quantized_checkpoints() -> None:
 
     dense, mixture = preset_config("llama3/8B"), {"model_type": "gpt_oss", "num_local_experts": 4}
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert spec_from_config({**dense, "quantization_config": fp8}, "config.json").codes.fp8_block == (128, 128)
+    assert spec_from_config(
+        {**dense, "quantization_config": fp8}, "config.json"
+    ).codes.fp8_block == (128, 128)
     assert read_codes({**mixture, "quantization_config": {"quant_method": "mxfp4"}}, "").mxfp4
     for method in ("gptq", "awq", "bitsandbytes"):
-        with pytest.raises(UserError, match=rf"quantization_config: the weights are quantized \({method}\)"):
-            spec_from_config({**dense, "quantization_config": {"quant_method": method}}, "config.json")
+        with pytest.raises(
+            UserError, match=rf"quantization_config: the weights are quantized \({method}\)"
+        ):
+            spec_from_config(
+                {**dense, "quantization_config": {"quant_method": method}}, "config.json"
+            )
 
 
 def check_window_of_torch() -> None:
     """The first and the last of the window, and the one that is pinned."""
     (torch,) = [Requirement(line) for line in PROJECT["dependencies"] if line.startswith("torch>")]
-    assert [version for version in range(30) if f"2.{version}.0" in torch.specifier] == list(range(11, 16))
+    assert [version for version in range(30) if f"2.{version}.0" in torch.specifier] == list(
+        range(11, 16)
+    )
     assert "\ntorch==2.13." in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
@@ -251,14 +314,16 @@ LEVERS = "tests/recipes/test_levers.py::test_losses_are_those_of_the_plain_run_o
 ARITHMETIC = f"{DOCUMENTS}::test_readme_arithmetic"
 PRESETS = f"{DOCUMENTS}::test_every_preset_is_in_the_table"
 TIES: dict[str, Callable[[], None] | str] = {
-    "one file of at most 200 lines": recipes_are_short,
     "of 0.1 to 120 billion parameters": sizes_of_models,
     "Llama 3 8B with all parameters trained on four cards": pictures,
-    "both are HTML pages that need no network": "tests/training/test_report_page.py::"
-    "test_the_page_stands_alone_and_is_well_formed",
+    "both are HTML pages that need no network": (
+        "tests/training/test_report_page.py::test_the_page_stands_alone_and_is_well_formed"
+    ),
     "Python 3.11 or newer": python_version,
     "`--no-compile` leaves out bytecode": bytecode_share,
-    "A wheel of it": "tests/house/test_package.py::test_the_commands_of_all_pages_run_from_the_wheel",
+    "A wheel of it": (
+        "tests/house/test_package.py::test_the_commands_of_all_pages_run_from_the_wheel"
+    ),
     "`tune ls qwen3 lora` lists": listed,
     "| `full_finetune_distributed`": methods,
     "| `lora_finetune_distributed`": methods,
@@ -276,7 +341,9 @@ TIES: dict[str, Callable[[], None] | str] = {
     "one layer's own results": ARITHMETIC,
     "| a layer gathered": ARITHMETIC,
     "That is 17.35 GiB": ARITHMETIC,
-    "What is in no unit stays gathered": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
+    "What is in no unit stays gathered": (
+        "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy"
+    ),
     "If only the layers are units": ARITHMETIC,
     "As separate units": "tests/parallel/test_fsdp_wrap_policy.py::test_auto_goes_by_size",
     "Logits in fp32 are 4 s v bytes": ARITHMETIC,
@@ -290,43 +357,79 @@ TIES: dict[str, Callable[[], None] | str] = {
     "Gradients are not clipped": one_card,
     "What these levers keep, move and free is tested": what_ran_on_a_gpu,
     "fit 1, 2, 4 and 8 cards of 24 GB": fit_page,
-    "tensors have sizes and no bytes": "tests/plan/test_closed_forms.py::"
-    "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
+    "tensors have sizes and no bytes": (
+        "tests/plan/test_closed_forms.py::"
+        "test_a_rank_holds_its_part_of_parameters_gradients_and_states"
+    ),
     "exit code 0 or 3": exit_code_of_a_plan,
-    "versions that do not work together": "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy",
+    "versions that do not work together": (
+        "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy"
+    ),
     "For Llama 3 8B with rank 16": adapters_of_8b,
-    "On several cards, configs whose model fits one of 24 GB": "tests/models/test_planned_peaks.py::"
-    "test_adapters_have_whole_models_where_they_fit",
-    "no rank ever holds the model in 16 bits": "tests/adapters/test_quantized_sharded.py::"
-    "test_loading_reads_a_ranks_blocks_in_pieces",
+    "On several cards, configs whose model fits one of 24 GB": (
+        "tests/models/test_planned_peaks.py::test_adapters_have_whole_models_where_they_fit"
+    ),
+    "no rank ever holds the model in 16 bits": (
+        "tests/adapters/test_quantized_sharded.py::test_loading_reads_a_ranks_blocks_in_pieces"
+    ),
     "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
     "`checkpoint.keep_best` exports the best step": "tests/recipes/test_best_runs.py",
     "A model goes to llama.cpp and Ollama": "tests/checkpoint/gguf/test_gguf_models.py",
-    "`qat=int4` trains it for the bits": "tests/recipes/test_qat_runs.py::"
-    "test_what_transformers_loads_quantized_computes_what_training_computed",
+    "`qat=int4` trains it for the bits": (
+        "tests/recipes/test_qat_runs.py::"
+        "test_what_transformers_loads_quantized_computes_what_training_computed"
+    ),
     "have not been measured on a GPU": what_ran_on_a_gpu,
     "| `batch_size=1` with": LEVERS,
-    "| `data.packing=true`": "tests/data/test_packing.py::test_within_one_percent_of_the_fewest_possible",
-    "activation_checkpointing=budget": "tests/memory/test_budget.py::"
-    "test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same",
-    "| `memory.loss_chunks=16`": "tests/ops/test_cross_entropy.py::test_peak_bytes_are_those_of_one_chunk",
-    "| `memory.mlp_tiles=8`": "tests/memory/test_mlp_tiles.py::test_the_inner_width_exists_for_a_piece_at_a_time",
-    "no longer gathered throughout": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
-    "| `parallel.data_shard=-1`": "tests/plan/test_closed_forms.py::"
-    "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
+    "| `data.packing=true`": (
+        "tests/data/test_packing.py::test_within_one_percent_of_the_fewest_possible"
+    ),
+    "activation_checkpointing=budget": (
+        "tests/memory/test_budget.py::"
+        "test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same"
+    ),
+    "| `memory.loss_chunks=16`": (
+        "tests/ops/test_cross_entropy.py::test_peak_bytes_are_those_of_one_chunk"
+    ),
+    "| `memory.mlp_tiles=8`": (
+        "tests/memory/test_mlp_tiles.py::test_the_inner_width_exists_for_a_piece_at_a_time"
+    ),
+    "no longer gathered throughout": (
+        "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy"
+    ),
+    "| `parallel.data_shard=-1`": (
+        "tests/plan/test_closed_forms.py::"
+        "test_a_rank_holds_its_part_of_parameters_gradients_and_states"
+    ),
     "| `memory.stream_layers=true`": "tests/memory/test_layer_stream.py",
-    "| `parallel.context=8`": "tests/parallel/test_context.py::test_a_layer_keeps_its_part_of_the_tokens",
-    "| `parallel.tensor=8`": "tests/parallel/test_tensor_memory.py::test_kept_bytes_are_those_of_the_formula",
-    "| `parallel.pipeline: 4`": "tests/parallel/pipeline/test_memory.py::"
-    "test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte",
+    "| `parallel.context=8`": (
+        "tests/parallel/test_context.py::test_a_layer_keeps_its_part_of_the_tokens"
+    ),
+    "| `parallel.tensor=8`": (
+        "tests/parallel/test_tensor_memory.py::test_kept_bytes_are_those_of_the_formula"
+    ),
+    "| `parallel.pipeline: 4`": (
+        "tests/parallel/pipeline/test_memory.py::"
+        "test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte"
+    ),
     "optimizer.implementation=fused": LEVERS,
-    "| `optimizer.state_bits=8`": "tests/plan/test_optimizer_bytes.py::test_states_of_few_bits_are_codes_and_scales",
-    "optimizer_in_backward=true clip": "tests/plan/test_stepping_bytes.py::test_one_gradient_at_a_time",
+    "| `optimizer.state_bits=8`": (
+        "tests/plan/test_optimizer_bytes.py::test_states_of_few_bits_are_codes_and_scales"
+    ),
+    "optimizer_in_backward=true clip": (
+        "tests/plan/test_stepping_bytes.py::test_one_gradient_at_a_time"
+    ),
     "| `optimizer.name=sgd`": state_bytes_of_adamw,
-    "| `parallel.strategy=ddp`": "tests/parallel/test_ddp.py::test_losses_and_norms_are_those_of_one_process",
-    "| `matmul_dtype=int8`": "tests/memory/test_matmul_dtype.py::test_the_layers_linears_and_nothing_else",
+    "| `parallel.strategy=ddp`": (
+        "tests/parallel/test_ddp.py::test_losses_and_norms_are_those_of_one_process"
+    ),
+    "| `matmul_dtype=int8`": (
+        "tests/memory/test_matmul_dtype.py::test_the_layers_linears_and_nothing_else"
+    ),
     "parallel.reduce_dtype=fp32": "tests/parallel/test_fsdp.py::test_dtype_of_the_reduction",
-    "parallel.data_replicate=2": "tests/plan/test_closed_forms.py::test_copies_sum_the_part_that_is_reduced_already",
+    "parallel.data_replicate=2": (
+        "tests/plan/test_closed_forms.py::test_copies_sum_the_part_that_is_reduced_already"
+    ),
     "| Llama 2 |": PRESETS,
     "| Llama 3, 3.1": PRESETS,
     "| SmolLM2": PRESETS,
@@ -369,7 +472,9 @@ def test_claims(check: Callable[[], None]):
     check()
 
 
-@pytest.mark.parametrize("place", sorted({place for place in TIES.values() if isinstance(place, str)}))
+@pytest.mark.parametrize(
+    "place", sorted({place for place in TIES.values() if isinstance(place, str)})
+)
 def test_what_holds_a_claim_is_a_test(place: str):
     path, _, name = place.partition("::")
     assert importlib.util.spec_from_file_location("held", ROOT / path) is not None

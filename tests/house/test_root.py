@@ -1,4 +1,6 @@
-"""What lies at the root of the repository, file by file: nothing that a tool left there is committed."""
+"""What lies at the root of the repository, file by file: nothing that a tool left there is
+committed.
+"""
 
 import re
 import subprocess
@@ -13,10 +15,14 @@ FOLDERS = ".ci benchmarks configs docs examples findings recipe_lib recipes test
 
 
 def list_tracked() -> list[str]:
-    """Return the paths that git tracks; skips where this is no checkout, as in a source distribution."""
+    """Return the paths that git tracks; skips where this is no checkout, as in a source
+    distribution.
+    """
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return done.stdout.rstrip("\0").split("\0")
 
 
@@ -27,7 +33,9 @@ def test_the_root_has_these_files_and_folders():
 
 
 def test_no_built_or_downloaded_package_is_tracked():
-    packages = [path for path in list_tracked() if re.search(r"\.(whl|egg|tar\.gz|tgz)$|\.egg-info/", path)]
+    packages = [
+        path for path in list_tracked() if re.search(r"\.(whl|egg|tar\.gz|tgz)$|\.egg-info/", path)
+    ]
     assert not packages
 
 

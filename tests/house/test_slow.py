@@ -12,14 +12,21 @@ MARKS = ("pytest.mark.slow", "pytest.mark.benchmark", "slow_except")
 
 
 def is_left_out(node: ast.AST) -> bool:
-    return any(ast.unparse(decorator).startswith(MARKS[:2]) for decorator in getattr(node, "decorator_list", []))
+    return any(
+        ast.unparse(decorator).startswith(MARKS[:2])
+        for decorator in getattr(node, "decorator_list", [])
+    )
 
 
 def files_left_out() -> dict[str, list[str]]:
     """Names of the files with a mark, by folder."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in python_files("tests"):
-        text = path.read_text(encoding="utf-8") if path.name.startswith("test_") and path != Path(__file__) else ""
+        text = (
+            path.read_text(encoding="utf-8")
+            if path.name.startswith("test_") and path != Path(__file__)
+            else ""
+        )
         if any(mark in text for mark in MARKS):
             found[path.parent.relative_to(ROOT).as_posix()].append(path.stem.removeprefix("test_"))
     return dict(found)
@@ -27,15 +34,24 @@ def files_left_out() -> dict[str, list[str]]:
 
 def table() -> str:
     """The lines that CONTRIBUTING has of them."""
-    return "\n".join(f"- `{folder}`: {', '.join(names)}" for folder, names in files_left_out().items())
+    return "\n".join(
+        f"- `{folder}`: {', '.join(names)}" for folder, names in files_left_out().items()
+    )
 
 
 def section() -> str:
-    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(HEADING)[2].partition("\n## ")[0]
+    return (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text(encoding="utf-8")
+        .partition(HEADING)[2]
+        .partition("\n## ")[0]
+    )
 
 
 def test_the_page_names_every_file_with_slow_tests():
-    assert section().rpartition("\n\n- ")[2].strip() == table().removeprefix("- "), f"expected:\n{table()}"
+    assert section().rpartition("\n\n- ")[2].strip() == table().removeprefix("- "), (
+        f"expected:\n{table()}"
+    )
 
 
 def test_every_goal_keeps_a_test():

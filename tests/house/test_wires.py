@@ -1,4 +1,6 @@
-"""What a part decides is handed on as an argument: nothing is hung on a model, a parameter or an optimizer."""
+"""What a part decides is handed on as an argument: nothing is hung on a model, a parameter or an
+optimizer.
+"""
 
 import ast
 import re
@@ -30,9 +32,11 @@ TRANSFORMERS = {
     "logits",
     "reset_parameters",
 }
-# What modules of ours declare; asked for where their class is not to be imported: of the lower layers' modules.
+# What modules of ours declare; asked for where their class is not to be imported: of the lower
+# layers' modules.
 DUCKS = {"adapter_tensors", "fill_weight"}
-# A second forward method, which `register_fsdp_forward_method` takes by name; the file that sets it calls it.
+# A second forward method, which `register_fsdp_forward_method` takes by name; the file that sets it
+# calls it.
 FORWARDS = {"run_as_output"}
 # The library knows recipes by name in tables of the config and in examples of commands.
 NAMING = ("recipe_lib/config/", "recipe_lib/cli/")
@@ -45,7 +49,9 @@ def classes() -> Iterator[ast.ClassDef]:
 
 
 def declared() -> set[str]:
-    """Attributes that the library's own modules, parameters and optimizers have by their classes."""
+    """Attributes that the library's own modules, parameters and optimizers have by their
+    classes.
+    """
     found, names = set(ROOTS), -1
     every = list(classes())
     while names != len(found):  # those derived from derived ones
@@ -71,11 +77,19 @@ def last_of(node: ast.expr) -> str:
     """`head` of `model.lm_head.head` and of `heads[0].head`; `modules` of `modules[name]`."""
     while isinstance(node, (ast.Subscript, ast.Call)):
         node = node.value if isinstance(node, ast.Subscript) else node.func
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def wires(code: ast.AST, known: set[str]) -> Iterator[tuple[ast.expr, str]]:
-    """Attributes that are set on, or looked for in, a module, parameter or optimizer, and that no class declares."""
+    """Attributes that are set on, or looked for in, a module, parameter or optimizer, and that no
+    class declares.
+    """
     for node in ast.walk(code):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             holder, name = last_of(node.value), node.attr
@@ -102,7 +116,9 @@ def found_in(paths: Iterable, known: set[str]) -> list[str]:
 
 
 def test_nothing_is_hung_on_models_parameters_and_optimizers():
-    assert found_in(python_files("recipe_lib", "recipes"), TORCH | DUCKS | FORWARDS | declared()) == []
+    assert (
+        found_in(python_files("recipe_lib", "recipes"), TORCH | DUCKS | FORWARDS | declared()) == []
+    )
 
 
 def test_a_wire_would_be_found():
@@ -113,15 +129,29 @@ def test_a_wire_would_be_found():
         "model.lm_head.summed_loss = 1", "x.weight.rows_of = 1",
     ):  # fmt: skip
         assert [name for _, name in wires(ast.parse(line), known)], line
-    for line in ("model.forward = 1", "parameter.grad = None", "self.pipeline = 1", "head.weight = 1", "cfg.name = 1"):
+    for line in (
+        "model.forward = 1",
+        "parameter.grad = None",
+        "self.pipeline = 1",
+        "head.weight = 1",
+        "cfg.name = 1",
+    ):
         assert not list(wires(ast.parse(line), known)), line
 
 
 def test_no_part_of_the_library_asks_which_recipe_runs():
     for path in python_files("recipe_lib"):
         for node in ast.walk(tree(path)):
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            name = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else ""
+            )
+            text = (
+                node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            )
             asks = re.search(r"(^|_)dpo(_|$)|Dpo", name) or text in (
                 "dpo",
                 "dpo_distributed",

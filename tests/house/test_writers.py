@@ -1,4 +1,6 @@
-"""Files are opened for writing in `recipe_lib/files.py` alone; every option that names one is in the table of them."""
+"""Files are opened for writing in `recipe_lib/files.py` alone; every option that names one is in
+the table of them.
+"""
 
 import argparse
 import ast
@@ -24,11 +26,20 @@ ALLOWED = {
     ("recipe_lib/cli/main.py", "open"): (1, "/dev/null"),
     ("recipe_lib/cli/plan_during_run.py", "os.open"): (1, "/dev/null"),
     ("recipe_lib/cli/doctor_probes.py", "os.open"): (1, "/dev/null"),
-    ("recipe_lib/data/cache.py", "open"): (2, "a lock; arrays of a folder, which gets its name when it is whole"),
+    ("recipe_lib/data/cache.py", "open"): (
+        2,
+        "a lock; arrays of a folder, which gets its name when it is whole",
+    ),
     ("recipe_lib/data/cache.py", "rename"): (1, "a folder of the cache gets its name"),
     ("recipe_lib/data/sources.py", "open"): (1, "the temporary name of `write_aside`"),
-    ("recipe_lib/checkpoint/quantized_out.py", "save_pretrained"): (1, "a temporary folder; the format is torchao's"),
-    ("recipe_lib/external/apply_plan.py", "save_pretrained"): (1, "transformers' own, under its own name, for a loop"),
+    ("recipe_lib/checkpoint/quantized_out.py", "save_pretrained"): (
+        1,
+        "a temporary folder; the format is torchao's",
+    ),
+    ("recipe_lib/external/apply_plan.py", "save_pretrained"): (
+        1,
+        "transformers' own, under its own name, for a loop",
+    ),
     ("recipe_lib/plan/world/shape_only_model.py", "tempfile.mkdtemp"): (1, "of this process"),
 }
 COPIES = ("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename", "os.replace",
@@ -50,7 +61,9 @@ READ = {("import", "FILE"), ("plan", "--calibration"), ("generate", "--prompts")
 
 
 def calls_that_write(path: ast.Module) -> Iterator[str]:
-    """The calls of a file that open something for writing, or change a name on the disk, as they are called."""
+    """The calls of a file that open something for writing, or change a name on the disk, as they
+    are called.
+    """
     for node in ast.walk(path):
         if not isinstance(node, ast.Call):
             continue
@@ -58,18 +71,25 @@ def calls_that_write(path: ast.Module) -> Iterator[str]:
         method = called.rpartition(".")[2]
         words = [*node.args, *(word.value for word in node.keywords)]
         if called == "os.open":
-            if any(flag in ast.unparse(node) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND")):
+            if any(
+                flag in ast.unparse(node) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND")
+            ):
                 yield called
         elif called in COPIES:
             is_read = called == "np.memmap" and "mode='r'" in ast.unparse(node)
             if not is_read:
                 yield called
         elif method == "open":
-            modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+            modes = [
+                word.value
+                for word in words
+                if isinstance(word, ast.Constant) and isinstance(word.value, str)
+            ]
             if any(set(mode) <= set("rwxabt+") and set(mode) & set("wxa+") for mode in modes):
                 yield method
         elif method in METHODS and "." in called and not called.startswith(OURS):
-            # str.replace has two arguments, and dataclasses.replace no positional ones but the first
+            # str.replace has two arguments, and dataclasses.replace no positional ones but the
+            # first
             if method != "replace" or (len(node.args) == 1 and not node.keywords):
                 yield method
 
@@ -100,7 +120,11 @@ def test_what_is_looked_for_is_found() -> None:
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """Name and kind of value of each option, and of each word, that takes one."""
     for action in parser._actions:
-        if action.nargs != 0 and action.type is None and not (action.choices and not action.metavar):
+        if (
+            action.nargs != 0
+            and action.type is None
+            and not (action.choices and not action.metavar)
+        ):
             yield next(iter(action.option_strings), str(action.metavar)), str(action.metavar)
 
 
@@ -110,11 +134,19 @@ def test_every_option_that_names_a_file_to_write_is_in_the_table() -> None:
         for option, value in options_of(importlib.import_module(module_of(verb)).parser()):
             is_known = value in VALUES or option == "--plugin" or (verb, option) in READ
             is_known = is_known or option in ("--revision", "--recipe", "--config")
-            assert is_known != ((verb, option) in in_the_table - {("run", "--log-dir")}), (verb, option, value)
+            assert is_known != ((verb, option) in in_the_table - {("run", "--log-dir")}), (
+                verb,
+                option,
+                value,
+            )
 
 
 def test_every_key_that_names_a_folder_to_write_is_in_the_table() -> None:
-    written = {name for name in _NOT_READ if name != "resume"}  # what is resumed is below output_dir
+    written = {
+        name for name in _NOT_READ if name != "resume"
+    }  # what is resumed is below output_dir
     assert written <= read_schema(FullFinetuneConfig).keys.keys()
-    in_the_table = {writer.option for writer in WRITERS} | {option for _, option in NOT_IN_THE_TABLE}
+    in_the_table = {writer.option for writer in WRITERS} | {
+        option for _, option in NOT_IN_THE_TABLE
+    }
     assert written <= in_the_table

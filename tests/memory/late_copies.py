@@ -1,8 +1,10 @@
-"""A device on a CPU whose copies are as late as its streams and events allow, and that notices what comes too early.
+"""A device on a CPU whose copies are as late as its streams and events allow, and that notices what
+comes too early.
 
-Operators run at once, on the stream that computes. A copy on another stream waits in that stream's queue until somebody
-waits for an event behind it; the computing stream's memory must be there until then. What it takes without giving it
-values is filled with NaN, so that whoever reads it before the copy has come finds no numbers.
+Operators run at once, on the stream that computes. A copy on another stream waits in that stream's
+queue until somebody waits for an event behind it; the computing stream's memory must be there until
+then. What it takes without giving it values is filled with NaN, so that whoever reads it before the
+copy has come finds no numbers.
 """
 
 import weakref
@@ -27,7 +29,9 @@ class LateEvent:
 
 
 class LateStream:
-    """A queue of works. seen: so many works of the computing stream are done before the next one here."""
+    """A queue of works. seen: so many works of the computing stream are done before the next one
+    here.
+    """
 
     def __init__(self, device: "LateCopies") -> None:
         self.device = device
@@ -53,9 +57,10 @@ class LateStream:
 
 
 class LateCopies(TorchDispatchMode):
-    """In place of `torch.get_device_module(device)`, entered around what is tested. copied: bytes, by late copies.
-    too_early: one could have begun before the computing stream was done with its memory. too_late: one came when its
-    memory was gone."""
+    """In place of `torch.get_device_module(device)`, entered around what is tested. copied: bytes,
+    by late copies. too_early: one could have begun before the computing stream was done with its
+    memory. too_late: one came when its memory was gone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +93,8 @@ class LateCopies(TorchDispatchMode):
             return args[0]
         result = func(*args, **(kwargs or {}))
         if late:
-            return result  # memory of the host, which is not given to others before its copies are done
+            # Memory of the host, which is not given to others before its copies are done
+            return result
         self.computing.issued += 1
         for value in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(value, Tensor) and self._made_at(value) is None:

@@ -1,4 +1,6 @@
-"""Late copies into memory that is taken and given back by a storage's size, as FSDP and layer streaming do it."""
+"""Late copies into memory that is taken and given back by a storage's size, as FSDP and layer
+streaming do it.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +12,9 @@ from tests.memory.late_copies import LateCopies
 
 
 class LateMemory(LateCopies):
-    """As `LateCopies`. Memory that a storage is given begins as NaN, and a copy from or to a storage that has none is
-    too late."""
+    """As `LateCopies`. Memory that a storage is given begins as NaN, and a copy from or to a
+    storage that has none is too late.
+    """
 
     @contextmanager
     def resizing(self) -> Iterator[None]:

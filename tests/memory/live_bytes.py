@@ -1,4 +1,6 @@
-"""Counts the bytes of tensors that live: every storage that an operator makes, until it dies or is resized."""
+"""Counts the bytes of tensors that live: every storage that an operator makes, until it dies or is
+resized.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -12,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While entered, keeps an account of the storages that operators return.
 
-    now(): bytes of those that are alive. peak: the most after any operator. `also(...)`: called after each operator
-    and added to the account, for bytes that no operator returns.
+    now(): bytes of those that are alive. peak: the most after any operator. `also(...)`: called
+    after each operator and added to the account, for bytes that no operator returns.
     """
 
     def __init__(self, also: Callable[[], int] = lambda: 0):
@@ -23,10 +25,16 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
 
     def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operator: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages_of((args, kwargs))}  # views and in-place results make nothing
+        given = {
+            storage._cdata for storage in _storages_of((args, kwargs))
+        }  # views and in-place results make nothing
         for storage in _storages_of(result):
             if storage._cdata not in given:
                 self._storages[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))

@@ -1,4 +1,6 @@
-"""Activation offload: the same numbers bit for bit, whatever copies are late; what is sent, once; nothing is left."""
+"""Activation offload: the same numbers bit for bit, whatever copies are late; what is sent, once;
+nothing is left.
+"""
 
 import gc
 import weakref
@@ -41,7 +43,9 @@ def decoder(
     model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, mode)
     change(model)
-    memory = MemoryConfig(activation_offload=ahead is not None, activation_offload_prefetch_layers=ahead or 1)
+    memory = MemoryConfig(
+        activation_offload=ahead is not None, activation_offload_prefetch_layers=ahead or 1
+    )
     window = offload_activations(model, memory, CPU, is_stage=is_stage)
     model.to_empty(device="cpu")
     init_weights(model, 3, spec)
@@ -76,7 +80,9 @@ def test_the_numbers_are_those_without_it_however_late_copies_are(mode: str, ahe
         found = two_micro_batches(model)
     assert same(found, expected)
     assert not late.too_early and not late.too_late
-    assert window.host_bytes.keys() == set(range(LAYERS - ahead))  # backward begins with the last ones
+    assert window.host_bytes.keys() == set(
+        range(LAYERS - ahead)
+    )  # backward begins with the last ones
     first, second = (rows * LENGTH * WIDTH * 4 for rows in (ROWS, ROWS // 2))
     if mode == "full":
         assert late.copied == 2 * (first + second) * len(window.host_bytes)
@@ -119,7 +125,9 @@ def test_all_that_a_layer_keeps_is_sent_once_and_parameters_are_not() -> None:
 
 
 def test_memory_is_let_go_layer_by_layer() -> None:
-    """Storages that layers keep, on the device between layers: at most those of `ahead` + 1 layers."""
+    """Storages that layers keep, on the device between layers: at most those of `ahead` + 1
+    layers.
+    """
     ahead, kept_now, counts = 2, weakref.WeakSet[Kept](), {"forward": [0], "backward": [0]}
     model, window = decoder("full", ahead, layers=8)
     make = Kept.__init__
@@ -129,7 +137,9 @@ def test_memory_is_let_go_layer_by_layer() -> None:
         kept_now.add(self)
 
     def count(*_: Any) -> None:
-        where = "forward" if torch._C._current_graph_task_id() == -1 else "backward"  # where it is computed again
+        where = (
+            "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        )  # where it is computed again
         counts[where].append(sum(kept.on_device is not None for kept in kept_now))
 
     for layer in model.model.layers:
@@ -153,7 +163,9 @@ def bang(*_: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", slow_but(["no backward", "in forward", "in backward", "no gradients"], 1))
+@pytest.mark.parametrize(
+    "ends", slow_but(["no backward", "in forward", "in backward", "no gradients"], 1)
+)
 def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
     layers = 3
     gc.freeze()  # the collection looks through what follows, and not through all that is imported
@@ -173,7 +185,11 @@ def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
                 loss_of(model)
             assert late.copied == 0
         else:
-            register = layer.mlp.register_forward_hook if ends == "in forward" else layer.register_full_backward_hook
+            register = (
+                layer.mlp.register_forward_hook
+                if ends == "in forward"
+                else layer.register_full_backward_hook
+            )
             handle = register(bang)
             with pytest.raises(_Bang):
                 loss_of(model).backward()
@@ -236,7 +252,9 @@ def test_compiled_layers_are_compiled_as_often_and_send_what_they_keep() -> None
     assert min(window.host_bytes.values()) >= ROWS * LENGTH * WIDTH * 4
 
 
-def test_a_cpu_is_left_alone_and_so_is_a_model_without_the_lever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_left_alone_and_so_is_a_model_without_the_lever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, _ = decoder("none", None)
     forward = model.model.layers[0].forward
     assert model.model.layers[0].forward == forward
@@ -252,4 +270,6 @@ def test_no_layer_that_could_be_sent_is_refused_in_one_line(ahead: int) -> None:
     with pytest.raises(ConfigError, match=words):
         decoder("none", ahead)
     _, window = decoder("none", ahead, is_stage=True)
-    assert window.sent == LAYERS  # other micro-batches come between a layer's forward and its backward
+    assert (
+        window.sent == LAYERS
+    )  # other micro-batches come between a layer's forward and its backward

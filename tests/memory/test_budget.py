@@ -1,4 +1,6 @@
-"""Checkpointing under a budget: what is chosen, that so many bytes are kept, and that the gradients stay the same."""
+"""Checkpointing under a budget: what is chosen, that so many bytes are kept, and that the gradients
+stay the same.
+"""
 
 import gc
 from dataclasses import replace
@@ -33,8 +35,13 @@ LAYERS, TOKENS, WIDTH, MLP_WIDTH, KV_WIDTH = 4, ROWS * LENGTH, 32, 64, 16
 
 
 def config(budget: float | None, **memory: Any) -> FullFinetuneConfig:
-    mode = {"activation_checkpointing": "none" if budget is None else "budget", "activation_budget_gib": budget}
-    return FullFinetuneConfig(batch_size=ROWS, max_seq_len=LENGTH, memory=MemoryConfig(**mode | memory))
+    mode = {
+        "activation_checkpointing": "none" if budget is None else "budget",
+        "activation_budget_gib": budget,
+    }
+    return FullFinetuneConfig(
+        batch_size=ROWS, max_seq_len=LENGTH, memory=MemoryConfig(**mode | memory)
+    )
 
 
 def decoder(cfg: FullFinetuneConfig, lora: LoraConfig | None = None, **changes: Any) -> nn.Module:
@@ -50,7 +57,8 @@ def decoder(cfg: FullFinetuneConfig, lora: LoraConfig | None = None, **changes: 
 def kept(model: nn.Module) -> int:
     """Bytes alive between forward and backward that were not there before forward."""
     tokens, labels = small_batch()
-    gc.freeze()  # the collection looks through what forward makes, and not through all that is imported
+    # The collection looks through what forward makes, and not through all that is imported
+    gc.freeze()
     with LiveBytes() as live:
         loss = model(tokens, labels=labels)
         gc.collect()  # what only circles of objects hold is alive until then, more or less long
@@ -61,7 +69,9 @@ def kept(model: nn.Module) -> int:
 
 
 def costs(lora: LoraConfig | None = None, chunks: int = 1, **changes: Any) -> list[LayerCost]:
-    model = build_meta(replace(small_spec(layers=LAYERS), **{"windows": (None,) * LAYERS} | changes), torch.float64)
+    model = build_meta(
+        replace(small_spec(layers=LAYERS), **{"windows": (None,) * LAYERS} | changes), torch.float64
+    )
     if lora is not None:
         add_adapters(model, lora, torch.float64)
     chunk_mlps(model, chunks)
@@ -69,23 +79,51 @@ def costs(lora: LoraConfig | None = None, chunks: int = 1, **changes: Any) -> li
 
 
 def test_operators_of_a_layer_and_their_bytes() -> None:
-    """As many elements a token as the results have; the last matmul is not among them: nothing needs it again."""
+    """As many elements a token as the results have; the last matmul is not among them: nothing
+    needs it again.
+    """
     found = costs()
     assert [one.name for one in found] == [f"model.layers.{number}" for number in range(LAYERS)]
     elements = [(one.kind, one.number, one.bytes // (8 * TOKENS)) for one in found[1].operators]
     attention = ("attention", 0, WIDTH + 4)  # output, and a number a head
-    q, k, v = (("matmul", number, width) for number, width in enumerate((WIDTH, KV_WIDTH, KV_WIDTH)))
-    o, gate, up = (("matmul", number, width) for number, width in ((3, WIDTH), (4, MLP_WIDTH), (5, MLP_WIDTH)))
+    q, k, v = (
+        ("matmul", number, width) for number, width in enumerate((WIDTH, KV_WIDTH, KV_WIDTH))
+    )
+    o, gate, up = (
+        ("matmul", number, width) for number, width in ((3, WIDTH), (4, MLP_WIDTH), (5, MLP_WIDTH))
+    )
     assert elements == [q, k, v, attention, o, gate, up]
     assert found[0].input == 8 * TOKENS * WIDTH
 
 
 EXPERTS, CHOICES, INNER = 5, 2, 24
 MIXTURE = MixtureSpec(
-    EXPERTS, CHOICES, INNER, (True, False, True, True), True, False, False, "silu", False, 1.0, float("inf")
+    EXPERTS,
+    CHOICES,
+    INNER,
+    (True, False, True, True),
+    True,
+    False,
+    False,
+    "silu",
+    False,
+    1.0,
+    float("inf"),
 )
-OSS = replace(MIXTURE, router_bias=True, expert_bias=True, activation="clamped_swiglu", interleaved=True, limit=7.0)
-KINDS = [BIASES | LORA, GEMMA | {"chunks": 3}, {"mixture": MIXTURE}, {"mixture": OSS, "windows": (7, None) * 2}]
+OSS = replace(
+    MIXTURE,
+    router_bias=True,
+    expert_bias=True,
+    activation="clamped_swiglu",
+    interleaved=True,
+    limit=7.0,
+)
+KINDS = [
+    BIASES | LORA,
+    GEMMA | {"chunks": 3},
+    {"mixture": MIXTURE},
+    {"mixture": OSS, "windows": (7, None) * 2},
+]
 
 
 @pytest.mark.parametrize(
@@ -94,11 +132,16 @@ KINDS = [BIASES | LORA, GEMMA | {"chunks": 3}, {"mixture": MIXTURE}, {"mixture":
     ids=["biases, lora", "gemma, chunks", "experts", "gpt-oss"],
 )
 def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict[str, Any]) -> None:
-    chunks, kind = kind.get("chunks", 1), {name: value for name, value in kind.items() if name != "chunks"}
+    chunks, kind = (
+        kind.get("chunks", 1),
+        {name: value for name, value in kind.items() if name != "chunks"},
+    )
     layers = costs(chunks=chunks, **kind)
     inputs, everything = sum(one.input for one in layers), sum(one.everything for one in layers)
     wanted = backward(decoder(config(None, mlp_tiles=chunks), **kind))
-    base = kept(decoder(config(inputs / GIB, mlp_tiles=chunks), **kind)) - inputs  # what is not the layers'
+    base = (
+        kept(decoder(config(inputs / GIB, mlp_tiles=chunks), **kind)) - inputs
+    )  # what is not the layers'
     for share in (0.25, 0.6, 1.0):
         budget = (inputs + share * (everything - inputs)) / GIB
         choice = choose(layers, budget, [{0: 1}])
@@ -111,13 +154,19 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
 
 
 def test_experts_that_are_computed_again_take_the_time_of_each_tokens_choices() -> None:
-    """Mixtral: of its experts the wider product at least is needed again, 2 x 2 x 4096 x 14336 weights a token."""
+    """Mixtral: of its experts the wider product at least is needed again, 2 x 2 x 4096 x 14336
+    weights a token.
+    """
     spec = spec_from_config(preset_config("mixtral/8x7B"), "mixtral/8x7B")
     assert spec.mixture is not None
-    one = replace(spec, num_layers=1, windows=(None,), mixture=replace(spec.mixture, layers=(True,)))
+    one = replace(
+        spec, num_layers=1, windows=(None,), mixture=replace(spec.mixture, layers=(True,))
+    )
     tokens = 4096
     (layer,) = layer_costs(build_meta(one, torch.bfloat16), 1, tokens, 1, "cuda")
-    assert [found.kind for found in layer.operators] == ["matmul"] * 3 + ["attention"] + ["matmul"] * 2  # o, the router
+    assert [found.kind for found in layer.operators] == ["matmul"] * 3 + ["attention"] + [
+        "matmul"
+    ] * 2  # o, the router
     product = 2 * tokens * 2 * 4096 * 2 * 14336 / FLOPS
     assert product < layer.other < 2 * product
 
@@ -138,7 +187,9 @@ def left(layers: list[LayerCost], choice: BudgetChoice) -> float:
 def made(seconds: dict[str, float], count: int = 3) -> list[LayerCost]:
     """Layers with operators of 1000 bytes; an input of 100, everything 5000."""
     operators = tuple(Operator(kind, 0, 1000, one) for kind, one in seconds.items())
-    return [LayerCost(f"l{number}", number % 2, 100, operators, 5000, 0.5) for number in range(count)]
+    return [
+        LayerCost(f"l{number}", number % 2, 100, operators, 5000, 0.5) for number in range(count)
+    ]
 
 
 def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
@@ -148,7 +199,10 @@ def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
     def taken(num_bytes: int, moments: list[dict[int, int]] = one) -> list[Any]:
         choice = choose(layers, num_bytes / GIB, moments)
         assert choice.bytes <= num_bytes
-        return [None if chosen is None else sorted(kind for kind, _ in chosen) for chosen in choice.kept.values()]
+        return [
+            None if chosen is None else sorted(kind for kind, _ in chosen)
+            for chosen in choice.kept.values()
+        ]
 
     assert taken(300) == [[], [], []]
     assert taken(2500) == [["matmul"], ["matmul"], []]
@@ -166,8 +220,12 @@ def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
 def test_a_budget_below_the_inputs_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         choose(made({}), 299 / GIB, [{0: 1, 1: 1}])
-    assert "memory.activation_budget_gib: found 2.78465e-07 GiB, expected at least 2.79e-07" in str(caught.value)
-    with pytest.raises(ConfigError, match="expected at least 9.16e-05, which the layers' inputs take"):
+    assert "memory.activation_budget_gib: found 2.78465e-07 GiB, expected at least 2.79e-07" in str(
+        caught.value
+    )
+    with pytest.raises(
+        ConfigError, match="expected at least 9.16e-05, which the layers' inputs take"
+    ):
         decoder(config(0.00001))
     padded = config(0.0001)
     padded.data.pad_to_multiple_of = 16  # rows of 12 tokens
@@ -175,7 +233,9 @@ def test_a_budget_below_the_inputs_is_refused() -> None:
         decoder(padded)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+)
 def test_what_a_pipeline_may_keep_at_once(schedule: str) -> None:
     """The most of it is what the schedule's formula says."""
     ranks, count = 4, 8
@@ -185,13 +245,19 @@ def test_what_a_pipeline_may_keep_at_once(schedule: str) -> None:
     per_rank = stage_count(parallel) // ranks
     for rank in range(ranks):
         layers = {stage: range(1) for stage in stages_of_rank(parallel, rank)}
-        moments = Pipeline.in_flight(SimpleNamespace(layers=layers, _parallel=parallel, _place=rank), count)  # type: ignore[arg-type]
-        assert max(sum(one.values()) for one in moments) == in_flight(schedule, ranks, rank, count, per_rank)
+        moments = Pipeline.in_flight(
+            SimpleNamespace(layers=layers, _parallel=parallel, _place=rank), count
+        )  # type: ignore[arg-type]
+        assert max(sum(one.values()) for one in moments) == in_flight(
+            schedule, ranks, rank, count, per_rank
+        )
         assert all(set(one) == set(layers) for one in moments) and {} not in moments
 
 
 def test_worth_follows_the_length_of_rows() -> None:
-    """A matmul's worth a byte is the width that it sums over, attention's the tokens that a query sees."""
+    """A matmul's worth a byte is the width that it sums over, attention's the tokens that a query
+    sees.
+    """
     model = build_meta(spec_from_config(preset_config("llama3/8B"), "x"), torch.bfloat16)
 
     def first(length: int) -> str:
@@ -207,7 +273,9 @@ def test_worth_follows_the_length_of_rows() -> None:
 
 
 def ranks() -> list[Any]:
-    """Of each rank of a tensor-parallel group: bytes planned, kept, and the gradients' largest error."""
+    """Of each rank of a tensor-parallel group: bytes planned, kept, and the gradients' largest
+    error.
+    """
     cfg = config(1.0)
     cfg.device, cfg.parallel = "cpu", ParallelConfig(tensor=2)
     spec, found = replace(small_spec(layers=LAYERS), num_kv_heads=4), []
@@ -230,7 +298,13 @@ def ranks() -> list[Any]:
         for budget in (2 * inputs / GIB, 5 * inputs / GIB):
             choice = choose(layers, budget, [{0: 1}])
             one = shared(budget)
-            found.append((choice.bytes, kept(one) - base, sum(len(chosen or ()) for chosen in choice.kept.values())))
+            found.append(
+                (
+                    choice.bytes,
+                    kept(one) - base,
+                    sum(len(chosen or ()) for chosen in choice.kept.values()),
+                )
+            )
             pairs = zip(gradients(one).values(), gradients(plain).values(), strict=True)
             found.append(max(float((a - b).abs().max()) for a, b in pairs))
     return found

@@ -1,4 +1,6 @@
-"""Checkpointing: the same gradients, names and random numbers; and the bytes it keeps, by formula."""
+"""Checkpointing: the same gradients, names and random numbers; and the bytes it keeps, by
+formula.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,15 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.small_models import LENGTH, MLP_WIDTH, ROWS, WIDTH, gradients, small_batch, small_spec
+from tests.parallel.small_models import (
+    LENGTH,
+    MLP_WIDTH,
+    ROWS,
+    WIDTH,
+    gradients,
+    small_batch,
+    small_spec,
+)
 
 HEADS, KV_WIDTH = 4, 16
 
@@ -78,7 +88,9 @@ def test_backward_holds_one_layer_at_a_time() -> None:
     def peak(mode: str, layers: int) -> int:
         model = decoder(small_spec(layers=layers), mode)
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter is model.model.embed_tokens.weight)  # parameter gradients stay out
+            parameter.requires_grad_(
+                parameter is model.model.embed_tokens.weight
+            )  # parameter gradients stay out
         with LiveBytes() as live:
             loss_of(model).backward()
         return live.peak
@@ -96,7 +108,9 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, hidden: Tensor, extra: Tensor | None = None, *, options: dict[str, Tensor]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, extra: Tensor | None = None, *, options: dict[str, Tensor]
+    ) -> Tensor:
         hidden = self.dropout(self.linear(hidden)) * options["scale"]
         return hidden if extra is None else hidden + extra
 
@@ -108,7 +122,9 @@ class Stack(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
-            hidden = block(hidden, extra=hidden if index else None, options={"scale": hidden.detach().abs()})
+            hidden = block(
+                hidden, extra=hidden if index else None, options={"scale": hidden.detach().abs()}
+            )
         return hidden.sum()
 
 
@@ -137,7 +153,10 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 def test_two_backward_passes_in_a_row_accumulate() -> None:
     spec = small_spec()
-    plain, checkpointed = decoder(spec, "none", torch.float64), decoder(spec, "selective", torch.float64)
+    plain, checkpointed = (
+        decoder(spec, "none", torch.float64),
+        decoder(spec, "selective", torch.float64),
+    )
     for model in (plain, checkpointed):
         loss_of(model).backward()
         loss_of(model).backward()

@@ -1,4 +1,6 @@
-"""Layer streaming: the same numbers bit for bit, whatever copies are late; two units at most; nothing is left."""
+"""Layer streaming: the same numbers bit for bit, whatever copies are late; two units at most;
+nothing is left.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -39,10 +41,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same(found: Any, expected: Any) -> bool:
     """Of two dicts of tensors."""
-    return found.keys() == expected.keys() and all(torch.equal(bits(found[key]), bits(expected[key])) for key in found)
+    return found.keys() == expected.keys() and all(
+        torch.equal(bits(found[key]), bits(expected[key])) for key in found
+    )
 
 
-def adapted(kind: str, mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, LayerStream | None]:
+def adapted(
+    kind: str, mode: str, memory: MemoryConfig, spec: Any = None
+) -> tuple[Any, LayerStream | None]:
     """A model with adapters, and what streams its frozen weights."""
     spec = spec or small_spec(layers=LAYERS)
     model = build_meta(spec, torch.float32)
@@ -60,7 +66,9 @@ def adapted(kind: str, mode: str, memory: MemoryConfig, spec: Any = None) -> tup
 
 
 def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, LayerStream | None]:
-    """A model of which every parameter is stepped as soon as it has a gradient, by plain descent."""
+    """A model of which every parameter is stepped as soon as it has a gradient, by plain
+    descent.
+    """
     spec = spec or small_spec(layers=LAYERS)
     model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, mode)
@@ -77,7 +85,9 @@ def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, Lay
         stream.step_with(step)
     for parameter in model.parameters():
         if stream is None or stream.stepped(parameter) is parameter:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: step(parameter, parameter))
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: step(parameter, parameter)
+            )
     return model, stream
 
 
@@ -87,7 +97,9 @@ def loss_of(model: nn.Module, rows: int = ROWS, head_loss: Any = None) -> Tensor
 
 
 def two_micro_batches(model: nn.Module, head_loss: Any = None) -> dict[str, Tensor]:
-    """Losses of two micro-batches of different sizes, an evaluation between them, and the sums of their gradients."""
+    """Losses of two micro-batches of different sizes, an evaluation between them, and the sums of
+    their gradients.
+    """
     found = {}
     for rows in (ROWS, ROWS // 2):
         loss = loss_of(model, rows, head_loss)
@@ -110,12 +122,18 @@ def three_steps(model: nn.Module, head_loss: Any = None) -> dict[str, Tensor]:
 
 def bytes_there(stream: LayerStream) -> int:
     """Of all tensors that stand for parameters on the device."""
-    return sum(local_of(one).untyped_storage().nbytes() for unit in stream.units for one in unit.made().values())
+    return sum(
+        local_of(one).untyped_storage().nbytes()
+        for unit in stream.units
+        for one in unit.made().values()
+    )
 
 
 @contextmanager
 def late(stream: LayerStream) -> Iterator[LateMemory]:
-    """Copies come as late as they may. Afterwards nothing is on the device, and the parameters are the host's."""
+    """Copies come as late as they may. Afterwards nothing is on the device, and the parameters are
+    the host's.
+    """
     stream._copies._module = device = LateMemory()
     with device, device.resizing():
         yield device
@@ -137,7 +155,9 @@ def watched(stream: LayerStream) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode"), [("none", "none"), ("nf4", "full"), ("int8", "selective")])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("none", "none"), ("nf4", "full"), ("int8", "selective")]
+)
 def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
     expected = two_micro_batches(adapted(kind, mode, MemoryConfig())[0])
     model, stream = adapted(kind, mode, FROZEN)
@@ -152,7 +172,8 @@ def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
     sizes = [sum(host.nbytes for host in unit.hosts()) for unit in stream.units]
     assert max(count for count, _ in seen) == 2
     assert max(size for _, size in seen) == max(map(sum, zip(sizes, sizes[1:], strict=False)))
-    # Forward copies every unit, backward the layers but for the last, which is there still; an evaluation all again.
+    # Forward copies every unit, backward the layers but for the last, which is there still; an
+    # evaluation all again.
     assert device.copied == 2 * (sum(sizes) + sum(sizes[1:-2]) + sum(sizes))
 
 
@@ -170,12 +191,20 @@ def test_a_head_that_backward_needs_is_there_again(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "head_loss"), [*((mode, None) for mode in MODES), ("none", TokenLogProbs(2))])
+@pytest.mark.parametrize(
+    ("mode", "head_loss"), [*((mode, None) for mode in MODES), ("none", TokenLogProbs(2))]
+)
 def test_trained_layers_are_stepped_to_the_same_bits(mode: str, head_loss: Any) -> None:
-    """So are embedding and output head, whose gradients are there before backward or, of log-probabilities, in it."""
+    """So are embedding and output head, whose gradients are there before backward or, of
+    log-probabilities, in it.
+    """
     expected = three_steps(trained(mode, MemoryConfig())[0], head_loss)
     model, stream = trained(mode, STEPPING)
-    assert stream is not None and [unit.is_layer for unit in stream.units] == [False, *[True] * LAYERS, False]
+    assert stream is not None and [unit.is_layer for unit in stream.units] == [
+        False,
+        *[True] * LAYERS,
+        False,
+    ]
     seen = watched(stream)
     with late(stream):
         found = three_steps(model, head_loss)
@@ -188,7 +217,11 @@ def test_a_graph_that_is_dropped_and_half_a_backward_leave_the_next_as_it_was() 
     assert stream is not None
     with late(stream):
         loss_of(model)
-        late_ones = [one for name, one in model.named_parameters() if ".layers.3." in name and one.requires_grad]
+        late_ones = [
+            one
+            for name, one in model.named_parameters()
+            if ".layers.3." in name and one.requires_grad
+        ]
         torch.autograd.grad(loss_of(model), late_ones)
         found = two_micro_batches(model)
     assert same(found, expected)
@@ -219,7 +252,8 @@ def test_what_fails_in_forward_leaves_nothing_there() -> None:
 def test_trained_layers_of_several_data_ranks_are_refused() -> None:
     model = build_meta(small_spec(), torch.float32)
     with pytest.raises(
-        ConfigError, match=r"^memory.stream_layers: found 2 ranks with tokens .* memory.cpu_offload, or start"
+        ConfigError,
+        match=r"^memory.stream_layers: found 2 ranks with tokens .* memory.cpu_offload, or start",
     ):
         stream_layers(model, STEPPING, CPU, 2)
 
@@ -284,16 +318,22 @@ def test_wrong_values_in_backward_are_noticed(
     assert not same(found, expected)
 
 
-def test_values_that_autograd_takes_for_changed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_autograd_takes_for_changed_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, _ = adapted("none", "none", FROZEN)
-    monkeypatch.setattr(torch.autograd, "_unsafe_preserve_version_counter", lambda tensors: nullcontext())
+    monkeypatch.setattr(
+        torch.autograd, "_unsafe_preserve_version_counter", lambda tensors: nullcontext()
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         two_micro_batches(model)
 
 
 def test_steps_that_are_not_sent_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = three_steps(trained("none", MemoryConfig())[0])
-    monkeypatch.setattr(LayerStream, "_step_and_send", lambda stream, step, host, parameter: step(host, parameter))
+    monkeypatch.setattr(
+        LayerStream, "_step_and_send", lambda stream, step, host, parameter: step(host, parameter)
+    )
     assert not same(three_steps(trained("none", STEPPING)[0]), expected)
 
 
@@ -341,7 +381,10 @@ def test_trained_layers_above_200_mib_give_the_same_bits() -> None:
     spec = wide_spec()
     model, stream = trained("full", STEPPING, spec)
     assert stream is not None
-    assert min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer) > 200 * 2**20
+    assert (
+        min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer)
+        > 200 * 2**20
+    )
     loss = backward_once(model)
     found = dict(model.named_parameters())
     del model, stream

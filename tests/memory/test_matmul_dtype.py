@@ -1,4 +1,6 @@
-"""Which linears multiply in 8 bits, and that it goes together with checkpointing, adapters and compilation."""
+"""Which linears multiply in 8 bits, and that it goes together with checkpointing, adapters and
+compilation.
+"""
 
 from typing import Any
 
@@ -9,7 +11,12 @@ from torch import nn
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing, apply_levers, compile_layers, use_low_precision
+from recipe_lib.memory import (
+    apply_activation_checkpointing,
+    apply_levers,
+    compile_layers,
+    use_low_precision,
+)
 from recipe_lib.models import build_meta
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.ops.test_low_precision import has_fp8_on_a_cpu
@@ -18,14 +25,18 @@ from tests.parallel.small_models import gradients, small_batch, small_spec
 CPU = torch.device("cpu")
 
 
-def model_of(dtype: torch.dtype = torch.float32, lora: bool = False, quantize: str = "none") -> nn.Module:
+def model_of(
+    dtype: torch.dtype = torch.float32, lora: bool = False, quantize: str = "none"
+) -> nn.Module:
     model = build_meta(small_spec(layers=2), dtype)
     if lora or quantize != "none":
         add_adapters(model, LoraConfig(rank=4, alpha=2.0, quantize_base=quantize), dtype)
     return model
 
 
-def trained(model: nn.Module, checkpointing: str = "none", compiled: bool = False) -> tuple[float, dict[str, Any]]:
+def trained(
+    model: nn.Module, checkpointing: str = "none", compiled: bool = False
+) -> tuple[float, dict[str, Any]]:
     """Mean loss of the small batch, and gradients."""
     apply_activation_checkpointing(model, checkpointing)
     if compiled:
@@ -34,7 +45,9 @@ def trained(model: nn.Module, checkpointing: str = "none", compiled: bool = Fals
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+            )
     tokens, labels = small_batch()
     loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
@@ -65,14 +78,20 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_layers_linears_and_nothing_else(products: list[tuple[int, int]]):
-    """Seven linears a layer, three products each; head, embedding and norms are as ever. Losses are close."""
+    """Seven linears a layer, three products each; head, embedding and norms are as ever. Losses are
+    close.
+    """
     exact, wanted = trained(model_of())
     assert not products
     model = model_of()
     names = [name for name, _ in model.named_parameters()]
     use_low_precision(model, "int8", CPU)
     assert [name for name, _ in model.named_parameters()] == names
-    assert all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj"))
+    assert all(
+        type(module) is nn.Linear
+        for name, module in model.named_modules()
+        if name.endswith("_proj")
+    )
     loss, found = trained(model)
     assert len(products) == 2 * 7 * 3
     assert all(512 not in shape for shape in products)  # the vocabulary
@@ -120,13 +139,20 @@ def test_fp8_of_a_bf16_model(monkeypatch: pytest.MonkeyPatch):
     use_low_precision(model, "fp8", CPU)
     loss, found = trained(model)
     assert abs(loss - exact) < 0.03 * exact
-    assert all(gradient.dtype == torch.bfloat16 and gradient.isfinite().all() for gradient in found.values())
+    assert all(
+        gradient.dtype == torch.bfloat16 and gradient.isfinite().all()
+        for gradient in found.values()
+    )
 
 
 def test_what_cannot_be_is_refused_in_a_line():
-    with pytest.raises(ConfigError, match="^matmul_dtype: found fp8 on a CPU, expected a GPU of compute capability"):
+    with pytest.raises(
+        ConfigError, match="^matmul_dtype: found fp8 on a CPU, expected a GPU of compute capability"
+    ):
         use_low_precision(model_of(), "fp8", CPU)
-    with pytest.raises(ConfigError, match="^matmul_dtype: found int8 for weights that are kept in nf4"):
+    with pytest.raises(
+        ConfigError, match="^matmul_dtype: found int8 for weights that are kept in nf4"
+    ):
         use_low_precision(model_of(torch.bfloat16, quantize="nf4"), "int8", CPU)
     model = model_of()
     use_low_precision(model, None, CPU)

@@ -1,4 +1,6 @@
-"""MLPs in pieces: the gradients of whole ones beside every other lever, and the bytes they hold, by formula."""
+"""MLPs in pieces: the gradients of whole ones beside every other lever, and the bytes they hold, by
+formula.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +28,9 @@ CHUNKS = 5  # does not divide 96 tokens
 TOKENS, D, F = 64, 32, 256
 
 
-def decoder(chunks: int, mode: str = "none", lora: LoraConfig | None = None, **changes: Any) -> nn.Module:
+def decoder(
+    chunks: int, mode: str = "none", lora: LoraConfig | None = None, **changes: Any
+) -> nn.Module:
     spec = replace(small_spec(), **changes)
     dtype = (
         torch.float64 if lora is None or lora.quantize_base == "none" else torch.float32
@@ -61,21 +65,34 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         close = 1e-11 if value.dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(found[name], value, rtol=0, atol=close * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=close * float(value.abs().max()), msg=name
+        )
 
 
 LORA = {"lora": LoraConfig(rank=4)}
-ONLY_MLP = {"lora": LoraConfig(rank=4, target_modules=["up", "down"])}  # the first layer's input wants no gradient
-NF4 = {"lora": LoraConfig(rank=4, quantize_base="nf4"), "width": 64, "head_width": 16, "mlp_width": 128}
+ONLY_MLP = {
+    "lora": LoraConfig(rank=4, target_modules=["up", "down"])
+}  # the first layer's input wants no gradient
+NF4 = {
+    "lora": LoraConfig(rank=4, quantize_base="nf4"),
+    "width": 64,
+    "head_width": 16,
+    "mlp_width": 128,
+}
 KINDS = [{}, BIASES, GEMMA, LORA, ONLY_MLP, {"lora": LoraConfig(rank=4, dora=True)}, NF4]
 
 
-@pytest.mark.parametrize("changes", KINDS, ids=["llama", "biases", "gemma", "lora", "mlp only", "dora", "nf4"])
+@pytest.mark.parametrize(
+    "changes", KINDS, ids=["llama", "biases", "gemma", "lora", "mlp only", "dora", "nf4"]
+)
 def test_gradients_are_those_of_whole_mlps(changes: dict[str, Any]) -> None:
     wanted = backward(decoder(1, **changes))
     for mode in ("none", "selective", "full"):
         model = decoder(CHUNKS, mode, **changes)
-        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
+        assert ("nf4" in str(changes)) == isinstance(
+            model.model.layers[0].mlp.up_proj, QuantizedLinear
+        )
         assert_close(backward(model), wanted)
 
 
@@ -138,7 +155,9 @@ def test_weight_gradients_of_pieces_are_not_deferred() -> None:
 
 
 def peaks(chunks: int, trained: bool) -> tuple[int, int, int]:
-    """Elements: the most in forward, those kept, the most in backward; of an MLP, with its output and gradients."""
+    """Elements: the most in forward, those kept, the most in backward; of an MLP, with its output
+    and gradients.
+    """
     holder = nn.ModuleList([MLP(replace(small_spec(), width=D, mlp_width=F))])
     chunk_mlps(holder.requires_grad_(trained), chunks)
     hidden = torch.randn(1, TOKENS, D, requires_grad=True)
@@ -155,10 +174,13 @@ def test_the_inner_width_exists_for_a_piece_at_a_time(chunks: int) -> None:
     forward, kept, backward = peaks(chunks, trained=False)
     assert forward == stream + 3 * inner  # the output; the activation, up and their product
     assert kept == stream  # the output; the input is there anyway
-    # The output, its gradient, the input's, a piece of it; gate, activation, up, product and gradients of two of them.
+    # The output, its gradient, the input's, a piece of it; gate, activation, up, product and
+    # gradients of two of them.
     assert backward == 3 * stream + stream // chunks + 6 * inner
     with_weights = peaks(chunks, trained=True)[2]
-    assert with_weights <= backward + 4 * D * F  # sums of three weights' gradients, and a piece's of one
+    assert (
+        with_weights <= backward + 4 * D * F
+    )  # sums of three weights' gradients, and a piece's of one
     assert peaks(1, trained=False)[2] > 6 * TOKENS * F
 
 
@@ -183,8 +205,16 @@ def ranks() -> list[str]:
     faults = compare(
         [
             Case(parallel={"tensor": 2}, memory=chunked),
-            Case(parallel={"tensor": 2}, memory=chunked | {"activation_checkpointing": "full"}, spec=GEMMA),
-            Case(parallel={"tensor": 2}, memory=chunked | {"activation_checkpointing": "selective"}, lora={}),
+            Case(
+                parallel={"tensor": 2},
+                memory=chunked | {"activation_checkpointing": "full"},
+                spec=GEMMA,
+            ),
+            Case(
+                parallel={"tensor": 2},
+                memory=chunked | {"activation_checkpointing": "selective"},
+                lora={},
+            ),
         ]
     )
     wanted = backward(decoder(1))
@@ -214,6 +244,8 @@ def test_sharded_models() -> None:
 def test_a_model_without_mlps_of_ours_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         chunk_mlps(nn.Linear(2, 2), 4)
-    assert str(caught.value) == (
-        "memory.mlp_tiles: found 4 for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
+    assert (
+        str(caught.value)
+        == "memory.mlp_tiles: found 4 for a model without MLPs of ours, expected 1; remove"
+        " memory.mlp_tiles"
     )

@@ -1,4 +1,6 @@
-"""Activation offload where layers are shared out: losses and norms of the same ranks without it, bit for bit."""
+"""Activation offload where layers are shared out: losses and norms of the same ranks without it,
+bit for bit.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,9 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def losses_of_each(folder: Path) -> dict[str, Any]:
-    """By case the steps without and with it; and how many bytes it sent in the last forward of each layer."""
+    """By case the steps without and with it; and how many bytes it sent in the last forward of each
+    layer.
+    """
     activation_offload.has_host = lambda device: True  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for number, (name, (recipe, *overrides)) in enumerate(CASES.items()):
@@ -65,7 +69,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(CASES, 1))
-def test_losses_are_those_of_the_same_ranks_without_it(name: str, results: list[dict[str, Any]]) -> None:
+def test_losses_are_those_of_the_same_ranks_without_it(
+    name: str, results: list[dict[str, Any]]
+) -> None:
     found = results[0]
     assert len(found[f"{name} true"]) == 2
     assert found[f"{name} true"] == found[f"{name} false"]

@@ -36,11 +36,20 @@ def test_levers_already_pulled_are_not_named() -> None:
 def test_levers_of_a_pipeline() -> None:
     cfg = FullFinetuneConfig(batch_size=4, gradient_accumulation_steps=4)
     cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "gpipe"
-    expected = ["parallel.pipeline_schedule=1f1b", "parallel.pipeline_balance=memory", "batch_size=2 with "]
-    assert [found.startswith(lever) for found, lever in zip(levers(cfg), expected, strict=False)] == [True] * 3
+    expected = [
+        "parallel.pipeline_schedule=1f1b",
+        "parallel.pipeline_balance=memory",
+        "batch_size=2 with ",
+    ]
+    assert [
+        found.startswith(lever) for found, lever in zip(levers(cfg), expected, strict=False)
+    ] == [True] * 3
     cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_layers_per_stage = "1f1b", [9, 7]
     cfg.parallel.pipeline_microbatches = 4  # of 4 rows each, whatever batch_size is
-    assert levers(cfg)[:2] == ["parallel.pipeline_microbatches=8", "memory.activation_checkpointing=full"]
+    assert levers(cfg)[:2] == [
+        "parallel.pipeline_microbatches=8",
+        "memory.activation_checkpointing=full",
+    ]
     cfg.batch_size, cfg.parallel.pipeline_microbatches = 3, 4
     assert levers(cfg)[0] == "parallel.pipeline_microbatches=12"
 

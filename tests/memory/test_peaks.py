@@ -23,7 +23,9 @@ def test_the_resident_set_rises_with_a_tensor_and_is_reset() -> None:
     during = memory.read()
     assert during["active"] - before["active"] > 0.9 * SIZE
     del held
-    assert abs(memory.read()["active"] - during["active"]) < 0.1 * SIZE  # it is a peak (kept in per-core counters)
+    assert (
+        abs(memory.read()["active"] - during["active"]) < 0.1 * SIZE
+    )  # it is a peak (kept in per-core counters)
     memory.reset()
     after = memory.read()
     if after["kind"] == "resident set":
@@ -32,7 +34,9 @@ def test_the_resident_set_rises_with_a_tensor_and_is_reset() -> None:
         assert after["kind"] == "resident set since start"
 
 
-def test_without_proc_the_peak_since_the_start_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_proc_the_peak_since_the_start_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(peaks, "_CLEAR", tmp_path / "absent" / "clear_refs")
     monkeypatch.setattr(peaks, "_STATUS", tmp_path / "absent" / "status")
     memory = PeakMemory(torch.device("cpu"))
@@ -71,5 +75,8 @@ def test_peaks_of_a_gpu() -> None:
     before = memory.read()["active"]
     held = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
     found = memory.read()
-    assert found["active"] - before == SIZE and found["reserved"] >= found["allocated"] >= found["active"] - before
+    assert (
+        found["active"] - before == SIZE
+        and found["reserved"] >= found["allocated"] >= found["active"] - before
+    )
     del held

@@ -1,4 +1,6 @@
-"""Rounded linears against torchao's own on a model of transformers, a formula in float64, and what they go with."""
+"""Rounded linears against torchao's own on a model of transformers, a formula in float64, and what
+they go with.
+"""
 
 import re
 import runpy
@@ -23,13 +25,22 @@ from tests.parallel.small_models import VOCABULARY, gradients, small_batch, smal
 from tests.selection import slow_except
 
 GROUP = 16
-STEPS_OF = {"int4": (7.5, -8, 7), "int8": (127.5, -128, 127)}  # of a group's largest magnitude; least and largest code
+STEPS_OF = {
+    "int4": (7.5, -8, 7),
+    "int8": (127.5, -128, 127),
+}  # of a group's largest magnitude; least and largest code
 
 
 def codes_and_scales(matrix: Tensor, kind: str, group_size: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Return the codes `[o, groups, g]` of a matrix `[o, i]` before they are clipped, and their scales, in float64."""
+    """Return the codes `[o, groups, g]` of a matrix `[o, i]` before they are clipped, and their
+    scales, in float64.
+    """
     per_scale, _, _ = STEPS_OF[kind]
-    groups = matrix.detach().double().unflatten(1, (-1, group_size if kind == "int4" else matrix.shape[1]))
+    groups = (
+        matrix.detach()
+        .double()
+        .unflatten(1, (-1, group_size if kind == "int4" else matrix.shape[1]))
+    )
     # The scale is a number of the matrix's own type.
     scales = (groups.abs().amax(-1, keepdim=True).to(matrix.dtype) / per_scale).double()
     return (groups.to(matrix.dtype) * (1.0 / scales.to(matrix.dtype))).double().round(), scales
@@ -44,20 +55,26 @@ def rounded(matrix: Tensor, kind: str, group_size: int = GROUP) -> tuple[Tensor,
 
 
 def clamp_hands_on_at_its_bounds() -> bool:
-    """Whether torch's clamp has a gradient where a number equals a bound: of 2.13 it has, of 2.15 not."""
+    """Whether torch's clamp has a gradient where a number equals a bound: of 2.13 it has, of 2.15
+    not.
+    """
     number = torch.ones(1, requires_grad=True)
     torch.clamp(number, 0, 1).sum().backward()
     assert number.grad is not None
     return bool(number.grad)
 
 
-def linear_of(kind: str, dtype: torch.dtype = torch.float32, lora: bool = False) -> tuple[Any, FakeQuantization]:
+def linear_of(
+    kind: str, dtype: torch.dtype = torch.float32, lora: bool = False
+) -> tuple[Any, FakeQuantization]:
     """One linear as it is in a layer, with a bias, and the switch of its model."""
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Module()])
     model.layers[0].q_proj = nn.Linear(64, 48, device="meta", dtype=dtype)
     if lora:
-        settings = AdapterSettings(rank=4, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32)
+        settings = AdapterSettings(
+            rank=4, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32
+        )
         model.layers[0].q_proj = AdaptedLinear(model.layers[0].q_proj, settings)
         model.layers[0].q_proj.weight.requires_grad_(False)
     scheme = fake_quantize_linears(model, kind, GROUP, 0)
@@ -65,7 +82,8 @@ def linear_of(kind: str, dtype: torch.dtype = torch.float32, lora: bool = False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Sixteenths, so that sums of them and of their products are exact: W + s B A has the same bits everywhere.
+            # Sixteenths, so that sums of them and of their products are exact: W + s B A has the
+            # same bits everywhere.
             parameter.copy_((torch.randn(parameter.shape, generator=generator) * 5).round() / 16)
     assert scheme is not None and scheme.linears == 1
     return model.layers[0].q_proj, scheme
@@ -94,7 +112,9 @@ def test_loss_and_gradients_are_those_of_torchaos_linears_in_transformers(kind: 
     wanted.backward()
     assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
     expected = gradients(theirs)
-    if not clamp_hands_on_at_its_bounds():  # the codes at the ends of the range were not clipped: ours get theirs
+    if (
+        not clamp_hands_on_at_its_bounds()
+    ):  # the codes at the ends of the range were not clipped: ours get theirs
         for name in [name for name in expected if name.endswith("_proj.weight")]:
             codes, _ = codes_and_scales(theirs.get_parameter(name), kind)
             at_ends = ((codes == STEPS_OF[kind][1]) | (codes == STEPS_OF[kind][2])).flatten(1)
@@ -105,7 +125,9 @@ def test_loss_and_gradients_are_those_of_torchaos_linears_in_transformers(kind: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_a_weight_is_rounded_as_the_formula_says_and_as_the_export_is(kind: str, dtype: torch.dtype):
+def test_a_weight_is_rounded_as_the_formula_says_and_as_the_export_is(
+    kind: str, dtype: torch.dtype
+):
     layer, _ = linear_of(kind, dtype)
     eye = torch.eye(64, dtype=dtype)
     with torch.no_grad():
@@ -132,7 +154,9 @@ def test_fp8_rounds_weights_as_the_export_and_inputs_by_token():
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)) * 1e-4
     out.backward(gradient)
     assert torch.allclose(hidden.grad, gradient @ weight, rtol=1e-5)
-    assert torch.allclose(layer.weight.grad, gradient.flatten(0, 1).t() @ inputs.flatten(0, 1), rtol=1e-4, atol=1e-8)
+    assert torch.allclose(
+        layer.weight.grad, gradient.flatten(0, 1).t() @ inputs.flatten(0, 1), rtol=1e-4, atol=1e-8
+    )
 
 
 def test_torchaos_own_fp8_loses_gradients():
@@ -167,12 +191,18 @@ def test_base_and_adapter_are_rounded_as_one(kind: str):
     merged = layer.weight.double() + 2.0 * second.detach().double() @ first.detach().double()
     weight, inside = rounded(merged.float(), kind)
     out = layer(hidden)
-    assert (out.double() - hidden.double() @ weight.t() - layer.bias.double()).norm() < 1e-3 * out.norm()
+    assert (
+        out.double() - hidden.double() @ weight.t() - layer.bias.double()
+    ).norm() < 1e-3 * out.norm()
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     out.backward(gradient)
     of_weight = (gradient.double().t() @ hidden.detach().double()) * inside
-    assert torch.allclose(first.grad.double(), 2.0 * second.detach().double().t() @ of_weight, rtol=1e-3, atol=1e-3)
-    assert torch.allclose(second.grad.double(), 2.0 * of_weight @ first.detach().double().t(), rtol=1e-3, atol=1e-3)
+    assert torch.allclose(
+        first.grad.double(), 2.0 * second.detach().double().t() @ of_weight, rtol=1e-3, atol=1e-3
+    )
+    assert torch.allclose(
+        second.grad.double(), 2.0 * of_weight @ first.detach().double().t(), rtol=1e-3, atol=1e-3
+    )
     assert layer.weight.grad is None
     layer.is_off = True
     assert torch.equal(layer(hidden), F.linear(hidden, layer.weight, layer.bias))
@@ -192,7 +222,10 @@ def test_steps_before_the_start_are_not_rounded(lora: bool):
     with splittable():
         loss, found = trained(model)
     assert loss == exact and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert scheme.describe() == "qat: 14 linears computed in int4, a scale for 16 weights, from step 4 on"
+    assert (
+        scheme.describe()
+        == "qat: 14 linears computed in int4, a scale for 16 weights, from step 4 on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,16 +263,22 @@ def test_compiled_code_rounds_to_the_same_codes():
         results.append((out.detach(), layer.lora_A.weight.grad, layer.lora_B.weight.grad))
     (out, *wanted), (found, *others) = results
     assert torch.equal(out, found)
-    assert all((one - other).norm() < 1e-2 * one.norm() for one, other in zip(wanted, others, strict=True))
+    assert all(
+        (one - other).norm() < 1e-2 * one.norm() for one, other in zip(wanted, others, strict=True)
+    )
 
 
 @pytest.mark.slow
 def test_torchao_does_what_is_reported(capsys: pytest.CaptureFixture[str]):
     page = Path(__file__).parents[2] / "docs" / "upstream" / "float8_fake_quantizer.md"
     runpy.run_path(str(page.with_suffix(".py")), run_name="__main__")
-    (printed,) = re.findall(r"It printed:\n\n```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (printed,) = re.findall(
+        r"It printed:\n\n```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL
+    )
     version, *found = capsys.readouterr().out.splitlines()
-    assert found == printed.splitlines()[1:], f"{version} does otherwise: note it in {page}, and see _RoundedLinear"
+    assert found == printed.splitlines()[1:], (
+        f"{version} does otherwise: note it in {page}, and see _RoundedLinear"
+    )
 
 
 def test_no_rounded_weight_is_kept_for_backward():
@@ -247,17 +286,24 @@ def test_no_rounded_weight_is_kept_for_backward():
     layer, _ = linear_of("int4")
     kept: list[Tensor] = []
     hidden = torch.randn(7, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         layer(hidden)
     assert {tensor.data_ptr() for tensor in kept} <= {hidden.data_ptr(), layer.weight.data_ptr()}
 
 
 def test_what_cannot_be_is_refused_in_a_line():
     assert fake_quantize_linears(model_of(), None, 32, 0) is None
-    with pytest.raises(ConfigError, match=r"^qat_group_size: found 24 for model.layers.0.self_attn.q_proj, whose rows"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^qat_group_size: found 24 for model.layers.0.self_attn.q_proj, whose rows",
+    ):
         fake_quantize_linears(model_of(), "int4", 24, 0)
     with pytest.raises(ConfigError, match="^qat: found int8 for weights that are kept in nf4"):
         fake_quantize_linears(model_of(torch.bfloat16, quantize="nf4"), "int8", 32, 0)
     adapted = build_meta(small_spec(layers=1), torch.float32)
-    add_adapters(adapted, LoraConfig(rank=4, alpha=8.0, target_modules=["embedding"]), torch.float32)
+    add_adapters(
+        adapted, LoraConfig(rank=4, alpha=8.0, target_modules=["embedding"]), torch.float32
+    )
     assert fake_quantize_linears(adapted, "int8", 32, 0)

@@ -1,4 +1,6 @@
-"""Tiny random transformers models of every family, and the way from their files to our decoder and back."""
+"""Tiny random transformers models of every family, and the way from their files to our decoder and
+back.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
-from recipe_lib.models.weight_names import OpenView, find_tied_copies, weight_map, why_left_out, written_layout
+from recipe_lib.models.weight_names import (
+    OpenView,
+    find_tied_copies,
+    weight_map,
+    why_left_out,
+    written_layout,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -40,21 +48,43 @@ _LONG_ROPE = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama3": ("LlamaConfig", {"rope_theta": 500000.0}),
-    "llama3.1": ("LlamaConfig", {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama3.1": (
+        "LlamaConfig",
+        {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
     "llama-linear": ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
     "llama-yarn": ("LlamaConfig", {"rope_scaling": _YARN_ROPE}),
     "llama-yarn-options": (
         "LlamaConfig",
-        {"rope_scaling": _YARN_ROPE | {"attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}},
+        {
+            "rope_scaling": (
+                _YARN_ROPE
+                | {
+                    "attention_factor": 0.7,
+                    "beta_fast": 8.0,
+                    "beta_slow": 2.0,
+                    "truncate": False,
+                }
+            )
+        },
     ),
-    "llama-yarn-mscale": ("LlamaConfig", {"rope_scaling": _YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.5}}),
+    "llama-yarn-mscale": (
+        "LlamaConfig",
+        {"rope_scaling": _YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.5}},
+    ),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
     "mistral-window": ("MistralConfig", {"sliding_window": 7}),
     "mistral-nemo": ("MistralConfig", {"sliding_window": None, "head_dim": 20}),
     "qwen2.5": ("Qwen2Config", {"rope_theta": 1000000.0, "tie_word_embeddings": True}),
-    "qwen2.5-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen2.5-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 18, "rope_theta": 1000000.0}),
-    "qwen3-yarn": ("Qwen3Config", {"head_dim": 16, "rope_scaling": _YARN_ROPE, "attention_bias": True}),
+    "qwen3-yarn": (
+        "Qwen3Config",
+        {"head_dim": 16, "rope_scaling": _YARN_ROPE, "attention_bias": True},
+    ),
     "gemma": ("GemmaConfig", {"head_dim": 14, "num_key_value_heads": 1}),
     "gemma2": (
         "Gemma2Config",
@@ -66,7 +96,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24},
+    ),
     "gemma3-linear": (
         "Gemma3TextConfig",
         {
@@ -81,10 +114,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3Config", {"sliding_window": 9}),
     "phi4": ("Phi3Config", {"sliding_window": None, "rope_theta": 250000.0}),
-    "phi4-mini": ("Phi3Config", {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
-    "phi3.5-long": ("Phi3Config", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 24}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
-    "mixtral-all": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9}),
+    "phi4-mini": (
+        "Phi3Config",
+        {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    ),
+    "phi3.5-long": (
+        "Phi3Config",
+        {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 24},
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "mixtral-all": (
+        "MixtralConfig",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9},
+    ),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {
@@ -109,10 +154,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4, "clip_qkv": 0.8, "intermediate_size": 20}),
+    "olmoe": (
+        "OlmoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 4, "clip_qkv": 0.8, "intermediate_size": 20},
+    ),
     "olmoe-normalized": (
         "OlmoeConfig",
-        {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 4},
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 4,
+        },
     ),
     "gpt-oss": (
         "GptOssConfig",
@@ -133,27 +186,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "phi3.5-short": ("Phi3Config", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 64}),
+    "phi3.5-short": (
+        "Phi3Config",
+        {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 64},
+    ),
 }
 
 
 def reference_model(
     case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> transformers.PreTrainedModel:
-    """A transformers model of the case, every parameter random, norms and biases included. changes: of its config."""
+    """A transformers model of the case, every parameter random, norms and biases included. changes:
+    of its config.
+    """
     class_name, options = CASES[case]
     config = getattr(transformers, class_name)(**SMALL | options | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=dtype
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator) * (0.3 if "norm" in name else 0.15)
-            parameter.copy_(values + 1.0 if "norm" in name and "Gemma" not in class_name else values)
+            values = torch.randn(parameter.shape, generator=generator) * (
+                0.3 if "norm" in name else 0.15
+            )
+            parameter.copy_(
+                values + 1.0 if "norm" in name and "Gemma" not in class_name else values
+            )
     return model.eval()
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Our decoder with the weights of a folder; every tensor of the files is used or known to be ignorable."""
+    """Our decoder with the weights of a folder; every tensor of the files is used or known to be
+    ignorable.
+    """
     spec = spec_from_config(read_config(folder), str(folder))
     files = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -180,14 +246,18 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def save_ours(model: Decoder, source: Path, folder: Path) -> None:
-    """Writes our weights under the file's names, fused where the family fuses, with the config of `source`."""
+    """Writes our weights under the file's names, fused where the family fuses, with the config of
+    `source`.
+    """
     config_text = (Path(source) / "config.json").read_text()
     spec = spec_from_config(read_config(source), str(source))
     parts: dict[str, list[torch.Tensor]] = {}
     layout = written_layout(spec)
     if layout is None:
         for entry in weight_map(spec):
-            parts.setdefault(entry.file_name, []).append(model.get_parameter(entry.our_name).detach())
+            parts.setdefault(entry.file_name, []).append(
+                model.get_parameter(entry.our_name).detach()
+            )
     else:
         parts = {name: [model.get_parameter(own).detach()] for name, own in layout.renamed.items()}
         for conversion in {id(made): made for made in layout.made.values()}.values():

@@ -1,4 +1,6 @@
-"""Every number of a config.json at its extremes is a line, or a model whose numbers a GGUF file holds."""
+"""Every number of a config.json at its extremes is a line, or a model whose numbers a GGUF file
+holds.
+"""
 
 import itertools
 import struct
@@ -11,7 +13,21 @@ from recipe_lib.checkpoint.gguf.gguf_adapter import ARCHITECTURES, architecture_
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import preset_config, preset_names, spec_from_config
 
-EXTREMES = (1e300, 1e-300, 1e39, 10**18, 2**33, 10**400, 1, 0.5, -1, 0, float("inf"), float("nan"), True)
+EXTREMES = (
+    1e300,
+    1e-300,
+    1e39,
+    10**18,
+    2**33,
+    10**400,
+    1,
+    0.5,
+    -1,
+    0,
+    float("inf"),
+    float("nan"),
+    True,
+)
 ROPES: tuple[dict[str, Any] | None, ...] = (
     None,
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -26,7 +42,10 @@ ROPES: tuple[dict[str, Any] | None, ...] = (
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """One preset of each family that is written as GGUF."""
-    configs = {str(config["model_type"]).removesuffix("_text"): config for config in map(preset_config, preset_names())}
+    configs = {
+        str(config["model_type"]).removesuffix("_text"): config
+        for config in map(preset_config, preset_names())
+    }
     return {family: config for family, config in configs.items() if family in ARCHITECTURES}
 
 
@@ -37,17 +56,25 @@ def changed_numbers(config: dict[str, Any]) -> list[dict[str, Any]]:
         if isinstance(config[key], (int, float)) and not isinstance(config[key], bool):
             found.append(config | {key: extreme})
         elif isinstance(config[key], dict):
-            found += [config | {key: inner} for inner in changed_numbers(config[key])] if extreme is True else []
+            found += (
+                [config | {key: inner} for inner in changed_numbers(config[key])]
+                if extreme is True
+                else []
+            )
     return found
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: str(rope and (rope.get("type") or rope["rope_type"])))
+@pytest.mark.parametrize(
+    "rope", ROPES, ids=lambda rope: str(rope and (rope.get("type") or rope["rope_type"]))
+)
 @pytest.mark.parametrize("family", presets())
 def test_numbers_are_refused_or_written(family: str, rope: dict[str, Any] | None):
     config = presets()[family] | ({} if rope is None else {"rope_scaling": rope})
     if rope and rope.get("type") == "longrope":
         pairs = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        config["rope_scaling"] = rope | {name: [1.0] * (pairs // 2) for name in ("short_factor", "long_factor")}
+        config["rope_scaling"] = rope | {
+            name: [1.0] * (pairs // 2) for name in ("short_factor", "long_factor")
+        }
     refused = 0
     for one in changed_numbers(config):
         try:
@@ -57,12 +84,19 @@ def test_numbers_are_refused_or_written(family: str, rope: dict[str, Any] | None
             refused += 1
         else:
             for value in [*held.numbers.values(), *itertools.chain(*held.factors.values())]:
-                struct.pack("<f" if isinstance(value, float) else "<I", value) if not isinstance(value, str) else None
+                (
+                    struct.pack("<f" if isinstance(value, float) else "<I", value)
+                    if not isinstance(value, str)
+                    else None
+                )
     assert refused > 10
 
 
 def test_an_absurd_factor_names_its_range():
     config = preset_config("llama3/8B") | {"rope_scaling": {"type": "yarn", "factor": 1e300}}
-    line = "here: config.json: rope_scaling.factor: found 1e+300, expected a number from 1e-09 to 1e+09"
+    line = (
+        "here: config.json: rope_scaling.factor: found 1e+300, expected a number from 1e-09 to"
+        " 1e+09"
+    )
     with pytest.raises(CheckpointError, match=line.replace("+", r"\+")):
         spec_from_config(config, "here")

@@ -1,4 +1,6 @@
-"""Every key of a config.json that changes what transformers computes changes it here as well, or is refused by name."""
+"""Every key of a config.json that changes what transformers computes changes it here as well, or is
+refused by name.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,9 @@ from tests.selection import slow_except
 _CASES = ("mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "olmoe", "gpt-oss")
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _CHANGES: tuple[dict[str, Any], ...] = (
-    {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},  # beside rope_parameters, as a model's card may advise
+    {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0}
+    },  # beside rope_parameters, as a model's card may advise
     {"rope_scaling": _YARN},
     {"rope_scaling": {"rope_type": "default"}},
     {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 50.0},
@@ -51,7 +55,11 @@ def _read_theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor | None:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
         )
-        return None if loading["missing_keys"] or loading["unexpected_keys"] else model.eval()(tokens).logits
+        return (
+            None
+            if loading["missing_keys"] or loading["unexpected_keys"]
+            else model.eval()(tokens).logits
+        )
     except Exception:  # noqa: BLE001 (of many types)
         return None
 
@@ -73,6 +81,8 @@ def test_a_key_is_read_as_transformers_reads_it_or_refused(case: str, tmp_path: 
         theirs = _read_theirs(tmp_path, tokens)
         if theirs is not None:
             bound = 1e-5 * max(1.0, float(theirs.abs().max()))
-            torch.testing.assert_close(ours, theirs, atol=bound, rtol=0, msg=lambda text, of=change: f"{of}: {text}")
+            torch.testing.assert_close(
+                ours, theirs, atol=bound, rtol=0, msg=lambda text, of=change: f"{of}: {text}"
+            )
             equal += 1
     assert equal >= len(_CHANGES) // 2

@@ -1,4 +1,6 @@
-"""Every shipped architecture has the published number of parameters, and every shipped config its preset."""
+"""Every shipped architecture has the published number of parameters, and every shipped config its
+preset.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from recipe_lib.models import build_meta, preset_config, preset_names, spec_from
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-# Parameters as published with the checkpoints (tied weights once; Gemma 3 from 4B on: the text part).
+# Parameters as published with the checkpoints (tied weights once; Gemma 3 from 4B on: the text
+# part).
 PUBLISHED = {
     "llama2/7B": 6_738_415_616,
     "llama3/8B": 8_030_261_248,
@@ -72,7 +75,9 @@ def test_parameters_of_a_preset(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_config_of_a_preset(name: str) -> None:
-    method = "full" if (CONFIGS / f"{name}_full.yaml").exists() else "qlora"  # the largest have no full fine-tuning
+    method = (
+        "full" if (CONFIGS / f"{name}_full.yaml").exists() else "qlora"
+    )  # the largest have no full fine-tuning
     recipe = "full_finetune_distributed" if method == "full" else "lora_finetune_distributed"
     cfg = load_config(f"{name}_{method}", (), RECIPE_CONFIGS[recipe])
     text = (CONFIGS / f"{name}_{method}.yaml").read_text()
@@ -80,7 +85,9 @@ def test_the_config_of_a_preset(name: str) -> None:
     assert f"{recipe} --config {name}_{method}\n" in text
     assert 15 <= len(text.splitlines()) <= 30
     assert cfg.model.preset is None and cfg.data.source == "hub:tatsu-lab/alpaca"
-    assert cfg.output_dir == "outputs/" + name.replace("/", "-") + ("" if method == "full" else "-qlora")
+    assert cfg.output_dir == "outputs/" + name.replace("/", "-") + (
+        "" if method == "full" else "-qlora"
+    )
 
 
 def test_every_config_outside_the_demo_has_a_preset() -> None:

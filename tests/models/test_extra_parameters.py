@@ -1,4 +1,6 @@
-"""What a recipe adds to a model starts as torch would start it, the same on any number of ranks, or is refused."""
+"""What a recipe adds to a model starts as torch would start it, the same on any number of ranks, or
+is refused.
+"""
 
 import hashlib
 import random
@@ -29,12 +31,16 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: nn.Conv1d(6, 6, 3),
     "attention": lambda: nn.MultiheadAttention(6, 2),
     "recurrent": lambda: nn.GRU(6, 5, num_layers=2),
-    "several": lambda: nn.ModuleList([nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 6))]),
+    "several": lambda: nn.ModuleList(
+        [nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 6))]
+    ),
 }
 
 
 class Zero(nn.Module):
-    """A linear inside of it that it makes zero, a number of its own, and a buffer that is in no file."""
+    """A linear inside of it that it makes zero, a number of its own, and a buffer that is in no
+    file.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,10 +79,16 @@ def test_it_starts_as_its_constructor_would(kind: str) -> None:
     model = started(model_with(KINDS[kind]))
     extra = model.model.layers[1].mlp.extra
     path = "model.layers.1.mlp.extra"
-    reseeded = {"several": ["0", "1.0", "1.2"]}.get(kind, [""])  # what has a method of its own, outermost
+    reseeded = {"several": ["0", "1.0", "1.2"]}.get(
+        kind, [""]
+    )  # what has a method of its own, outermost
     for inside in reseeded:
         torch.manual_seed(seed_of(f"{path}.{inside}".rstrip(".")))
-        fresh = KINDS[kind]().get_submodule(inside) if not inside else _fresh_part(KINDS[kind], inside, path)
+        fresh = (
+            KINDS[kind]().get_submodule(inside)
+            if not inside
+            else _fresh_part(KINDS[kind], inside, path)
+        )
         for name, value in fresh.state_dict().items():
             assert torch.equal(extra.get_submodule(inside).state_dict()[name], value), name
 
@@ -112,7 +124,9 @@ def test_a_random_start_takes_the_same_rule() -> None:
         check_written(each)
     assert (model.model.layers[1].mlp.extra.weight == 1).all()
     own = dict(plain.named_parameters())
-    assert all(torch.equal(value, own[name]) for name, value in model.named_parameters() if name in own)
+    assert all(
+        torch.equal(value, own[name]) for name, value in model.named_parameters() if name in own
+    )
 
 
 def test_other_random_numbers_go_on_as_before() -> None:
@@ -124,7 +138,11 @@ def test_other_random_numbers_go_on_as_before() -> None:
 
 def test_what_is_extra() -> None:
     model = model_with(Zero)
-    add_adapters(model, LoraConfig(rank=2, target_modules=["q", "embedding"], quantize_base="int8"), torch.float32)
+    add_adapters(
+        model,
+        LoraConfig(rank=2, target_modules=["q", "embedding"], quantize_base="int8"),
+        torch.float32,
+    )
     names = [f"model.layers.1.mlp.extra.{name}" for name in ("gate", "up.weight", "turns")]
     assert list(extra_tensors(model)) == names
     assert list(extra_tensors(model, saved=True)) == names[:2]
@@ -145,24 +163,33 @@ class Forgetful(Bare):
 
 
 def test_what_nothing_starts_is_refused_before_there_is_memory() -> None:
-    line = r"^model.layers.1.mlp.extra.scale: no checkpoint has it, .* \(Bare\) has no reset_parameters .* that method"
+    line = (
+        r"^model.layers.1.mlp.extra.scale: no checkpoint has it, .* \(Bare\) has no"
+        r" reset_parameters .* that method"
+    )
     with pytest.raises(SetupError, match=line):
         check_extra(model_with(Bare))
     model = build_meta(tiny_spec(), torch.float32)
     model.model.layers[0].self_attn.q_proj.scale = nn.Parameter(torch.empty(2, device="meta"))
     check_extra(model)  # a linear has the method
-    with pytest.raises(SetupError, match=r"q_proj.scale: .* reset_parameters of its module leaves nothing in it"):
+    with pytest.raises(
+        SetupError, match=r"q_proj.scale: .* reset_parameters of its module leaves nothing in it"
+    ):
         started(model)
     model = model_with(KINDS["linear"])
     model.model.layers[0].lora_gate = nn.Linear(6, 6, device="meta")
     check_extra(model)
     add_adapters(model, LoraConfig(rank=2), torch.float32)
-    with pytest.raises(SetupError, match=r"layers.0.lora_gate.weight: lora_ begins the names of adapters"):
+    with pytest.raises(
+        SetupError, match=r"layers.0.lora_gate.weight: lora_ begins the names of adapters"
+    ):
         check_extra(model)
 
 
 def test_a_method_that_leaves_numbers_out_is_refused() -> None:
-    with pytest.raises(SetupError, match=r"extra.scale: .* leaves nothing in it; give it every number there"):
+    with pytest.raises(
+        SetupError, match=r"extra.scale: .* leaves nothing in it; give it every number there"
+    ):
         started(model_with(Forgetful))
 
 
@@ -170,7 +197,8 @@ def test_values_before_load_weights_are_refused_but_computed_buffers_stay() -> N
     model = build_meta(tiny_spec(), torch.float32)
     model.model.layers[0].mlp.extra = nn.Linear(6, 6)
     with pytest.raises(
-        SetupError, match=r"mlp.extra.weight: found values on cpu .*; make the module on the meta device"
+        SetupError,
+        match=r"mlp.extra.weight: found values on cpu .*; make the module on the meta device",
     ):
         materialize(model, MemoryConfig(), CPU)
     model = build_meta(tiny_spec(), torch.float32)
@@ -190,7 +218,9 @@ def test_a_parameter_that_was_never_written_is_found() -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" not in name:
                 parameter.fill_(1.0)
-    with pytest.raises(SetupError, match=r"layers.0.self_attn.q_proj.lora_B.weight and 1 more have no values after"):
+    with pytest.raises(
+        SetupError, match=r"layers.0.self_attn.q_proj.lora_B.weight and 1 more have no values after"
+    ):
         check_written(model)
 
 
@@ -210,7 +240,9 @@ def test_every_rank_has_its_part_of_the_same_start() -> None:
             assert isinstance(extra.weight, DTensor) and extra.weight.to_local().shape[0] < 7
             alike = [_is_part(extra.weight, expected.weight), _is_part(extra.bias, expected.bias)]
             columns = model_with(KINDS["linear"])
-            held = DTensor.from_local(torch.empty(7, 3), world.mesh["data_shard"], [Shard(1)], run_check=False)
+            held = DTensor.from_local(
+                torch.empty(7, 3), world.mesh["data_shard"], [Shard(1)], run_check=False
+            )
             columns.model.layers[1].mlp.extra.weight = nn.Parameter(held)
             columns.model.layers[1].mlp.extra.bias = None
             reset_extra(columns, 4)

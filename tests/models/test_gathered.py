@@ -1,4 +1,6 @@
-"""Parameters that FSDP has cut within the parts of a tensor-parallel group are put together again, with no warning."""
+"""Parameters that FSDP has cut within the parts of a tensor-parallel group are put together again,
+with no warning.
+"""
 
 import warnings
 from itertools import product
@@ -18,21 +20,33 @@ PLACEMENTS = (Shard(0), Shard(1), Replicate())
 
 @pytest.mark.slow
 def test_parts_make_the_whole() -> None:
-    """Rows that divide evenly and not, and ranks that have none of them; two copies, and two shards."""
+    """Rows that divide evenly and not, and ranks that have none of them; two copies, and two
+    shards.
+    """
 
     def check(mesh: DeviceMesh, weight: torch.Tensor, placement: Placement) -> list[bool]:
         part = weight
         if isinstance(placement, Shard):
             part = weight.chunk(2, dim=placement.dim)[mesh["tensor"].get_local_rank()].contiguous()
         module = nn.Module()
-        module.weight = nn.Parameter(DTensor.from_local(part.clone(), mesh["tensor"], [placement], run_check=False))
+        module.weight = nn.Parameter(
+            DTensor.from_local(part.clone(), mesh["tensor"], [placement], run_check=False)
+        )
         fully_shard(module, mesh=mesh["copies", "data"])
         local, offset = local_part(module.weight)
-        own = weight[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+        own = weight[
+            tuple(
+                slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
+            )
+        ]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             whole = gathered(local.detach(), module.weight)
-            of_rows = gathered(local.detach()[:, 0], module.weight, whole.shape[:1]) if placement != Shard(1) else None
+            of_rows = (
+                gathered(local.detach()[:, 0], module.weight, whole.shape[:1])
+                if placement != Shard(1)
+                else None
+            )
         found = [torch.equal(local, own), torch.equal(whole, weight)]
         return found if of_rows is None else [*found, torch.equal(of_rows, weight[:, 0])]
 

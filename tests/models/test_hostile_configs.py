@@ -25,7 +25,9 @@ def test_changed_presets_are_specs_or_lines(tmp_path: Path):
     presets, refused = [preset_config(name) for name in preset_names()], 0
     for seed in range(SEEDS):
         draw = random.Random(seed)
-        config = dict(draw.choice(presets)) | ({"rope_scaling": draw.choice(ROPES)} if draw.random() < 0.3 else {})
+        config = dict(draw.choice(presets)) | (
+            {"rope_scaling": draw.choice(ROPES)} if draw.random() < 0.3 else {}
+        )
         for _ in range(draw.choice((1, 1, 2, 3))):
             config = changed(config, draw)
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -35,7 +37,10 @@ def test_changed_presets_are_specs_or_lines(tmp_path: Path):
             refused += 1
             assert all("\n" not in fault and len(fault) < 6000 for fault in error.faults), seed
         else:
-            assert spec.num_layers <= MAX_SIZES["num_hidden_layers"] and spec.width <= MAX_SIZES["hidden_size"]
+            assert (
+                spec.num_layers <= MAX_SIZES["num_hidden_layers"]
+                and spec.width <= MAX_SIZES["hidden_size"]
+            )
     assert SEEDS / 4 < refused < SEEDS
 
 
@@ -43,15 +48,22 @@ def test_sizes_at_the_bound_and_over_it():
     for key, most in MAX_SIZES.items():
         check_sizes({key: most}, "here")
         with pytest.raises(
-            CheckpointError, match=rf"^here: config.json: {key}: found {most + 1}, expected at most {most}$"
+            CheckpointError,
+            match=rf"^here: config.json: {key}: found {most + 1}, expected at most {most}$",
         ):
             check_sizes({key: most + 1}, "here")
-        with pytest.raises(CheckpointError, match=rf"config.json: text_config.{key}: found inf, expected at most"):
+        with pytest.raises(
+            CheckpointError, match=rf"config.json: text_config.{key}: found inf, expected at most"
+        ):
             check_sizes({"text_config": {key: float("inf")}}, "here")
-    check_sizes({"hidden_size": "a", "vocab_size": None, "text_config": 5}, "here")  # for others to say
+    check_sizes(
+        {"hidden_size": "a", "vocab_size": None, "text_config": 5}, "here"
+    )  # for others to say
 
 
 def test_an_integer_that_is_no_float():
     config = preset_config("demo/0.5M") | {"rms_norm_eps": int(sys.float_info.max) * 10}
-    with pytest.raises(CheckpointError, match="rms_norm_eps: found .*, expected a number from 1e-30 to 1e\\+30"):
+    with pytest.raises(
+        CheckpointError, match="rms_norm_eps: found .*, expected a number from 1e-30 to 1e\\+30"
+    ):
         spec_from_config(config, "here")

@@ -49,19 +49,28 @@ def test_values() -> None:
 
 
 def test_norms_that_count_from_one_start_at_zero() -> None:
-    gemma = {"model_type": "gemma3_text", "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1}
+    gemma = {
+        "model_type": "gemma3_text",
+        "hidden_size": 24,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
     spec = spec_from_config(gemma | {"head_dim": 8, "vocab_size": 30}, "here")
     norms = {name: p for name, p in whole(spec).named_parameters() if "norm" in name}
     assert len(norms) == 7 and not any(p.any() for p in norms.values())
 
 
 def test_the_seed_decides() -> None:
-    first, again, other = (torch.cat([p.flatten() for p in whole(seed=s).parameters()]) for s in (3, 3, 4))
+    first, again, other = (
+        torch.cat([p.flatten() for p in whole(seed=s).parameters()]) for s in (3, 3, 4)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_bf16_is_the_rounded_fp32() -> None:
-    for wide, narrow in zip(whole().parameters(), whole(dtype=torch.bfloat16).parameters(), strict=True):
+    for wide, narrow in zip(
+        whole().parameters(), whole(dtype=torch.bfloat16).parameters(), strict=True
+    ):
         assert torch.equal(wide.bfloat16(), narrow)
 
 
@@ -74,7 +83,9 @@ def test_tied_weights_stay_tied() -> None:
 
 def _sharded_by_fsdp(replicas: int) -> list[bool]:
     build._BLOCK_ELEMENTS = 512  # several blocks per parameter, cut by shard boundaries
-    mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("data_replicate", "data_shard"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, 2 // replicas), mesh_dim_names=("data_replicate", "data_shard")
+    )
     model = build_meta(SPEC, torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -1,4 +1,5 @@
-"""Mixtures of experts against transformers, whose experts are a loop over the tokens of each; in fp64 against a loop.
+"""Mixtures of experts against transformers, whose experts are a loop over the tokens of each; in
+fp64 against a loop.
 
 (transformers computes norms, rotations and the router's softmax in fp32 in an fp64 model, too.)
 """
@@ -25,7 +26,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 FP32 = torch.float32
 
 
-def pair(case: str, folder: Path, dtype: torch.dtype = FP32) -> tuple[Decoder, transformers.PreTrainedModel]:
+def pair(
+    case: str, folder: Path, dtype: torch.dtype = FP32
+) -> tuple[Decoder, transformers.PreTrainedModel]:
     model = reference_model(case, dtype=dtype)
     model.set_experts_implementation("eager")
     model.save_pretrained(folder)
@@ -38,7 +41,9 @@ def tokens(rows: int = 2) -> torch.Tensor:
 
 def close(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
     bound = TOLERANCES[found.dtype] * max(1e-2, float(expected.detach().abs().max()))
-    torch.testing.assert_close(found, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(
+        found, expected, atol=bound, rtol=0, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def gradient_of(model: transformers.PreTrainedModel, name: str) -> torch.Tensor:
@@ -61,7 +66,9 @@ def test_logits_and_every_gradient(case: str, tmp_path: Path) -> None:
     expected = model(inputs).logits
     close(ours(inputs), expected)
     loss = ours(inputs, labels=labels, head_loss=CrossEntropy(3))
-    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), labels.flatten(), reduction="sum"
+    ).backward()
     loss.backward()
     for name, parameter in ours.named_parameters():
         close(parameter.grad, gradient_of(model, name), name)
@@ -104,13 +111,17 @@ def test_the_layer_in_fp64_is_that_of_a_loop(case: str, tmp_path: Path) -> None:
     expected_grads = torch.autograd.grad((expected * slopes).sum(), wanted)
     found = layer(hidden)
     close(found, expected)
-    for mine, theirs in zip(torch.autograd.grad((found * slopes).sum(), wanted), expected_grads, strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad((found * slopes).sum(), wanted), expected_grads, strict=True
+    ):
         close(mine, theirs)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "qwen3-moe-unnormalized"])
 def test_experts_without_a_token_and_some_with_all(case: str, tmp_path: Path) -> None:
-    """All logits are equal, so every token chooses the same experts; the others have no row, and a gradient of 0."""
+    """All logits are equal, so every token chooses the same experts; the others have no row, and a
+    gradient of 0.
+    """
     ours, model = pair(case, tmp_path)
     with torch.no_grad():
         for each in (ours, model):
@@ -133,11 +144,16 @@ def test_experts_without_a_token_and_some_with_all(case: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, 20), (9, 1)], ids=str)
 def test_balance_loss_is_that_of_transformers(lengths: tuple[int, int], tmp_path: Path) -> None:
-    """Of a model with one layer that has experts: transformers multiplies means over all layers' tokens together. What
-    is behind the lengths is padding, of which transformers has a mask."""
+    """Of a model with one layer that has experts: transformers multiplies means over all layers'
+    tokens together. What is behind the lengths is padding, of which transformers has a mask.
+    """
     ours, model = pair("qwen3-moe-unnormalized", tmp_path)
     (layer,) = (module for module in ours.modules() if isinstance(module, Mixture))
-    inputs, labels, real = tokens(), tokens().roll(-1, dims=1), RealTokens.from_lengths(lengths, LENGTH)
+    inputs, labels, real = (
+        tokens(),
+        tokens().roll(-1, dims=1),
+        RealTokens.from_lengths(lengths, LENGTH),
+    )
     mask = real.make_mask(inputs.device).view_as(inputs)
     labels[~mask] = -100
     found = model(inputs, attention_mask=mask.long(), output_router_logits=True)
@@ -163,7 +179,9 @@ def test_balance_loss_is_that_of_transformers(lengths: tuple[int, int], tmp_path
 def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path) -> None:
     ours, model = pair(case, tmp_path)
     prompt = tokens(1)[:, :9]
-    expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 9:]
+    expected = model.generate(
+        prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, 9:]
     found = list(generate(ours, ours.spec, prompt[0].tolist(), max_new_tokens=12))
     assert found == expected.tolist()
 
@@ -184,7 +202,9 @@ def test_documents_in_one_row_equal_separate_rows(case: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("changed", [{}, {"rope_scaling": None}], ids=str)
 @torch.no_grad()
-def test_gpt_oss_without_a_rope_object_has_its_classs_own(changed: dict[str, None], tmp_path: Path) -> None:
+def test_gpt_oss_without_a_rope_object_has_its_classs_own(
+    changed: dict[str, None], tmp_path: Path
+) -> None:
     """YaRN, of which transformers keeps the numbers in the class."""
     reference_model("gpt-oss").save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -13,7 +13,9 @@ from recipe_lib.ops.head_losses import CrossEntropy
 from tests.models.reference import CASES, load_ours, reference_model, save_ours
 from tests.selection import slow_except
 
-LENGTH = 40  # longer than every window and than the original context of the stretched rotary embeddings
+LENGTH = (
+    40  # longer than every window and than the original context of the stretched rotary embeddings
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def saved(case: str, folders: dict[str, Path]) -> Path:
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Within 1e-5 of the largest logit: what two orders of the same fp32 sums may differ by."""
-    torch.testing.assert_close(actual, expected, atol=1e-5 * max(1.0, float(expected.abs().max())), rtol=0)
+    torch.testing.assert_close(
+        actual, expected, atol=1e-5 * max(1.0, float(expected.abs().max())), rtol=0
+    )
 
 
 def tokens(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -80,7 +84,9 @@ def test_right_padding_changes_nothing_before_it(case: str, folders: dict[str, P
     assert actual.isfinite().all()
 
 
-@pytest.mark.parametrize("case", ["llama3.1", "mistral-window", "qwen2.5-window", "gemma2", "gemma3", "phi4-mini"])
+@pytest.mark.parametrize(
+    "case", ["llama3.1", "mistral-window", "qwen2.5-window", "gemma2", "gemma3", "phi4-mini"]
+)
 @torch.no_grad()
 def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, Path]) -> None:
     ours = load_ours(saved(case, folders))
@@ -97,7 +103,9 @@ def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, 
             start += length
 
 
-@pytest.mark.parametrize("case", ["llama3.1", "mistral-window", "gemma2", "gemma3-linear", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["llama3.1", "mistral-window", "gemma2", "gemma3-linear", "phi3", "qwen3"]
+)
 @torch.no_grad()
 def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Path]) -> None:
     ours = load_ours(saved(case, folders))
@@ -115,12 +123,16 @@ def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("case", ["llama3.1", "qwen3", "gemma2", "gemma3"])
-def test_gradients_and_loss_equal_those_of_transformers(case: str, folders: dict[str, Path]) -> None:
+def test_gradients_and_loss_equal_those_of_transformers(
+    case: str, folders: dict[str, Path]
+) -> None:
     ours, theirs = load_ours(saved(case, folders)), reference_model(case)
     inputs, labels = tokens(), tokens().roll(-1, dims=1)
     labels[:, :4], labels[:, -1] = -100, -100
     loss = ours(inputs, labels=labels, head_loss=CrossEntropy(3))
-    expected = torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        theirs(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
     (loss / 70).backward()
     (expected / 70).backward()
@@ -145,16 +157,21 @@ def test_a_compiled_layer_is_one_graph(case: str, tmp_path: Path) -> None:
     reference_model(case, num_hidden_layers=2).save_pretrained(tmp_path)
     plain = load_ours(tmp_path)
     compiled = load_ours(tmp_path)
-    apply_activation_checkpointing(compiled, "full")  # a layer that were no graph then would not be compiled at all
+    apply_activation_checkpointing(
+        compiled, "full"
+    )  # a layer that were no graph then would not be compiled at all
     for layer in compiled.model.layers:
         layer.compile(backend="eager", fullgraph=True)
     for inputs in (tokens(), tokens()[:, :-3]):  # of another length
         losses = [
-            model(inputs, labels=inputs.roll(-1, dims=1), head_loss=CrossEntropy(2)) for model in (plain, compiled)
+            model(inputs, labels=inputs.roll(-1, dims=1), head_loss=CrossEntropy(2))
+            for model in (plain, compiled)
         ]
         torch.autograd.backward(losses)
         assert torch.equal(*losses)
     exact = case == "llama3.1"  # the middle of an expert has other operators there
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) or not exact
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0
+        )

@@ -1,7 +1,7 @@
 """Every config has a plan, and the header says what that plan does; some plans are made anew.
 
-Of each recipe, and of a family whose layers differ from Llama's, one that is quick; a change of all shows in `python
-benchmarks/planned_peaks.py`, which writes the headers anew.
+Of each recipe, and of a family whose layers differ from Llama's, one that is quick; a change of all
+shows in `python benchmarks/planned_peaks.py`, which writes the headers anew.
 """
 
 import multiprocessing
@@ -32,7 +32,14 @@ from tests.selection import selected, slow_except
 
 PLANS, FASTEST = read_plans(), read_fastest()
 DRIFT = 0.005
-PLANNED_NOW = ["demo/full", "demo/lora", "demo/distill", "gemma3/1B_qlora", "llama3_2/1B_dpo", "llama3_2/1B_qat"]
+PLANNED_NOW = [
+    "demo/full",
+    "demo/lora",
+    "demo/distill",
+    "gemma3/1B_qlora",
+    "llama3_2/1B_dpo",
+    "llama3_2/1B_qat",
+]
 
 
 def plan_active(name):
@@ -42,14 +49,19 @@ def plan_active(name):
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     try:
         recipe_class, cfg, wanted = settings(name, int(PEAK.search(text)[5]), device=DEVICE)
-        return name, make_plan(recipe_class, cfg, replace(wanted, timed=False))[0].heaviest.peak.active
+        return (
+            name,
+            make_plan(recipe_class, cfg, replace(wanted, timed=False))[0].heaviest.peak.active,
+        )
     except Exception as error:  # noqa: BLE001 - told by the test of that config
         return name, f"{type(error).__name__}: {error}"
 
 
 @pytest.fixture(scope="module")
 def planned_now(request):
-    """Of all selected ones, made in a process of their own: the simulated device stays in a process."""
+    """Of all selected ones, made in a process of their own: the simulated device stays in a
+    process.
+    """
     import recipe_lib.plan.build_plan  # noqa: F401  (its imports last, and the parent keeps them)
 
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -59,17 +71,23 @@ def planned_now(request):
 @pytest.mark.parametrize("name", names())
 def test_a_header_says_a_peak(name):
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    assert PEAK.search(text), f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
+    assert PEAK.search(text), (
+        f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
+    )
 
 
 @pytest.mark.parametrize("config", slow_except(PLANNED_NOW, PLANNED_NOW[:2]))
 def test_the_peak_in_the_header_is_the_planned_one(planned_now, config):
-    """The plan that is kept is the one of today; that the header is made of it is the next tests'."""
+    """The plan that is kept is the one of today; that the header is made of it is the next
+    tests'.
+    """
     text = (configs_folder() / f"{config}.yaml").read_text(encoding="utf-8")
     planned = PLANS[config][PEAK.search(text)[5]]["active"]
     found = planned_now[config]
     assert isinstance(found, int), found
-    assert abs(found - planned) <= DRIFT * planned, f"{config}: {planned / MIB:.2f} MiB kept, {found / MIB:.2f} MiB now"
+    assert abs(found - planned) <= DRIFT * planned, (
+        f"{config}: {planned / MIB:.2f} MiB kept, {found / MIB:.2f} MiB now"
+    )
 
 
 def test_there_are_plans():
@@ -84,20 +102,30 @@ def test_every_config_says_the_fastest_settings_that_fit():
 def test_a_header_is_what_the_plans_make_of_it(name):
     """Card and ranks that it is meant for, others that it fits, its peak and its command."""
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    assert header(text, PLANS[name], FASTEST.get(name)) == text, f"python benchmarks/planned_peaks.py {name}"
+    assert header(text, PLANS[name], FASTEST.get(name)) == text, (
+        f"python benchmarks/planned_peaks.py {name}"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if not name.startswith("demo/")])
 def test_no_fewer_cards_would_do(name):
-    """Half of the ranks were planned and do not fit, or do not hold even what the header says the model takes."""
+    """Half of the ranks were planned and do not fit, or do not hold even what the header says the
+    model takes.
+    """
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     total = total_bytes(text)
     said = {
-        size: ranks for size, ranks in fewest(PLANS[name]).items() if size <= 80 or size == meant_for(PLANS[name])[0]
+        size: ranks
+        for size, ranks in fewest(PLANS[name]).items()
+        if size <= 80 or size == meant_for(PLANS[name])[0]
     }
     for size, ranks in said.items():
         half = PLANS[name].get(str(ranks // 2))
-        assert ranks == 1 or (total / (ranks // 2) > size * 10**9 if half is None else not fits(half, ranks // 2, size))
+        assert ranks == 1 or (
+            total / (ranks // 2) > size * 10**9
+            if half is None
+            else not fits(half, ranks // 2, size)
+        )
 
 
 @pytest.mark.slow
@@ -119,14 +147,18 @@ def test_cards_of_24_gb_come_first():
 
 
 def test_adapters_have_whole_models_where_they_fit():
-    """Configs whose model fits one card of 24 GB, on 8 of them too, have what gathers nothing where it is faster."""
+    """Configs whose model fits one card of 24 GB, on 8 of them too, have what gathers nothing where
+    it is faster.
+    """
     auto = set()
     for name in PLANS:
         text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
         if re.search(r"^parallel:\n  strategy: auto$", text, re.MULTILINE):
             auto.add(name)
     shipped = {name for name in PLANS if not name.startswith("demo/")}
-    assert auto == {name for name in shipped if DDP in PLANS[name] and fits(PLANS[name][DDP], 8, 24)}
+    assert auto == {
+        name for name in shipped if DDP in PLANS[name] and fits(PLANS[name][DDP], 8, 24)
+    }
     assert len(auto) > 60
 
 
@@ -134,7 +166,9 @@ def test_the_page_of_mixtures_has_the_planned_peaks():
     """docs/moe.md: of each config of a mixture of experts its cards and peaks."""
     text = (ROOT / "docs" / "moe.md").read_text(encoding="utf-8")
     wanted = []
-    for name in sorted(name for name in PLANS if name.startswith(("qwen3_moe/", "gpt_oss/", "mixtral/", "olmoe/"))):
+    for name in sorted(
+        name for name in PLANS if name.startswith(("qwen3_moe/", "gpt_oss/", "mixtral/", "olmoe/"))
+    ):
         size, ranks = meant_for(PLANS[name])
         peaks = [f"{PLANS[name][str(ranks)][key] / GIB:.2f}" for key in ("active", "reserved")]
         wanted.append(f"| `{name}` | {ranks} x {size} GB | {' | '.join(peaks)} |")

@@ -1,4 +1,6 @@
-"""A score head on decoders of each family: transformers opens the exported folder with equal scores, and so do we."""
+"""A score head on decoders of each family: transformers opens the exported folder with equal
+scores, and so do we.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,9 @@ def test_each_family(kind: str, tmp_path: Path) -> None:
     with start_world(FullFinetuneConfig(device="cpu")) as world:
         out = {"tokenizer_folder": None, "max_shard_bytes": 2**30, "world": world}
         export_model(model, model.spec, named, tmp_path / "scored", **out)
-    theirs, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scored", output_loading_info=True)
+    theirs, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "scored", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokens = torch.randint(3, 128, (2, 9))
     expected = model(tokens)
@@ -67,5 +71,8 @@ def test_each_family(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_family_that_transformers_does_not_score_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"^x: config.json: transformers has no classifier of the family olmoe"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^x: config.json: transformers has no classifier of the family olmoe",
+    ):
         scored_spec({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}, "x", 2)

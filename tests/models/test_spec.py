@@ -37,12 +37,24 @@ def test_the_spec_is_small_and_needs_no_torch() -> None:
 
 def test_what_a_file_leaves_out() -> None:
     spec = spec_from_config(LLAMA, "here")
-    assert (spec.num_kv_heads, spec.head_width, spec.tied, spec.rope.base) == (4, 12, False, 10000.0)
+    assert (spec.num_kv_heads, spec.head_width, spec.tied, spec.rope.base) == (
+        4,
+        12,
+        False,
+        10000.0,
+    )
     gemma = spec_from_config(LLAMA | {"model_type": "gemma2", "architectures": None}, "here")
     assert gemma.tied and gemma.head_width == 256 and gemma.attention_softcap == 50.0
     assert gemma.windows == (4096, None)
-    bare = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7, "model_type": "gemma3_text"}
-    gemma3 = spec_from_config({"model_type": "gemma3", "text_config": bare, "vision_config": {}}, "here")
+    bare = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 7,
+        "model_type": "gemma3_text",
+    }
+    gemma3 = spec_from_config(
+        {"model_type": "gemma3", "text_config": bare, "vision_config": {}}, "here"
+    )
     assert gemma3.windows == (4096,) * 5 + (None, 4096)
     assert (gemma3.vocab_size, gemma3.num_heads, gemma3.num_kv_heads) == (262208, 8, 4)
     assert gemma3.rope.base == 1e6 and gemma3.local_rope.base == 1e4
@@ -50,7 +62,9 @@ def test_what_a_file_leaves_out() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_spellings_of_the_rotary_embedding(case: str) -> None:
-    """transformers 5 writes rope_parameters; the older rope_theta and rope_scaling mean the same."""
+    """transformers 5 writes rope_parameters; the older rope_theta and rope_scaling mean the
+    same.
+    """
     class_name, options = CASES[case]
     new = getattr(transformers, class_name)(**SMALL | options).to_dict()
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
@@ -59,10 +73,16 @@ def test_both_spellings_of_the_rotary_embedding(case: str) -> None:
         old |= {
             "rope_theta": given["full_attention"]["rope_theta"],
             "rope_local_base_freq": given["sliding_attention"]["rope_theta"],
-            "rope_scaling": {key: value for key, value in given["full_attention"].items() if key != "rope_theta"},
+            "rope_scaling": {
+                key: value for key, value in given["full_attention"].items() if key != "rope_theta"
+            },
         }
     else:
-        scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        scaling = {
+            key: value
+            for key, value in given.items()
+            if key not in ("rope_theta", "partial_rotary_factor")
+        }
         scaling["type"] = scaling.pop("rope_type")
         old |= {"rope_theta": given["rope_theta"], "rope_scaling": scaling}
         old |= {"partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
@@ -70,45 +90,77 @@ def test_both_spellings_of_the_rotary_embedding(case: str) -> None:
 
 
 def test_windows_of_qwen() -> None:
-    qwen = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}
+    qwen = LLAMA | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 8,
+    }
     assert spec_from_config(qwen, "x").windows == (None, None)
-    assert spec_from_config(qwen | {"use_sliding_window": True, "max_window_layers": 1}, "x").windows == (None, 8)
+    assert spec_from_config(
+        qwen | {"use_sliding_window": True, "max_window_layers": 1}, "x"
+    ).windows == (None, 8)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "qwen2_moe": (
         {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
-        "model_type 'qwen2_moe' (Qwen2MoeForCausalLM) is not supported; expected a causal language model of type "
-        "gemma, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, olmoe, phi3, qwen2, qwen3, qwen3_moe; to train it in "
-        "transformers' own class, set model.implementation=transformers",
+        (
+            "model_type 'qwen2_moe' (Qwen2MoeForCausalLM) is not supported; expected a causal"
+            " language model of type gemma, gemma2, gemma3, gpt_oss, llama, mistral, mixtral,"
+            " olmoe, phi3, qwen2, qwen3, qwen3_moe; to train it in transformers' own class, set"
+            " model.implementation=transformers"
+        ),
     ),
     "reward model": (
         {"architectures": ["LlamaForSequenceClassification"]},
-        "LlamaForSequenceClassification has a score head, which predicts no tokens; expected a causal language model; "
-        "transformers' AutoModelForSequenceClassification opens it, and reward_distributed goes on training it",
+        (
+            "LlamaForSequenceClassification has a score head, which predicts no tokens; expected a"
+            " causal language model; transformers' AutoModelForSequenceClassification opens it, and"
+            " reward_distributed goes on training it"
+        ),
     ),
     "no model_type": (
         {"model_type": None, "architectures": None},
-        "model_type None is not supported; expected a causal language model of type "
-        "gemma, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, olmoe, phi3, qwen2, qwen3, qwen3_moe",
+        (
+            "model_type None is not supported; expected a causal language model of type gemma,"
+            " gemma2, gemma3, gpt_oss, llama, mistral, mixtral, olmoe, phi3, qwen2, qwen3,"
+            " qwen3_moe"
+        ),
     ),
     "bitsandbytes": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "quantization_config: the weights are quantized (bitsandbytes); expected fp32, bf16 or fp16 weights, or "
-        "fp8 with weight_block_size; download the checkpoint that this one was made from",
+        (
+            "quantization_config: the weights are quantized (bitsandbytes); expected fp32, bf16 or"
+            " fp16 weights, or fp8 with weight_block_size; download the checkpoint that this one"
+            " was made from"
+        ),
     ),
     "mlx": (
         {"quantization": {"group_size": 64, "bits": 4}},
-        "quantization: the weights are quantized (MLX); expected fp32, bf16 or fp16 weights, or fp8 with "
-        "weight_block_size; download the checkpoint that this one was made from",
+        (
+            "quantization: the weights are quantized (MLX); expected fp32, bf16 or fp16 weights, or"
+            " fp8 with weight_block_size; download the checkpoint that this one was made from"
+        ),
     ),
-    "missing": ({"hidden_size": ...}, "hidden_size: found no such key, expected a positive integer"),
+    "missing": (
+        {"hidden_size": ...},
+        "hidden_size: found no such key, expected a positive integer",
+    ),
     "text": ({"vocab_size": "97"}, "vocab_size: found '97', expected a positive integer"),
     "true": ({"vocab_size": True}, "vocab_size: found True, expected a positive integer"),
-    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, expected a number from 1e-30 to 1e+30"),
-    "flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: found 'yes', expected true or false"),
-    "width": ({"hidden_size": 50}, "hidden_size: found 50, expected a multiple of num_attention_heads = 4"),
+    "nan": (
+        {"rms_norm_eps": float("nan")},
+        "rms_norm_eps: found nan, expected a number from 1e-30 to 1e+30",
+    ),
+    "flag": (
+        {"tie_word_embeddings": "yes"},
+        "tie_word_embeddings: found 'yes', expected true or false",
+    ),
+    "width": (
+        {"hidden_size": 50},
+        "hidden_size: found 50, expected a multiple of num_attention_heads = 4",
+    ),
     "kv heads": (
         {"num_key_value_heads": 3},
         "num_key_value_heads: found 3, expected a divisor of num_attention_heads = 4",
@@ -119,11 +171,17 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "odd head": (
         {"head_dim": 7},
-        "head width 7 with partial_rotary_factor 1 gives 7 rotating channels; expected an even number from 2 to 7",
+        (
+            "head width 7 with partial_rotary_factor 1 gives 7 rotating channels; expected an even"
+            " number from 2 to 7"
+        ),
     ),
     "rope": (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_scaling: type 'dynamic' is not supported; expected one of default, linear, llama3, yarn, longrope",
+        (
+            "rope_scaling: type 'dynamic' is not supported; expected one of default, linear,"
+            " llama3, yarn, longrope"
+        ),
     ),
     "rope list": ({"rope_scaling": [1]}, "rope_scaling: found [1], expected an object, or null"),
     "rope number": (
@@ -140,14 +198,25 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layer types": (
         {"model_type": "gemma2", "architectures": [], "layer_types": ["chunked_attention"]},
-        "layer_types: found ['chunked_attention'], expected 2 times sliding_attention or full_attention",
+        (
+            "layer_types: found ['chunked_attention'], expected 2 times sliding_attention or"
+            " full_attention"
+        ),
     ),
     "no window": (
         {"model_type": "gemma2", "architectures": [], "sliding_window": None},
-        "sliding_window: found None, expected a positive integer, because some layers are sliding_attention",
+        (
+            "sliding_window: found None, expected a positive integer, because some layers are"
+            " sliding_attention"
+        ),
     ),
     "window layers": (
-        {"model_type": "qwen3", "architectures": [], "use_sliding_window": True, "max_window_layers": "all"},
+        {
+            "model_type": "qwen3",
+            "architectures": [],
+            "use_sliding_window": True,
+            "max_window_layers": "all",
+        },
         "max_window_layers: found 'all', expected an integer",
     ),
 }
@@ -163,14 +232,22 @@ def test_a_config_that_cannot_be_used_is_one_line(fault: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file; expected a Hugging Face model folder with"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json: no such file; expected a Hugging Face model folder with",
+    ):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"config\.json: found a JSON list, expected an object with model_type"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json: found a JSON list, expected an object with model_type",
+    ):
         read_config(tmp_path)
     for broken in (b"{", b"\xff\xfe", b'{"a": ' * 100000):
         (tmp_path / "config.json").write_bytes(broken)
-        with pytest.raises(CheckpointError, match="not a readable JSON file .*; download the file again") as caught:
+        with pytest.raises(
+            CheckpointError, match="not a readable JSON file .*; download the file again"
+        ) as caught:
             read_config(tmp_path / "config.json")
         assert "\n" not in str(caught.value)
 
@@ -181,7 +258,8 @@ def test_presets_by_name_and_by_path(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert preset_config(str(tmp_path)) == preset_config(str(tmp_path / "config.json")) == LLAMA
     with pytest.raises(
-        ConfigError, match=r"^model\.preset=llama3/9B: no such preset or file; expected a path .* gemma2/27B"
+        ConfigError,
+        match=r"^model\.preset=llama3/9B: no such preset or file; expected a path .* gemma2/27B",
     ):
         preset_config("llama3/9B")
 
@@ -205,5 +283,7 @@ def test_real_configs(name: str, realdata: Path) -> None:
 
 def test_real_configs_of_other_models(realdata: Path) -> None:
     for name in ("granite-3.1-1b-a400m-moe", "llama-3.2-1b-instruct-config"):
-        with pytest.raises(CheckpointError, match="is not supported; expected a causal language model of type"):
+        with pytest.raises(
+            CheckpointError, match="is not supported; expected a causal language model of type"
+        ):
             spec_from_config(read_config(realdata / "hf-layouts" / name), name)

@@ -1,4 +1,6 @@
-"""What importing torchao prints about kernels nobody asked for is dropped, and nothing else of the same loggers."""
+"""What importing torchao prints about kernels nobody asked for is dropped, and nothing else of the
+same loggers.
+"""
 
 import logging
 
@@ -8,17 +10,24 @@ from recipe_lib.logs import silence_torchao
 
 NOISE = {
     "torchao": (
-        "Failed to load /site-packages/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library",
+        (
+            "Failed to load /site-packages/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could"
+            " not load this library"
+        ),
         "Failed to load /site-packages/torchao/_C_cutlass_90a.abi3.so: Could not load this library",
     ),
     "torch.utils._pytree": tuple(
-        f"<enum '{name}'> is an Enum subclass and is now natively supported by torch.compile as an opaque value type. "
-        "Calling register_constant() on Enum subclasses is deprecated and will be an error in a future release."
+        f"<enum '{name}'> is an Enum subclass and is now natively supported by torch.compile as an"
+        " opaque value type. Calling register_constant() on Enum subclasses is deprecated and will"
+        " be an error in a future release."
         for name in ("KernelPreference", "ScaleCalculationMode")
     ),
 }
 OTHERS = {
-    "torchao": ("Skipping import of cpp extensions due to incompatible torch version", "Failed to load weights"),
+    "torchao": (
+        "Skipping import of cpp extensions due to incompatible torch version",
+        "Failed to load weights",
+    ),
     "torch.utils._pytree": (
         "<enum 'Mine'> is an Enum subclass. Calling register_constant() on Enum subclasses is ...",
     ),

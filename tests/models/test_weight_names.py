@@ -9,10 +9,22 @@ import transformers
 
 from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
 from recipe_lib.models.families import text_config
-from recipe_lib.models.weight_names import WeightEntry, find_tied_copies, parameter_shapes, weight_map, why_left_out
+from recipe_lib.models.weight_names import (
+    WeightEntry,
+    find_tied_copies,
+    parameter_shapes,
+    weight_map,
+    why_left_out,
+)
 from tests.models.reference import load_ours
 
-INDEXED = ["gemma-2b-it", "llama-2-7b-chat", "mistral-7b-instruct-v0.3", "phi-3-mini-merge", "qwen2.5-14b-cogito"]
+INDEXED = [
+    "gemma-2b-it",
+    "llama-2-7b-chat",
+    "mistral-7b-instruct-v0.3",
+    "phi-3-mini-merge",
+    "qwen2.5-14b-cogito",
+]
 
 
 @pytest.mark.parametrize("name", INDEXED)
@@ -27,7 +39,9 @@ def test_every_name_of_a_real_index_is_known(name: str, realdata: Path) -> None:
     assert all(why_left_out(spec, other, 1) for other in unused)
 
 
-@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(("phi", "gemma3", "qwen3/0"))])
+@pytest.mark.parametrize(
+    "preset", [name for name in preset_names() if name.startswith(("phi", "gemma3", "qwen3/0"))]
+)
 def test_entries_fill_each_file_tensor_exactly(preset: str) -> None:
     spec = spec_from_config(preset_config(preset), preset)
     shapes, filled = parameter_shapes(spec), {}
@@ -43,7 +57,10 @@ def test_entries_fill_each_file_tensor_exactly(preset: str) -> None:
 def test_fused_tensors_of_phi() -> None:
     spec = spec_from_config(preset_config("phi4/14B"), "phi4")
     table = {entry.our_name: entry for entry in weight_map(spec)}
-    qkv, gate_up = "model.layers.3.self_attn.qkv_proj.weight", "model.layers.3.mlp.gate_up_proj.weight"
+    qkv, gate_up = (
+        "model.layers.3.self_attn.qkv_proj.weight",
+        "model.layers.3.mlp.gate_up_proj.weight",
+    )
     k_proj, up_proj = "model.layers.3.self_attn.k_proj.weight", "model.layers.3.mlp.up_proj.weight"
     assert table[k_proj] == WeightEntry(k_proj, qkv, 5120, 1280)
     assert table[up_proj] == WeightEntry(up_proj, gate_up, 17920, 17920)
@@ -57,10 +74,20 @@ def test_names_that_may_be_left_over() -> None:
     assert find_tied_copies(tied, weight_map(tied, names), names).keys() == {"lm_head.weight"}
     assert not find_tied_copies(untied, weight_map(untied, names), names)
     frequencies = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
-    for name, dims in ((frequencies[0], 1), (frequencies[1], 1), ("h.0.attn.masked_bias", 0), ("h.0.attn.bias", 4)):
+    for name, dims in (
+        (frequencies[0], 1),
+        (frequencies[1], 1),
+        ("h.0.attn.masked_bias", 0),
+        ("h.0.attn.bias", 4),
+    ):
         assert why_left_out(untied, name, dims)
     assert not why_left_out(untied, "h.0.attn.bias", 1)
-    for name in ("score.weight", "model.layers.0.self_attn.q_proj.bias", "vision_tower.x", "base_model.lora_A.weight"):
+    for name in (
+        "score.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "vision_tower.x",
+        "base_model.lora_A.weight",
+    ):
         assert not why_left_out(untied, name, 1)
 
 
@@ -78,17 +105,29 @@ def test_the_text_part_of_a_multimodal_gemma(newer_layout: bool, tmp_path: Path)
         sliding_window=5,
     )
     vision = transformers.SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
     )
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
     theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
     theirs.save_pretrained(tmp_path)
     if newer_layout:  # what some versions of transformers wrote
         _rename(tmp_path / "model.safetensors")
     tokens = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(load_ours(tmp_path)(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        load_ours(tmp_path)(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5
+    )
     exported = text_config(read_config(tmp_path))
-    assert exported["architectures"] == ["Gemma3ForCausalLM"] and exported["model_type"] == "gemma3_text"
+    assert (
+        exported["architectures"] == ["Gemma3ForCausalLM"]
+        and exported["model_type"] == "gemma3_text"
+    )
     assert spec_from_config(exported, "out") == spec_from_config(read_config(tmp_path), "in")
 
 

@@ -21,7 +21,9 @@ LENGTHS = [[5, 12, 4], [24]]
 def tensors(dtype: torch.dtype = torch.float64, queries: int = S) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = ((B, H, queries, E), (B, K, S, E), (B, K, S, E))
-    return tuple(torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes
+    )
 
 
 def prepared(
@@ -68,7 +70,11 @@ def definition(
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("scores_at_once", [2**24, 300])
 def test_values(
-    cap: float | None, window: int | None, with_documents: bool, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+    cap: float | None,
+    window: int | None,
+    with_documents: bool,
+    scores_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "CAPPED_SCORES", scores_at_once)
     q, k, v = tensors()
@@ -85,9 +91,19 @@ def test_values(
 @pytest.mark.parametrize("queries", [1, 6])
 def test_queries_behind_a_cache(cap: float | None, window: int | None, queries: int) -> None:
     q, k, v = tensors(queries=queries)
-    actual = attention(q, k, v, prepared(None, window, cap is not None, queries), window=window, softcap=cap, scale=0.3)
+    actual = attention(
+        q,
+        k,
+        v,
+        prepared(None, window, cap is not None, queries),
+        window=window,
+        softcap=cap,
+        scale=0.3,
+    )
     with torch.no_grad():
-        torch.testing.assert_close(actual, definition(q, k, v, None, window, cap), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(
+            actual, definition(q, k, v, None, window, cap), atol=1e-12, rtol=1e-12
+        )
     unprepared = attention(q, k, v, window=window, softcap=cap, scale=0.3)
     assert torch.equal(unprepared, actual)
 
@@ -97,7 +113,9 @@ def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAPPED_SCORES", 300)
     info = make_attention_info(LENGTHS, S)
     inputs = tensors()
-    weights = torch.randn(B, H, S, E, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    weights = torch.randn(
+        B, H, S, E, generator=torch.Generator().manual_seed(8), dtype=torch.float64
+    )
     out = attention(*inputs, prepared(info, 7, cap is not None), window=7, softcap=cap, scale=0.3)
     actual = torch.autograd.grad(out, inputs, weights)
     expected = torch.autograd.grad(definition(*inputs, info.documents, 7, cap), inputs, weights)
@@ -144,11 +162,29 @@ def test_masks_are_made_once_for_each_window() -> None:
 
 
 def fake_varlen(
-    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int, **options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    **options,
 ) -> Tensor:
-    """What torch documents of `varlen_attn`, for CPU tensors: `window_size` counts tokens to the left, exclusive."""
-    assert torch.equal(ends_q, ends_k) and ends_q.dtype == torch.int32 and int(ends_q.diff().max()) <= longest_q
-    assert ends_q[0] == 0 and ends_q[-1] == q.shape[0] and options["enable_gqa"] and longest_q == longest_k
+    """What torch documents of `varlen_attn`, for CPU tensors: `window_size` counts tokens to the
+    left, exclusive.
+    """
+    assert (
+        torch.equal(ends_q, ends_k)
+        and ends_q.dtype == torch.int32
+        and int(ends_q.diff().max()) <= longest_q
+    )
+    assert (
+        ends_q[0] == 0
+        and ends_q[-1] == q.shape[0]
+        and options["enable_gqa"]
+        and longest_q == longest_k
+    )
     left, right = options["window_size"]
     assert right == 0
     pieces = []
@@ -198,7 +234,11 @@ def test_info_of_rows_with_documents() -> None:
     assert info.documents.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert info.boundaries.tolist() == [0, 2, 3, 4, 8, 12]
     assert info.longest == 128
-    assert document_positions([[2, 1], [4], []], 4).tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], [0, 0, 0, 0]]
+    assert document_positions([[2, 1], [4], []], 4).tolist() == [
+        [0, 1, 0, 0],
+        [0, 1, 2, 3],
+        [0, 0, 0, 0],
+    ]
     assert info.to("cpu").documents is info.documents
 
 
@@ -209,7 +249,9 @@ def test_lengths_that_do_not_fit_a_row(lengths: list[list[int]]) -> None:
 
 
 def test_documents_of_other_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="documents are of every key, found those of 24 and 25 keys"):
+    with pytest.raises(
+        ValueError, match="documents are of every key, found those of 24 and 25 keys"
+    ):
         prepared(make_attention_info(LENGTHS, S), None, False, keys=25)
 
 

@@ -14,7 +14,9 @@ from recipe_lib.ops.chunked_heads import CrossEntropy, Loss, cross_entropy
 N, D, V = 37, 24, 101
 
 
-def inputs(dtype: torch.dtype = torch.float64, seed: int = 0, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float64, seed: int = 0, n: int = N
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(n, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -35,7 +37,9 @@ def linear_cross_entropy(
     return CrossEntropy(chunks, loss)(hidden, weight, labels, softcap=softcap)
 
 
-def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
+def full_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None
+) -> Tensor:
     logits = hidden @ weight.t()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -49,7 +53,9 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunks", [1, 4, N, 1000])
-def test_value_and_gradients_equal_full_logits_in_float64(chunks: int, softcap: float | None) -> None:
+def test_value_and_gradients_equal_full_logits_in_float64(
+    chunks: int, softcap: float | None
+) -> None:
     hidden, weight, labels = inputs()
     ours = linear_cross_entropy(hidden, weight, labels, chunks=chunks, softcap=softcap)
     ours_grads = torch.autograd.grad(ours * 0.37, (hidden, weight))
@@ -73,7 +79,9 @@ def test_gradients_equal_finite_differences(softcap: float | None) -> None:
     step = 1e-5
     with torch.no_grad():
         ahead, behind = (
-            linear_cross_entropy(hidden + s * hidden_way, weight + s * weight_way, labels, chunks=3, softcap=softcap)
+            linear_cross_entropy(
+                hidden + s * hidden_way, weight + s * weight_way, labels, chunks=3, softcap=softcap
+            )
             for s in (step, -step)
         )
     assert float(slope) == pytest.approx(float(ahead - behind) / (2 * step), rel=1e-7)
@@ -97,7 +105,9 @@ def test_lower_precision_is_near_float64(dtype: torch.dtype, tolerance: float) -
     exact = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     reference = full_loss(*exact, labels)
     assert relative(ours, reference) < tolerance
-    for our_grad, reference_grad in zip(ours_grads, torch.autograd.grad(reference, exact), strict=True):
+    for our_grad, reference_grad in zip(
+        ours_grads, torch.autograd.grad(reference, exact), strict=True
+    ):
         assert our_grad.dtype == dtype
         assert relative(our_grad, reference_grad) < tolerance
 
@@ -106,20 +116,30 @@ def test_bf16_gradients_are_no_worse_than_one_backward_over_full_fp32_logits() -
     hidden, weight, labels = inputs(torch.bfloat16, n=512)
     exact = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     reference = torch.autograd.grad(full_loss(*exact, labels), exact)
-    plain = F.cross_entropy((hidden @ weight.t()).float(), labels, ignore_index=-100, reduction="sum")
+    plain = F.cross_entropy(
+        (hidden @ weight.t()).float(), labels, ignore_index=-100, reduction="sum"
+    )
     plain_grads = torch.autograd.grad(plain, (hidden, weight))
-    ours_grads = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, chunks=16), (hidden, weight))
+    ours_grads = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, chunks=16), (hidden, weight)
+    )
     for ours, plain, exact_grad in zip(ours_grads, plain_grads, reference, strict=True):
         assert relative(ours, exact_grad) < 1.5 * relative(plain, exact_grad)
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+@pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"
+)
 def test_agrees_with_the_function_torch_has() -> None:
     hidden, weight, labels = inputs(torch.float32)
     ours = linear_cross_entropy(hidden, weight, labels, chunks=4)
     theirs = F.linear_cross_entropy(hidden, weight, labels, reduction="sum", ignore_index=-100)
     assert relative(ours, theirs) < 1e-6
-    grads = zip(torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(theirs, (hidden, weight)), strict=True)
+    grads = zip(
+        torch.autograd.grad(ours, (hidden, weight)),
+        torch.autograd.grad(theirs, (hidden, weight)),
+        strict=True,
+    )
     for our_grad, their_grad in grads:
         assert relative(our_grad, their_grad) < 1e-5
 
@@ -174,7 +194,9 @@ def test_inputs_are_left_as_they_were() -> None:
     hidden, weight, labels = inputs()
     before = hidden.detach().clone(), weight.detach().clone(), labels.clone()
     linear_cross_entropy(hidden, weight, labels, chunks=4, softcap=3.0).backward()
-    assert all(torch.equal(now, was) for now, was in zip((hidden, weight, labels), before, strict=True))
+    assert all(
+        torch.equal(now, was) for now, was in zip((hidden, weight, labels), before, strict=True)
+    )
 
 
 def test_a_second_backward_is_refused() -> None:
@@ -188,7 +210,9 @@ def test_a_second_backward_is_refused() -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_custom_loss_equals_the_same_loss_on_full_logits(softcap: float | None) -> None:
     def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum", label_smoothing=0.1)
+        return F.cross_entropy(
+            logits, labels, ignore_index=-100, reduction="sum", label_smoothing=0.1
+        )
 
     hidden, weight, labels = inputs()
     ours = linear_cross_entropy(hidden, weight, labels, chunks=4, softcap=softcap, loss=smoothed)
@@ -198,10 +222,14 @@ def test_a_custom_loss_equals_the_same_loss_on_full_logits(softcap: float | None
         logits = softcap * torch.tanh(logits / softcap)
     reference = smoothed(logits, labels)
     assert relative(ours, reference) < 1e-12
-    for our_grad, grad in zip(ours_grads, torch.autograd.grad(reference * 0.37, (hidden, weight)), strict=True):
+    for our_grad, grad in zip(
+        ours_grads, torch.autograd.grad(reference * 0.37, (hidden, weight)), strict=True
+    ):
         assert relative(our_grad, grad) < 1e-12
     with torch.no_grad():
-        value = linear_cross_entropy(hidden, weight, labels, chunks=4, softcap=softcap, loss=smoothed)
+        value = linear_cross_entropy(
+            hidden, weight, labels, chunks=4, softcap=softcap, loss=smoothed
+        )
     assert relative(value, reference) < 1e-12
 
 
@@ -212,12 +240,16 @@ def test_the_registered_loss_is_the_built_in_one() -> None:
     hidden, weight, labels = inputs()
     given = linear_cross_entropy(hidden, weight, labels, chunks=4, loss=cross_entropy)
     assert torch.equal(given, linear_cross_entropy(hidden, weight, labels, chunks=4))
-    custom = linear_cross_entropy(hidden, weight, labels, chunks=4, loss=lambda *both: cross_entropy(*both))
+    custom = linear_cross_entropy(
+        hidden, weight, labels, chunks=4, loss=lambda *both: cross_entropy(*both)
+    )
     assert relative(given, custom) < 1e-12
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is active: now, at most, and every shape seen."""
+    """Bytes of the storages that operations make while it is active: now, at most, and every shape
+    seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +259,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.shapes.add(tuple(leaf.shape))
@@ -250,7 +286,9 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("softcap, copies", [(None, 2.1), (30.0, 3.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_bytes_are_those_of_one_chunk(dtype: torch.dtype, softcap: float | None, copies: float) -> None:
+def test_peak_bytes_are_those_of_one_chunk(
+    dtype: torch.dtype, softcap: float | None, copies: float
+) -> None:
     n, d, v, chunks = 512, 16, 4096, 8
     hidden = torch.randn(n, d).to(dtype).requires_grad_()
     weight = torch.randn(v, d).to(dtype).requires_grad_()
@@ -271,7 +309,11 @@ def test_peak_bytes_are_those_of_one_chunk(dtype: torch.dtype, softcap: float | 
 
 def test_validation_keeps_nothing() -> None:
     n, d, v, chunks = 512, 16, 4096, 8
-    hidden, weight, labels = torch.randn(n, d), torch.randn(v, d, requires_grad=True), torch.randint(0, v, (n,))
+    hidden, weight, labels = (
+        torch.randn(n, d),
+        torch.randn(v, d, requires_grad=True),
+        torch.randint(0, v, (n,)),
+    )
     with torch.no_grad(), LiveBytes() as live:
         loss = linear_cross_entropy(hidden, weight, labels, chunks=chunks)
         assert live.now < 64

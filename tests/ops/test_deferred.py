@@ -1,4 +1,6 @@
-"""Weight gradients that are deferred are those that autograd would have made, and hold nothing once they are added."""
+"""Weight gradients that are deferred are those that autograd would have made, and hold nothing once
+they are added.
+"""
 
 import gc
 import weakref
@@ -17,7 +19,9 @@ def made(dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[nn.Parameter]
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 5, 8, generator=generator, dtype=dtype)
     shapes = [(12, 8), (12,), (8, 12)]
-    return hidden, [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+    return hidden, [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes
+    ]
 
 
 def network(hidden: Tensor, parameters: list[nn.Parameter], multiply: Any = linear) -> Tensor:
@@ -46,12 +50,18 @@ def test_they_come_when_they_are_asked_for_and_are_the_same(mode: str, dtype: to
         return network(hidden, parameters)
 
     with splittable():
-        out = checkpoint(counted, hidden, use_reentrant=False) if mode == "full" else counted(hidden)
+        out = (
+            checkpoint(counted, hidden, use_reentrant=False) if mode == "full" else counted(hidden)
+        )
         with defer_weight_gradients() as later:
             out.square().sum().backward()
     tight = {"atol": 0, "rtol": 0} if dtype == torch.bfloat16 else {"atol": 1e-12, "rtol": 1e-12}
     torch.testing.assert_close(hidden.grad, wanted, **tight)
-    assert [parameter.grad is None for parameter in parameters] == [True, False, True]  # the bias' is made at once
+    assert [parameter.grad is None for parameter in parameters] == [
+        True,
+        False,
+        True,
+    ]  # the bias' is made at once
     assert len(later) == 2 and later[0].weights[0] is parameters[2]
     for entry in later:
         entry.run()
@@ -73,7 +83,9 @@ def test_nothing_is_held_once_they_are_added() -> None:
             out.sum().backward()
     del inner, out
     gc.collect()
-    assert known() is not None or later[1].compute is not None  # the first linear's input is what its gradient takes
+    assert (
+        known() is not None or later[1].compute is not None
+    )  # the first linear's input is what its gradient takes
     held = [entry for entry in later if entry.compute is not None]
     assert len(held) == 2
     for entry in later:

@@ -1,5 +1,6 @@
-"""The chunked divergence against plain torch on full logits in float64: values, gradients, memory; the k likeliest
-tokens, padded vocabularies, adapters, and ranks that share the vocabulary."""
+"""The chunked divergence against plain torch on full logits in float64: values, gradients, memory;
+the k likeliest tokens, padded vocabularies, adapters, and ranks that share the vocabulary.
+"""
 
 from functools import partial
 from typing import Any
@@ -21,20 +22,29 @@ KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 
 class Heads:
-    """A student's and a teacher's hidden states, weights and biases, and labels with some ignored."""
+    """A student's and a teacher's hidden states, weights and biases, and labels with some
+    ignored.
+    """
 
-    def __init__(self, student: int = V, teacher: int = V, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, student: int = V, teacher: int = V, dtype: torch.dtype = torch.float64
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         draw = partial(torch.randn, generator=generator, dtype=torch.float64)
         self.hidden = draw(ROWS, LENGTH, D).to(dtype).requires_grad_()
         self.weight = draw(student, D).mul(0.5).to(dtype).requires_grad_()
         self.bias = draw(student).to(dtype).requires_grad_()
         self.of_teacher = draw(ROWS, LENGTH, TEACHER_D).to(dtype)
-        self.teacher_weight, self.teacher_bias = draw(teacher, TEACHER_D).mul(0.5).to(dtype), draw(teacher).to(dtype)
+        self.teacher_weight, self.teacher_bias = (
+            draw(teacher, TEACHER_D).mul(0.5).to(dtype),
+            draw(teacher).to(dtype),
+        )
         self.labels = torch.randint(0, min(student, teacher), (ROWS, LENGTH), generator=generator)
         self.labels[:, ::4] = -100
 
-    def states(self, hidden: Tensor | None = None, weight: Tensor | None = None, **head: Any) -> TeacherStates:
+    def states(
+        self, hidden: Tensor | None = None, weight: Tensor | None = None, **head: Any
+    ) -> TeacherStates:
         weight = self.teacher_weight if weight is None else weight
 
         def run(hidden: Tensor, *, labels: Tensor, head_loss: Any) -> Tensor:
@@ -47,10 +57,16 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def plain(student: Tensor, teacher: Tensor, labels: Tensor, divergence: Divergence, weight: float) -> Tensor:
-    """The loss of logits `[b, s, v]`, capped already, by the definitions; student's and teacher's may differ in v."""
+def plain(
+    student: Tensor, teacher: Tensor, labels: Tensor, divergence: Divergence, weight: float
+) -> Tensor:
+    """The loss of logits `[b, s, v]`, capped already, by the definitions; student's and teacher's
+    may differ in v.
+    """
     common = min(student.shape[-1], teacher.shape[-1])
-    q, p = ((each[..., :common] / divergence.temperature).softmax(-1) for each in (student, teacher))
+    q, p = (
+        (each[..., :common] / divergence.temperature).softmax(-1) for each in (student, teacher)
+    )
     if divergence.kind == "forward_kl":
         found = (p * (p.log() - q.log())).sum(-1)
     elif divergence.kind == "reverse_kl":
@@ -58,13 +74,19 @@ def plain(student: Tensor, teacher: Tensor, labels: Tensor, divergence: Divergen
     else:
         beta = divergence.beta
         mixture = beta * p + (1 - beta) * q
-        found = beta * (p * (p / mixture).log()).sum(-1) + (1 - beta) * (q * (q / mixture).log()).sum(-1)
+        found = beta * (p * (p / mixture).log()).sum(-1) + (1 - beta) * (
+            q * (q / mixture).log()
+        ).sum(-1)
     wanted = labels != -100
-    tokens = F.cross_entropy(student.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    tokens = F.cross_entropy(
+        student.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     return weight * divergence.temperature**2 * found[wanted].sum() + (1 - weight) * tokens
 
 
-def assert_equal(ours: Tensor, wanted: Tensor, leaves: list[Tensor], tolerance: float = 1e-12) -> None:
+def assert_equal(
+    ours: Tensor, wanted: Tensor, leaves: list[Tensor], tolerance: float = 1e-12
+) -> None:
     assert ours.shape == () and relative(ours, wanted) < tolerance
     gradients = torch.autograd.grad(0.37 * ours, leaves)
     for mine, other in zip(gradients, torch.autograd.grad(0.37 * wanted, leaves), strict=True):
@@ -87,36 +109,52 @@ def test_values_and_gradients_equal_full_logits(
 ) -> None:
     heads = Heads()
     divergence = Divergence(kind, temperature, 0.3)
-    of_student, of_teacher = ({"bias": each} if biased else {} for each in (heads.bias, heads.teacher_bias))
+    of_student, of_teacher = (
+        {"bias": each} if biased else {} for each in (heads.bias, heads.teacher_bias)
+    )
     sums = torch.zeros(2, dtype=torch.float64)
-    loss = Distillation(heads.states(softcap=caps[1], **of_teacher), divergence, weight, chunks, sums)
+    loss = Distillation(
+        heads.states(softcap=caps[1], **of_teacher), divergence, weight, chunks, sums
+    )
     ours = loss(heads.hidden, heads.weight, heads.labels, softcap=caps[0], **of_student)
     student = capped(F.linear(heads.hidden, heads.weight, heads.bias if biased else None), caps[0])
-    teacher = capped(F.linear(heads.of_teacher, heads.teacher_weight, of_teacher.get("bias")), caps[1])
+    teacher = capped(
+        F.linear(heads.of_teacher, heads.teacher_weight, of_teacher.get("bias")), caps[1]
+    )
     compared = (student, teacher, heads.labels, divergence)
     assert_equal(ours, plain(*compared, weight), [heads.hidden, heads.weight, *of_student.values()])
     parts = torch.stack([plain(*compared, 1.0), plain(*compared, 0.0)])
     assert relative(sums, parts) < 1e-12 and makes_gradients_in_forward(loss)
 
 
-@pytest.mark.parametrize("kind, beta", [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.25)])
+@pytest.mark.parametrize(
+    "kind, beta", [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.25)]
+)
 def test_divergences_are_those_of_trl(kind: str, beta: float) -> None:
     """Whose beta of 0 and 1 are the two directions, and which leaves T^2 out."""
     from trl.experimental.gkd import GKDTrainer
 
     heads = Heads()
-    ours = Distillation(heads.states(), Divergence(kind, 1.5, beta), 1.0, 3)(heads.hidden, heads.weight, heads.labels)
+    ours = Distillation(heads.states(), Divergence(kind, 1.5, beta), 1.0, 3)(
+        heads.hidden, heads.weight, heads.labels
+    )
     logits = heads.hidden @ heads.weight.t(), heads.of_teacher @ heads.teacher_weight.t()
-    wanted = GKDTrainer.generalized_jsd_loss(*logits, heads.labels, beta=beta, temperature=1.5, reduction="sum")
+    wanted = GKDTrainer.generalized_jsd_loss(
+        *logits, heads.labels, beta=beta, temperature=1.5, reduction="sum"
+    )
     assert_equal(ours, wanted * 1.5**2, [heads.hidden, heads.weight])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("student, teacher", [(V, V + 8), (V + 8, V)])
-def test_a_padded_vocabulary_is_compared_over_the_ids_that_both_have(kind: str, student: int, teacher: int) -> None:
+def test_a_padded_vocabulary_is_compared_over_the_ids_that_both_have(
+    kind: str, student: int, teacher: int
+) -> None:
     heads = Heads(student, teacher)
     divergence = Divergence(kind, 1.5)
-    ours = Distillation(heads.states(), divergence, 0.5, 4)(heads.hidden, heads.weight, heads.labels)
+    ours = Distillation(heads.states(), divergence, 0.5, 4)(
+        heads.hidden, heads.weight, heads.labels
+    )
     logits = heads.hidden @ heads.weight.t(), heads.of_teacher @ heads.teacher_weight.t()
     assert_equal(ours, plain(*logits, heads.labels, divergence, 0.5), [heads.hidden, heads.weight])
 
@@ -126,7 +164,9 @@ def test_a_padded_vocabulary_is_compared_over_the_ids_that_both_have(kind: str, 
 def test_an_adapted_head_has_the_gradients_of_its_adapter(kind: str, softcap: float | None) -> None:
     heads = Heads()
     frozen, divergence = heads.weight.detach(), Divergence(kind, 2.0)
-    first, second = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, D), (V, 4)))
+    first, second = (
+        torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, D), (V, 4))
+    )
 
     def project(tokens: Tensor, a: Tensor, b: Tensor, frozen_part: Any = None) -> Tensor:
         return tokens @ frozen.t() + tokens @ a.t() @ b.t()
@@ -134,7 +174,10 @@ def test_an_adapted_head_has_the_gradients_of_its_adapter(kind: str, softcap: fl
     adapter = OutputAdapter(project, (first, second), lambda tokens: tokens @ frozen.t())
     loss = Distillation(heads.states(), divergence, 0.5, 4)
     ours = loss(heads.hidden, frozen, heads.labels, softcap=softcap, adapter=adapter)
-    logits = capped(project(heads.hidden, first, second), softcap), heads.of_teacher @ heads.teacher_weight.t()
+    logits = (
+        capped(project(heads.hidden, first, second), softcap),
+        heads.of_teacher @ heads.teacher_weight.t(),
+    )
     assert_equal(ours, plain(*logits, heads.labels, divergence, 0.5), [heads.hidden, first, second])
 
 
@@ -159,34 +202,55 @@ def test_a_frozen_weight_and_a_validation_keep_nothing() -> None:
 def test_all_ignored_is_zero_with_a_graph_and_large_logits_stay_finite(kind: str) -> None:
     heads = Heads(dtype=torch.float32)
     nothing = torch.full_like(heads.labels, -100)
-    loss = Distillation(heads.states(), Divergence(kind), 0.5, 4)(heads.hidden, heads.weight, nothing)
-    assert not loss and not any(grad.any() for grad in torch.autograd.grad(loss, (heads.hidden, heads.weight)))
+    loss = Distillation(heads.states(), Divergence(kind), 0.5, 4)(
+        heads.hidden, heads.weight, nothing
+    )
+    assert not loss and not any(
+        grad.any() for grad in torch.autograd.grad(loss, (heads.hidden, heads.weight))
+    )
     states = heads.states(heads.of_teacher * 1e3)
-    loss = Distillation(states, Divergence(kind), 0.5, 4)(heads.hidden * 1e3, heads.weight, heads.labels)
+    loss = Distillation(states, Divergence(kind), 0.5, 4)(
+        heads.hidden * 1e3, heads.weight, heads.labels
+    )
     grads = torch.autograd.grad(loss, (heads.hidden, heads.weight))
     assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize(
-    "kind, cap, tensors", [("forward_kl", None, 4), ("reverse_kl", 9.0, 5), ("jensen_shannon", None, 5)]
+    "kind, cap, tensors",
+    [("forward_kl", None, 4), ("reverse_kl", 9.0, 5), ("jensen_shannon", None, 5)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_bytes_are_those_of_a_chunk(kind: str, cap: float | None, tensors: int, dtype: torch.dtype) -> None:
-    """So many `[m, v]` in fp32 as the module's text says; of the whole, gradients of hidden states and weight alone."""
+def test_peak_bytes_are_those_of_a_chunk(
+    kind: str, cap: float | None, tensors: int, dtype: torch.dtype
+) -> None:
+    """So many `[m, v]` in fp32 as the module's text says; of the whole, gradients of hidden states
+    and weight alone.
+    """
     n, d, v, chunks = 512, 8, 4096, 8
-    hidden, weight = torch.randn(1, n, d).to(dtype).requires_grad_(), torch.randn(v, d).to(dtype).requires_grad_()
+    hidden, weight = (
+        torch.randn(1, n, d).to(dtype).requires_grad_(),
+        torch.randn(v, d).to(dtype).requires_grad_(),
+    )
     labels = torch.randint(0, v, (1, n))
     heads = Heads()
     states = heads.states(torch.randn(1, n, d).to(dtype), torch.randn(v, d).to(dtype), softcap=cap)
     with LiveBytes() as live:
-        loss = Distillation(states, Divergence(kind, 2.0), 0.5, chunks)(hidden, weight, labels, softcap=cap)
+        loss = Distillation(states, Divergence(kind, 2.0), 0.5, chunks)(
+            hidden, weight, labels, softcap=cap
+        )
         kept = live.now
         loss.backward()
     chunk = n // chunks * v * 4
     narrow = chunk // 2 if dtype == torch.bfloat16 else 0
     gradients = hidden.nbytes + weight.nbytes
     assert kept <= gradients + 64
-    assert (tensors - 0.1) * chunk < live.peak - gradients <= tensors * chunk + narrow + 64 * n < n * v * 4
+    assert (
+        (tensors - 0.1) * chunk
+        < live.peak - gradients
+        <= tensors * chunk + narrow + 64 * n
+        < n * v * 4
+    )
     assert not {(n, v), (1, n, v)} & live.shapes
 
 
@@ -199,9 +263,12 @@ def share(heads: Heads, kind: str) -> list[Any]:
         return values.detach().chunk(size)[rank].clone()
 
     hidden, weight, bias = (
-        part(each).requires_grad_() for each in (heads.hidden.flatten(0, 1), heads.weight, heads.bias)
+        part(each).requires_grad_()
+        for each in (heads.hidden.flatten(0, 1), heads.weight, heads.bias)
     )
-    states = heads.states(part(heads.of_teacher.flatten(0, 1)), part(heads.teacher_weight), group=group)
+    states = heads.states(
+        part(heads.of_teacher.flatten(0, 1)), part(heads.teacher_weight), group=group
+    )
     loss = Distillation(states, Divergence(kind, 1.5), 0.5, 3)
     found = loss(hidden, weight, heads.labels, group=group, bias=bias, softcap=9.0)
     return [found.detach(), *torch.autograd.grad(found, (hidden, weight, bias))]
@@ -220,7 +287,11 @@ def test_ranks_that_share_the_vocabulary_have_the_values_of_one() -> None:
         leaves = (heads.hidden, heads.weight, heads.bias)
         loss = Distillation(heads.states(), Divergence(kind, 1.5), 0.5, 3)
         wanted = loss(*leaves[:2], heads.labels, bias=heads.bias, softcap=9.0)
-        assert relative(first[number][0], wanted) < 1e-12 and torch.equal(first[number][0], second[number][0])
+        assert relative(first[number][0], wanted) < 1e-12 and torch.equal(
+            first[number][0], second[number][0]
+        )
         gradients = torch.autograd.grad(wanted, leaves)
-        for mine, other, whole in zip(first[number][1:], second[number][1:], gradients, strict=True):
+        for mine, other, whole in zip(
+            first[number][1:], second[number][1:], gradients, strict=True
+        ):
             assert relative(torch.cat([mine, other]), whole.reshape(-1, *mine.shape[1:])) < 1e-12

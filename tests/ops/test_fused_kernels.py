@@ -1,4 +1,6 @@
-"""Fused kernels: each is the chain of operators that it stands for, in values, gradients, types and shapes."""
+"""Fused kernels: each is the chain of operators that it stands for, in values, gradients, types and
+shapes.
+"""
 
 import math
 import threading
@@ -28,7 +30,9 @@ DOCUMENTS = make_attention_info([[20, 10, 2], [29, 3, 1]], 33).documents
 
 @pytest.fixture
 def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On the CPU everything goes through the operators, too, which compute their functions as they are."""
+    """On the CPU everything goes through the operators, too, which compute their functions as they
+    are.
+    """
     monkeypatch.setattr(fused_kernels, "_is_on", True)
     monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
@@ -37,7 +41,9 @@ def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def nf4_matrix(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +52,9 @@ def nf4_matrix(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
-    """Of the last 5 queries of rows of 33 keys: of one document or several, which all of them or some see."""
+    """Of the last 5 queries of rows of 33 keys: of one document or several, which all of them or
+    some see.
+    """
     scores, slopes = (random(2, 6, 5, 33, dtype=torch.bfloat16, seed=seed) * 20 for seed in (4, 5))
     found: list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]] = []
     for words, documents in (("", None), (", documents", DOCUMENTS)):
@@ -69,7 +77,10 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     """(name, function, operator, arguments in bf16), of odd shapes."""
     half = torch.bfloat16
     whole = random(2, 5, 3, 8, dtype=half)
-    heads, (cosines, sines) = random(2, 5, 3, 10, dtype=half), rope.rotation(torch.arange(10).view(2, 5), random(4))
+    heads, (cosines, sines) = (
+        random(2, 5, 3, 10, dtype=half),
+        rope.rotation(torch.arange(10).view(2, 5), random(4)),
+    )
     gate, up, slope = (random(7, 12, dtype=half, seed=seed) for seed in range(3))
     logits, labels = random(6, 33, dtype=half), torch.tensor([3, -100, 0, 32, 7, -100])
     log_sums, slopes, cap = logits.float().logsumexp(1), random(6), torch.tensor(2.5)
@@ -114,8 +125,13 @@ CALLS = calls()
 # Of heads, of products and of losses one each.
 COMPILED_NAMES = ("rotate", "expert's silu gradients", "gradients, capped")
 COMPILED = [call for call in CALLS if call[0] in COMPILED_NAMES]
-# Code that is made in the least time: without an instruction set's own numbers, and no headers for later.
-QUICKLY = {"force_disable_caches": True, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+# Code that is made in the least time: without an instruction set's own numbers, and no headers for
+# later.
+QUICKLY = {
+    "force_disable_caches": True,
+    "cpp_cache_precompile_headers": False,
+    "cpp.vec_isa_ok": False,
+}
 
 
 def results(of: Any) -> list[Tensor]:
@@ -125,15 +141,21 @@ def results(of: Any) -> list[Tensor]:
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
 def test_shapes_of_plans_are_those_of_results(call: tuple[Any, ...]) -> None:
     _, function, operator, arguments = call
-    torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
-    for mine, wanted in zip(results(operator(*arguments)), results(function(*arguments)), strict=True):
+    torch.library.opcheck(
+        operator.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+    for mine, wanted in zip(
+        results(operator(*arguments)), results(function(*arguments)), strict=True
+    ):
         assert torch.equal(mine, wanted) and mine.dtype == wanted.dtype
 
 
 @pytest.mark.slow
 @in_a_fork
 def test_compiled_they_give_the_same_and_make_nothing_but_their_results() -> None:
-    """By inductor for a CPU: other code than a GPU's, with memory for what the same rules do not fuse."""
+    """By inductor for a CPU: other code than a GPU's, with memory for what the same rules do not
+    fuse.
+    """
     made, allocate = [], torch._C._dynamo.guards._empty_strided_cpu
 
     def noted(*shape: Any) -> Tensor:
@@ -146,7 +168,9 @@ def test_compiled_they_give_the_same_and_make_nothing_but_their_results() -> Non
         torch._dynamo.reset()
         with torch._inductor.config.patch(QUICKLY):
             found = results(fused_kernels.call_compiled(function.__wrapped__, *arguments))
-        assert made and sum(each.nbytes for each in made) <= allowed_bytes(name, found, arguments), name
+        assert made and sum(each.nbytes for each in made) <= allowed_bytes(
+            name, found, arguments
+        ), name
         for mine, wanted in zip(found, results(function(*arguments)), strict=True):
             assert mine.dtype == wanted.dtype and mine.shape == wanted.shape, name
             # Before torch 2.13 code for a CPU does not round in between as the operators do.
@@ -166,7 +190,10 @@ def allowed_bytes(name: str, found: list[Tensor], arguments: tuple[Any, ...]) ->
 def gradients(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
     own = [leaf.clone().requires_grad_() for leaf in leaves]
     found = function(*own)
-    return [found.detach(), *torch.autograd.grad(found, own, random(*found.shape, seed=9).to(found.dtype))]
+    return [
+        found.detach(),
+        *torch.autograd.grad(found, own, random(*found.shape, seed=9).to(found.dtype)),
+    ]
 
 
 class Operators(TorchDispatchMode):
@@ -184,13 +211,16 @@ class Operators(TorchDispatchMode):
 def attention_leaves(heads: int, kv_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys and values of two rows."""
     return [
-        random(2, count, tokens, 8, dtype=dtype, seed=seed) for seed, count in enumerate((heads, kv_heads, kv_heads))
+        random(2, count, tokens, 8, dtype=dtype, seed=seed)
+        for seed, count in enumerate((heads, kv_heads, kv_heads))
     ]
 
 
 def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
     for mine, other in zip(found, wanted, strict=True):
-        assert mine.dtype == other.dtype and torch.allclose(mine, other, rtol=tolerance, atol=tolerance)
+        assert mine.dtype == other.dtype and torch.allclose(
+            mine, other, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_rotation_against_complex_numbers(as_operators: None) -> None:
@@ -209,7 +239,11 @@ def test_rotation_against_complex_numbers(as_operators: None) -> None:
 
 @pytest.mark.parametrize("activation", list(gated.ACTIVATIONS))
 def test_gated_products_against_autograd(as_operators: None, activation: str) -> None:
-    plain = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh")}[activation]
+    plain = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    }[activation]
     leaves = [random(5, 8, dtype=torch.float64, seed=seed) for seed in (1, 2)]
     ours = gradients(lambda gate, up: gated.gated(gate, up, activation), *leaves)
     assert_close(ours, gradients(lambda gate, up: plain(gate) * up, *leaves))
@@ -222,16 +256,29 @@ def test_capped_attention_against_its_definition(
 ) -> None:
     """Heads that share keys, in 16 pieces of odd lengths."""
     monkeypatch.setattr(attention, "CAPPED_SCORES", 2 * 6 * 33 * 3)
-    documents, leaves = DOCUMENTS if with_documents else None, attention_leaves(6, 2, 33, torch.float64)
+    documents, leaves = (
+        DOCUMENTS if with_documents else None,
+        attention_leaves(6, 2, 33, torch.float64),
+    )
     with Operators() as seen:
-        ours = gradients(lambda *of: attention.capped_attention(*of, documents, window, 0.8, 0.3), *leaves)
-    assert seen.names.count("capped_shares") == 2 * 16 and seen.names.count("capped_score_gradients") == 16
+        ours = gradients(
+            lambda *of: attention.capped_attention(*of, documents, window, 0.8, 0.3), *leaves
+        )
+    assert (
+        seen.names.count("capped_shares") == 2 * 16
+        and seen.names.count("capped_score_gradients") == 16
+    )
     assert_close(ours, gradients(lambda *of: definition(*of, documents, window, 0.8), *leaves))
 
 
 @pytest.mark.parametrize(
     ("dtype", "fuse", "pieces"),
-    [(torch.bfloat16, True, 4), (torch.bfloat16, False, 8), (torch.float32, True, 8), (torch.float64, True, 8)],
+    [
+        (torch.bfloat16, True, 4),
+        (torch.bfloat16, False, 8),
+        (torch.float32, True, 8),
+        (torch.float64, True, 8),
+    ],
 )
 def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fuse: bool, pieces: int
@@ -240,16 +287,26 @@ def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
     monkeypatch.setattr(fused_kernels, "_is_on", fuse)
     monkeypatch.setattr(attention, "CAPPED_SCORES", 2 * 6 * 32 * 32 // 8)
     with Operators() as seen:
-        gradients(lambda *of: attention.capped_attention(*of, None, None, 0.8, 0.3), *attention_leaves(6, 2, 32, dtype))
+        gradients(
+            lambda *of: attention.capped_attention(*of, None, None, 0.8, 0.3),
+            *attention_leaves(6, 2, 32, dtype),
+        )
     assert seen.names.count("bmm") == (2 + 5) * pieces
     assert seen.names.count("capped_shares") == (2 * pieces if fuse else 0)
 
 
-def test_gradients_of_keys_and_values_are_summed_in_fp32(as_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not see 0.002 more."""
+def test_gradients_of_keys_and_values_are_summed_in_fp32(
+    as_operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not
+    see 0.002 more.
+    """
     monkeypatch.setattr(attention, "CAPPED_SCORES", 512)
     queries = torch.ones(2, 1, 512, 1).bfloat16()
-    keys, values = torch.zeros_like(queries), torch.zeros_like(queries).index_fill(2, torch.tensor(0), 1.0)
+    keys, values = (
+        torch.zeros_like(queries),
+        torch.zeros_like(queries).index_fill(2, torch.tensor(0), 1.0),
+    )
     leaves = [leaf.requires_grad_() for leaf in (queries, keys, values)]
     attention.capped_attention(*leaves, None, None, 50.0, 0.5).sum().backward()
     shares = 1 / torch.arange(1, 513, dtype=torch.float64)
@@ -278,13 +335,19 @@ def test_losses_against_pytorchs(as_operators: None, softcap: float | None) -> N
         return -F.cross_entropy(logits(rows, matrix), labels, reduction="none")
 
     wanted, options = gradients(plain, hidden, weight), {"chunks": 4, "softcap": softcap}
-    ours = gradients(lambda rows, matrix: linear_cross_entropy(rows, matrix, labels, **options), hidden, weight)
-    assert_close(ours, wanted)
     ours = gradients(
-        lambda rows, matrix: projected_cross_entropy(F.linear, rows, [matrix], labels, **options), hidden, weight
+        lambda rows, matrix: linear_cross_entropy(rows, matrix, labels, **options), hidden, weight
     )
     assert_close(ours, wanted)
-    ours = gradients(lambda rows, matrix: token_log_probs(rows, matrix, labels, **options), hidden, weight)
+    ours = gradients(
+        lambda rows, matrix: projected_cross_entropy(F.linear, rows, [matrix], labels, **options),
+        hidden,
+        weight,
+    )
+    assert_close(ours, wanted)
+    ours = gradients(
+        lambda rows, matrix: token_log_probs(rows, matrix, labels, **options), hidden, weight
+    )
     assert_close(ours, gradients(picked, hidden, weight))
     with torch.no_grad():
         assert math.isclose(linear_cross_entropy(hidden, weight, labels, **options), wanted[0])
@@ -298,14 +361,21 @@ def test_rows_that_do_not_count_may_be_infinite(
     monkeypatch.setattr(fused_kernels, "_is_on", fuse)
     labels = torch.tensor([-100, 1, 2])
     for function in (linear_cross_entropy, token_log_probs):
-        hidden, weight = torch.tensor([[6e4, 1.0], [0.5, 1.0], [0.25, 1.0]]).half(), torch.eye(4, 2).half() * 2
+        hidden, weight = (
+            torch.tensor([[6e4, 1.0], [0.5, 1.0], [0.25, 1.0]]).half(),
+            torch.eye(4, 2).half() * 2,
+        )
         hidden.requires_grad_()
         weight.requires_grad_()
         loss = function(hidden, weight, labels, chunks=1).sum()
         loss.backward()
         assert hidden.grad is not None and weight.grad is not None
         assert not (hidden @ weight.t()).isfinite().all() and loss.isfinite()
-        assert hidden.grad[0].eq(0).all() and hidden.grad[1:].ne(0).any() and weight.grad.isfinite().all()
+        assert (
+            hidden.grad[0].eq(0).all()
+            and hidden.grad[1:].ne(0).any()
+            and weight.grad.isfinite().all()
+        )
 
 
 def test_threads_have_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,19 +407,29 @@ def test_the_probe_sees_whether_anything_was_compiled(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", sorted(nf4.DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("rows, columns", [(24, 128), (7, 192), (256, 128)])
-def test_nf4_gives_the_bits_of_torchao(as_operators: None, rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_nf4_gives_the_bits_of_torchao(
+    as_operators: None, rows: int, columns: int, dtype: torch.dtype
+) -> None:
     """All of a matrix, some of its blocks, and a part of its columns."""
-    theirs = nf4._torchao().from_tensor(random(rows, columns, dtype=dtype), nf4.BLOCK, 1 if rows == 7 else 16)
+    theirs = nf4._torchao().from_tensor(
+        random(rows, columns, dtype=dtype), nf4.BLOCK, 1 if rows == 7 else 16
+    )
     codes, scales, factors = nf4_matrix(rows, columns, dtype)
     blocks = len(codes)
     whole = dequantize(codes, scales, factors, dtype, 0, blocks)
     if rows != 7:
-        theirs = nf4._torchao().from_tensor(random(rows, columns, dtype=dtype), nf4.BLOCK, math.gcd(blocks, 256))
+        theirs = nf4._torchao().from_tensor(
+            random(rows, columns, dtype=dtype), nf4.BLOCK, math.gcd(blocks, 256)
+        )
         assert torch.equal(whole.view(rows, columns), theirs.get_original_weight())
     assert torch.equal(dequantize(codes, scales, factors, dtype, 3, 11), whole[3:11])
     across = columns // nf4.BLOCK
-    own = torch.arange(blocks).view(rows, across)[:, 1:].flatten()  # all of its columns but the first 64
-    part = dequantize(codes[own], scales[own], factors, dtype, 0, len(own), (1, across - 1, across, blocks))
+    own = (
+        torch.arange(blocks).view(rows, across)[:, 1:].flatten()
+    )  # all of its columns but the first 64
+    part = dequantize(
+        codes[own], scales[own], factors, dtype, 0, len(own), (1, across - 1, across, blocks)
+    )
     assert torch.equal(part, whole[own])
 
 
@@ -363,7 +443,9 @@ def no_compiler(*arguments: Any) -> None:
     raise RuntimeError("no C compiler\nand more")
 
 
-def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fused_kernels, "_is_on", False)
     assert fused_kernels.use_fused_kernels(True, CPU) == "" and not fused_kernels.fuses(CPU)
     monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
@@ -372,13 +454,22 @@ def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(monkeypatch: pytest
         context.setattr(fused_kernels, "_fault", lambda device: "")
         assert "compiled by torch.compile with Triton" in fused_kernels.use_fused_kernels(True, CPU)
     assert fused_kernels.fuses(CPU)
-    assert fused_kernels.use_fused_kernels(False, CPU) == "fused kernels: none (fused_kernels=false)"
+    assert (
+        fused_kernels.use_fused_kernels(False, CPU) == "fused kernels: none (fused_kernels=false)"
+    )
     assert not fused_kernels.fuses(CPU)
-    for broken, fault in (("call_compiled", "RuntimeError: no C compiler"), ("has_triton", "supports this GPU")):
+    for broken, fault in (
+        ("call_compiled", "RuntimeError: no C compiler"),
+        ("has_triton", "supports this GPU"),
+    ):
         fused_kernels._fault.cache_clear()
         with monkeypatch.context() as context:
-            context.setattr(fused_kernels, broken, no_compiler if broken == "call_compiled" else lambda: False)
+            context.setattr(
+                fused_kernels, broken, no_compiler if broken == "call_compiled" else lambda: False
+            )
             said = fused_kernels.use_fused_kernels(True, CPU)
-        assert said.startswith("fused kernels: none, operators run one by one, with more memory than planned: ")
+        assert said.startswith(
+            "fused kernels: none, operators run one by one, with more memory than planned: "
+        )
         assert said.endswith(fault) and not fused_kernels.fuses(CPU)
     fused_kernels._fault.cache_clear()

@@ -22,11 +22,15 @@ def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(gpu_kernels, "CALLS", 3)
     monkeypatch.setattr(gpu_kernels.importlib.util, "find_spec", lambda name: None)
     compiled = gpu_kernels.fused_kernels.call_compiled
-    monkeypatch.setattr(gpu_kernels.fused_kernels, "call_compiled", lambda *args: 1.1 * compiled(*args))
+    monkeypatch.setattr(
+        gpu_kernels.fused_kernels, "call_compiled", lambda *args: 1.1 * compiled(*args)
+    )
     assert main(["kernels", "--output", str(tmp_path)]) == 1
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs")
+@pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs"
+)
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
 @in_a_fork
 def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
@@ -40,10 +44,14 @@ def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     assert bytes_in(code) == own + scales
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs")
+@pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs"
+)
 @pytest.mark.parametrize("name", ["capped_shares", "capped_score_gradients"])
 @in_a_fork
-def test_long_rows_of_scores_are_computed_again_and_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_of_scores_are_computed_again_and_not_written(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_kernels, "SCORES", (1, 4, 64, 4096))
     (kernel,) = [one for one in gpu_kernels.KERNELS if one.name == name]
     assert gpu_kernels.generated(kernel) == ("1", "0.00")

@@ -1,4 +1,6 @@
-"""A function of one's own as head_loss: what it gives and its gradients, against a plain loop; what a head also has."""
+"""A function of one's own as head_loss: what it gives and its gradients, against a plain loop; what
+a head also has.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,12 +24,16 @@ TEMPERATURE = 2.0
 
 def teacher(labels: Tensor, vocabulary: int) -> Tensor:
     """Probabilities `[b, s, v]` that depend on the labels alone."""
-    angles = labels.clamp(min=0).double().unsqueeze(-1) * torch.arange(1, vocabulary + 1, dtype=torch.float64)
+    angles = labels.clamp(min=0).double().unsqueeze(-1) * torch.arange(
+        1, vocabulary + 1, dtype=torch.float64
+    )
     return torch.softmax(torch.sin(angles), dim=-1)
 
 
 def distillation(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Kullback-Leibler divergence from a teacher, of the tokens with a label, in pieces of one sequence."""
+    """Kullback-Leibler divergence from a teacher, of the tokens with a label, in pieces of one
+    sequence.
+    """
     total = hidden.new_zeros(())
     for tokens, targets in zip(hidden, labels, strict=True):
         logs = F.log_softmax(F.linear(tokens, weight) / TEMPERATURE, dim=-1)
@@ -87,32 +93,44 @@ def test_a_function_of_ones_own_on_one_and_on_two_ranks(tied: bool) -> None:
 
 
 def test_a_head_that_is_more_than_a_weight_says_so() -> None:
-    """Rather than that a function computes with a part of it; the wrapper takes a loss of logits."""
+    """Rather than that a function computes with a part of it; the wrapper takes a loss of
+    logits.
+    """
     capped = replace(small_spec(), logit_softcap=30.0)
     adapted = build_meta(small_spec(), torch.float64)
     add_adapters(adapted, LoraConfig(target_modules=["head"]), torch.float64)
     tokens, labels = small_batch()
     for model, named in ((build_meta(capped, torch.float64), "softcap"), (adapted, "adapter")):
         model.to_empty(device="cpu")
-        with pytest.raises(SetupError, match=rf"^head_loss: found distillation\(.*also has {named}, expected"):
+        with pytest.raises(
+            SetupError, match=rf"^head_loss: found distillation\(.*also has {named}, expected"
+        ):
             model(tokens, labels=labels, head_loss=distillation)
 
     def takes_all(hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float) -> Tensor:
         return F.cross_entropy(
-            softcap * torch.tanh(F.linear(hidden, weight) / softcap).flatten(0, 1), labels.flatten(), reduction="sum"
+            softcap * torch.tanh(F.linear(hidden, weight) / softcap).flatten(0, 1),
+            labels.flatten(),
+            reduction="sum",
         )
 
     model = build_meta(capped, torch.float64).to_empty(device="cpu")
     init_weights(model, 3, capped)
     plain = float(model(tokens, labels=labels, head_loss=CrossEntropy(3)))
-    assert float(model(tokens, labels=labels, head_loss=takes_all)) == pytest.approx(plain, rel=1e-12)
+    assert float(model(tokens, labels=labels, head_loss=takes_all)) == pytest.approx(
+        plain, rel=1e-12
+    )
 
     def half(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, reduction="sum") / 2
 
-    assert float(model(tokens, labels=labels, head_loss=CrossEntropy(3, half))) == pytest.approx(plain / 2, rel=1e-12)
+    assert float(model(tokens, labels=labels, head_loss=CrossEntropy(3, half))) == pytest.approx(
+        plain / 2, rel=1e-12
+    )
     log_probs = model(tokens, labels=labels, head_loss=TokenLogProbs(3))
-    assert log_probs.shape == labels.shape and float(log_probs.sum()) == pytest.approx(-plain, rel=1e-12)
+    assert log_probs.shape == labels.shape and float(log_probs.sum()) == pytest.approx(
+        -plain, rel=1e-12
+    )
 
 
 def test_labels_and_head_loss_have_names() -> None:

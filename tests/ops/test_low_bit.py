@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe_lib.optim.low_bit_adamw import BLOCKS, Code, chance_key, element_places, make_code, round_by_chance
+from recipe_lib.optim.low_bit_adamw import (
+    BLOCKS,
+    Code,
+    chance_key,
+    element_places,
+    make_code,
+    round_by_chance,
+)
 from tests.torchao_oracle import low_bit_codes
 
 CPU = torch.device("cpu")
@@ -30,8 +37,9 @@ def test_levels_are_torchaos(theirs: Any, bits: int, signed: bool) -> None:
 
 @pytest.mark.parametrize(("bits", "signed"), KINDS)
 def test_codes_are_torchaos_at_every_border(theirs: Any, bits: int, signed: bool) -> None:
-    """Numbers at random, and the fp32 numbers on both sides of the middle between any two levels; but what is more
-    than zero is never zero of the unsigned levels."""
+    """Numbers at random, and the fp32 numbers on both sides of the middle between any two levels;
+    but what is more than zero is never zero of the unsigned levels.
+    """
     quantize = getattr(theirs[0], f"quantize_{bits}bit_with_qmap")
     code = code_of(bits, signed)
     middles = (code.levels[1:].double() + code.levels[:-1].double()).div(2).float()
@@ -40,8 +48,12 @@ def test_codes_are_torchaos_at_every_border(theirs: Any, bits: int, signed: bool
         for _ in range(3):
             near.append(near[-1].nextafter(torch.tensor(towards)))
         near.append(middles)
-    drawn = torch.rand(2**15, generator=torch.Generator().manual_seed(0)) * (2 if signed else 1) - (1 if signed else 0)
-    numbers = torch.cat([*near, drawn, drawn**5, code.levels, torch.tensor([-1.0, 0.0, 1.0])]).clamp(-1, 1)
+    drawn = torch.rand(2**15, generator=torch.Generator().manual_seed(0)) * (2 if signed else 1) - (
+        1 if signed else 0
+    )
+    numbers = torch.cat(
+        [*near, drawn, drawn**5, code.levels, torch.tensor([-1.0, 0.0, 1.0])]
+    ).clamp(-1, 1)
     numbers = numbers if signed else numbers.abs()
     ours = torch.bucketize(numbers, code.borders, right=True)
     expected = quantize(numbers, code.levels)
@@ -67,7 +79,9 @@ def test_numbers_come_back_as_the_nearest_level_of_their_block(bits: int, signed
     levels = levels if signed else levels[levels > 0]  # none of the numbers is zero
     nearest = (scaled - levels).abs().amin(-1)
     back = code.decode(codes, scales)
-    off = (back.double().unflatten(-1, (2, -1)) / scales.double().unsqueeze(-1) - scaled.squeeze(-1)).abs()
+    off = (
+        back.double().unflatten(-1, (2, -1)) / scales.double().unsqueeze(-1) - scaled.squeeze(-1)
+    ).abs()
     assert float((off - nearest).abs().max()) < 1e-6
 
 
@@ -79,7 +93,11 @@ def test_zeros_come_back_as_zeros_and_what_is_not_finite_does_not_vanish() -> No
         numbers = torch.ones(2, 256)
         numbers[0, 7] = math.nan
         back = code.decode(*code.encode(numbers, 128))
-        assert not back[0, :128].isfinite().any() and back[0, 128:].isfinite().all() and back[1].isfinite().all()
+        assert (
+            not back[0, :128].isfinite().any()
+            and back[0, 128:].isfinite().all()
+            and back[1].isfinite().all()
+        )
 
 
 @pytest.mark.parametrize("bits", BLOCKS)
@@ -98,12 +116,16 @@ def places_of(count: int) -> Tensor:
 
 
 def test_rounding_takes_one_of_the_two_neighbors_and_is_right_on_average() -> None:
-    """Over 4096 draws a mean is off by sqrt(p (1 - p) / 4096) <= 0.0078 of the gap; 5 of these are allowed."""
+    """Over 4096 draws a mean is off by sqrt(p (1 - p) / 4096) <= 0.0078 of the gap; 5 of these are
+    allowed.
+    """
     numbers = torch.tensor([1.0, 1.001, -1.001, 1.00390625, 3.1415927, -2.7182818, 1e-30, 1.0077])
     below = (numbers.view(torch.int32) & -65536).view(torch.float32)
     above = ((numbers.view(torch.int32) & -65536) + 65536).view(torch.float32)
     many = numbers.expand(4096, 8)
-    found = round_by_chance(many.contiguous(), places_of(8 * 4096).view(4096, 8), chance_key(3, 1, "x")).float()
+    found = round_by_chance(
+        many.contiguous(), places_of(8 * 4096).view(4096, 8), chance_key(3, 1, "x")
+    ).float()
     assert ((found == below) | (found == above)).all()
     share = (numbers.double() - below.double()) / (above.double() - below.double())
     assert float((found.eq(above).double().mean(0) - share).abs().max()) < 5 * 0.0078
@@ -111,12 +133,15 @@ def test_rounding_takes_one_of_the_two_neighbors_and_is_right_on_average() -> No
 
 
 def test_elements_draw_apart_from_one_another() -> None:
-    """Half way between two numbers: each bit of 2^16 elements is fair, and so is agreement of neighbors, of steps, of
-    seeds and of names; 5 standard deviations are 0.01."""
+    """Half way between two numbers: each bit of 2^16 elements is fair, and so is agreement of
+    neighbors, of steps, of seeds and of names; 5 standard deviations are 0.01.
+    """
     numbers = torch.full((2**16,), 1.00390625)
 
     def ups(seed: int, step: int, name: str) -> Tensor:
-        return round_by_chance(numbers, places_of(2**16), chance_key(seed, step, name)).float() > 1.0
+        return (
+            round_by_chance(numbers, places_of(2**16), chance_key(seed, step, name)).float() > 1.0
+        )
 
     first = ups(0, 1, "a")
     assert abs(float(first.double().mean()) - 0.5) < 0.01
@@ -138,6 +163,10 @@ def test_an_element_has_its_place_whatever_the_cut() -> None:
     assert whole.flatten().tolist() == list(range(120))
     assert torch.equal(element_places((2, 3, 4), (3, 1, 0), (6, 5, 4), CPU), whole[3:5, 1:4])
     assert element_places((), (), (), CPU).tolist() == 0
-    late = element_places((2, 3), (600_000, 7), (700_000, 10_000), CPU)  # beyond 2^32 they begin again
-    expected = [[(row * 10_000 + column) % 2**32 for column in (7, 8, 9)] for row in (600_000, 600_001)]
+    late = element_places(
+        (2, 3), (600_000, 7), (700_000, 10_000), CPU
+    )  # beyond 2^32 they begin again
+    expected = [
+        [(row * 10_000 + column) % 2**32 for column in (7, 8, 9)] for row in (600_000, 600_001)
+    ]
     assert (late.long() % 2**32).tolist() == expected

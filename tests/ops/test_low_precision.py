@@ -1,4 +1,6 @@
-"""Products of operands rounded to 8 bits: against fp64 within what rounding theory says, and against torchao's."""
+"""Products of operands rounded to 8 bits: against fp64 within what rounding theory says, and
+against torchao's.
+"""
 
 import math
 from typing import Any
@@ -27,7 +29,9 @@ def has_fp8_on_a_cpu() -> bool:
     return True
 
 
-FP8 = pytest.param("fp8", marks=pytest.mark.skipif(not has_fp8_on_a_cpu(), reason="no FP8 product on a CPU"))
+FP8 = pytest.param(
+    "fp8", marks=pytest.mark.skipif(not has_fp8_on_a_cpu(), reason="no FP8 product on a CPU")
+)
 PRODUCTS = ["int8", FP8]
 
 
@@ -39,7 +43,12 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
         sizes = torch.exp(2 * torch.randn(shape[0], 1, generator=generator))
         return (torch.randn(*shape, generator=generator) * sizes).to(dtype)
 
-    return made(TOKENS, IN).view(1, TOKENS, IN), made(OUT, IN), made(OUT, 1).flatten(), made(TOKENS, OUT)
+    return (
+        made(TOKENS, IN).view(1, TOKENS, IN),
+        made(OUT, IN),
+        made(OUT, 1).flatten(),
+        made(TOKENS, OUT),
+    )
 
 
 def step_of(matrix: Tensor, kind: str) -> Tensor:
@@ -48,7 +57,9 @@ def step_of(matrix: Tensor, kind: str) -> Tensor:
     step = wide.amax(dim=1, keepdim=True) / apply_levers.LARGEST[kind]
     if kind == "int8":
         return (step / 2).expand_as(wide)
-    return torch.maximum(wide / 16, step * 2**-10)  # 3 bits of mantissa; below 2^-6 of a step subnormal numbers
+    return torch.maximum(
+        wide / 16, step * 2**-10
+    )  # 3 bits of mantissa; below 2^-6 of a step subnormal numbers
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
@@ -73,19 +84,30 @@ def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     matrix = operands()[0][0]
     matrix[3] = 0
     codes, scales = quantize_rows(matrix, kind)
-    assert codes.shape == (48, 80) and codes.dtype == apply_levers._TYPES[kind] and scales.dtype == torch.float32
+    assert (
+        codes.shape == (48, 80)
+        and codes.dtype == apply_levers._TYPES[kind]
+        and scales.dtype == torch.float32
+    )
     assert torch.equal(codes[TOKENS:].float(), torch.zeros(48 - TOKENS, IN))
     back = codes[:TOKENS].double() * scales.double().unsqueeze(1)
     assert ((back - matrix).abs() <= step_of(matrix, kind) * (1 + 1e-5)).all()
     assert torch.equal(back[3], torch.zeros(IN, dtype=torch.float64))
-    assert (codes[:TOKENS].float().abs().amax(dim=1) == apply_levers.LARGEST[kind]).sum() == TOKENS - 1
+    assert (
+        codes[:TOKENS].float().abs().amax(dim=1) == apply_levers.LARGEST[kind]
+    ).sum() == TOKENS - 1
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_errors_are_those_that_rounding_makes(kind: str):
-    """Each entry within the sum of all steps; all together as large as independent, uniform errors would be."""
+    """Each entry within the sum of all steps; all together as large as independent, uniform errors
+    would be.
+    """
     generator = torch.Generator().manual_seed(2)
-    left, right = torch.randn(64, 512, generator=generator), torch.randn(96, 512, generator=generator)
+    left, right = (
+        torch.randn(64, 512, generator=generator),
+        torch.randn(96, 512, generator=generator),
+    )
     exact = left.double() @ right.double().t()
     error = (scaled_product(left, right, kind).double() - exact).abs()
     one, other = step_of(left, kind), step_of(right, kind)
@@ -93,17 +115,31 @@ def test_errors_are_those_that_rounding_makes(kind: str):
     rounding = 2**-8 * exact.abs() if kind == "fp8" else 1e-5 * most  # of the result: bf16 and fp32
     assert (error <= most + rounding).all()
     if kind == "int8":
-        expected = ((one**2) @ right.double().t() ** 2 + left.double() ** 2 @ (other**2).t()).div(3).mean().sqrt()
+        expected = (
+            ((one**2) @ right.double().t() ** 2 + left.double() ** 2 @ (other**2).t())
+            .div(3)
+            .mean()
+            .sqrt()
+        )
         assert 0.9 < error.square().mean().sqrt() / expected < 1.1
-    assert error.square().mean().sqrt() / exact.square().mean().sqrt() < {"int8": 0.011, "fp8": 0.045}[kind]
+    assert (
+        error.square().mean().sqrt() / exact.square().mean().sqrt()
+        < {"int8": 0.011, "fp8": 0.045}[kind]
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("int8", torch.float32), ("int8", torch.bfloat16), pytest.param("fp8", torch.bfloat16, marks=FP8.marks)],
+    [
+        ("int8", torch.float32),
+        ("int8", torch.bfloat16),
+        pytest.param("fp8", torch.bfloat16, marks=FP8.marks),
+    ],
 )
 def test_gradients_are_products_of_the_rounded_operands(kind: str, dtype: torch.dtype):
-    """The three products, from fp64 operands that were rounded by hand along the right dimension."""
+    """The three products, from fp64 operands that were rounded by hand along the right
+    dimension.
+    """
 
     def rounded(matrix: Tensor) -> Tensor:
         codes, scales = quantize_rows(matrix, kind)
@@ -122,17 +158,25 @@ def test_gradients_are_products_of_the_rounded_operands(kind: str, dtype: torch.
     ]
     for exact, found in expected:
         assert found.dtype == dtype
-        assert (found.double() - exact).abs().max() <= exact.abs().max() * (2**-7 if dtype == torch.bfloat16 else 1e-5)
+        assert (found.double() - exact).abs().max() <= exact.abs().max() * (
+            2**-7 if dtype == torch.bfloat16 else 1e-5
+        )
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("fp8", torch.float32), ("fp8", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("int8", torch.float32), ("fp8", torch.float32), ("fp8", torch.bfloat16)]
+)
 def test_codes_are_torchaos(kind: str, dtype: torch.dtype):
-    """INT8 to the bit; FP8's scales to the last bit, which torchao takes in fp64, and its codes but for ties.
+    """INT8 to the bit; FP8's scales to the last bit, which torchao takes in fp64, and its codes but
+    for ties.
 
     INT8 of bf16 is another matter: there torchao rounds the scales themselves to bf16.
     """
     matrix = torch.cat(
-        [operands(dtype)[0][0], torch.randn(64, IN, generator=torch.Generator().manual_seed(3)).to(dtype)]
+        [
+            operands(dtype)[0][0],
+            torch.randn(64, IN, generator=torch.Generator().manual_seed(3)).to(dtype),
+        ]
     )
     codes, scales = quantize_rows(matrix, kind)
     expected, others = rounded_rows(matrix, kind)
@@ -142,12 +186,17 @@ def test_codes_are_torchaos(kind: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("int8", torch.float32), pytest.param("fp8", torch.bfloat16, marks=FP8.marks)]
+    ("kind", "dtype"),
+    [("int8", torch.float32), pytest.param("fp8", torch.bfloat16, marks=FP8.marks)],
 )
 def test_torchao_finds_the_same(kind: str, dtype: torch.dtype):
-    """Output and the input's gradient of INT8 to the bit; the weight's is scaled in another order."""
+    """Output and the input's gradient of INT8 to the bit; the weight's is scaled in another
+    order.
+    """
     hidden, weight, _, gradient = operands(dtype)
-    options = {"emulate": True} if kind == "fp8" else {}  # a CPU's product takes no rows of other lengths
+    options = (
+        {"emulate": True} if kind == "fp8" else {}
+    )  # a CPU's product takes no rows of other lengths
     theirs, other = converted(weight, kind, **options), hidden.clone().requires_grad_()
     expected = theirs(other)
     expected.backward(gradient.unsqueeze(0))
@@ -170,7 +219,9 @@ def converted(weight: Tensor, kind: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_in_bf16_ours_are_nearer_to_the_product_of_the_codes(kind: str):
-    """torchao rounds INT8's scales, and FP8's products before they are scaled, to bf16: one rounding more than ours."""
+    """torchao rounds INT8's scales, and FP8's products before they are scaled, to bf16: one
+    rounding more than ours.
+    """
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(rows, 512, generator=generator).bfloat16() for rows in (64, 96))
     gradient = torch.randn(64, 96, generator=generator).bfloat16()
@@ -184,7 +235,9 @@ def test_in_bf16_ours_are_nearer_to_the_product_of_the_codes(kind: str):
     theirs(other).backward(gradient)
     mine = hidden.clone().requires_grad_()
     scaled_linear(mine, weight, None, kind).backward(gradient)
-    ours, torchaos = ((grad.double() - exact).norm() / exact.norm() for grad in (mine.grad, other.grad))
+    ours, torchaos = (
+        (grad.double() - exact).norm() / exact.norm() for grad in (mine.grad, other.grad)
+    )
     assert ours < 0.002 < torchaos
 
 
@@ -200,10 +253,15 @@ def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
             out.backward(gradient.unsqueeze(0))
         assert later_on[1].grad is None and len(later) == 1
         later.pop().run()
-    assert all(torch.equal(one.grad, other.grad) for one, other in zip(at_once, later_on, strict=True))
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(at_once, later_on, strict=True)
+    )
     frozen = hidden.clone().requires_grad_()
     out = scaled_linear(frozen, weight, None, kind)
-    assert [tensor is None for tensor in out.grad_fn.saved_tensors] == [True, False]  # its input is not kept
+    assert [tensor is None for tensor in out.grad_fn.saved_tensors] == [
+        True,
+        False,
+    ]  # its input is not kept
     out.backward(gradient.unsqueeze(0))
     assert torch.equal(frozen.grad, at_once[0].grad)
 
@@ -228,8 +286,12 @@ def test_what_is_not_finite_stays_so(kind: str, value: float):
     assert F.linear(hidden, weight)[0, 5].isfinite().sum() == 0
 
 
-def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatch: pytest.MonkeyPatch):
-    """Weights that are trained, and frozen, in forward and backward, at several lengths: strides alone tell apart."""
+def test_one_compilation_serves_all_callers_of_a_device_that_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Weights that are trained, and frozen, in forward and backward, at several lengths: strides
+    alone tell apart.
+    """
     from torch._dynamo.testing import CompileCounter
 
     counters = {name: CompileCounter() for name in ("_quantize_whole", "_scale_whole")}

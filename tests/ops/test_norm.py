@@ -11,7 +11,9 @@ from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 @pytest.fixture
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(4, 7, 48, generator=generator) * 5, torch.randn(48, generator=generator) * 0.1
+    return torch.randn(4, 7, 48, generator=generator) * 5, torch.randn(
+        48, generator=generator
+    ) * 0.1
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -32,7 +34,9 @@ def test_gemma_in_bf16_equals_transformers(inputs: tuple[torch.Tensor, torch.Ten
     assert (actual == theirs(hidden)).float().mean() > 0.99
 
 
-def test_bf16_is_within_a_rounding_of_transformers(inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_bf16_is_within_a_rounding_of_transformers(
+    inputs: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     hidden, weight = (tensor.bfloat16() for tensor in inputs)
     theirs = LlamaRMSNorm(48, eps=1e-5).bfloat16()
     theirs.weight.data.copy_(weight)

@@ -24,10 +24,14 @@ def test_ranks_have_consecutive_tokens_of_each_row(ranks: int) -> None:
         assert torch.equal(real.shard_rows(rank, ranks).make_mask(CPU), part.flatten())
 
 
-@pytest.mark.parametrize("part", [slice(0, 5), slice(5, 11), slice(11, 16), slice(0, 16), slice(3, 3)], ids=str)
+@pytest.mark.parametrize(
+    "part", [slice(0, 5), slice(5, 11), slice(11, 16), slice(0, 16), slice(3, 3)], ids=str
+)
 def test_a_piece_of_what_each_of_two_ranks_has(part: slice) -> None:
     taken = RealTokens.from_lengths(LENGTHS, WIDTH).take(part, 16)
     assert torch.equal(taken.make_mask(CPU), MASK.view(2, 16)[:, part].flatten())
     twice = taken.take(slice(1, 3), part.stop - part.start) if part.stop - part.start > 3 else None
     if twice is not None:
-        assert torch.equal(twice.make_mask(CPU).view(2, -1)[:, :2], MASK.view(2, 16)[:, part][:, 1:3])
+        assert torch.equal(
+            twice.make_mask(CPU).view(2, -1)[:, :2], MASK.view(2, 16)[:, part][:, 1:3]
+        )

@@ -8,7 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_lib.ops import gathered
-from recipe_lib.ops.gathered import Group, gather_tokens, own_tokens, sum_over_ranks, to_heads, to_tokens
+from recipe_lib.ops.gathered import (
+    Group,
+    gather_tokens,
+    own_tokens,
+    sum_over_ranks,
+    to_heads,
+    to_tokens,
+)
 from tests.distributed.ranks import run_ranks
 
 ROWS, LENGTH, WIDTH = 2, 24, 3
@@ -19,7 +26,14 @@ def group_here() -> Group:
 
 
 def whole(heads: int, seed: int) -> Tensor:
-    return torch.randn(ROWS, heads, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        ROWS,
+        heads,
+        LENGTH,
+        WIDTH,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def tokens_of(tensor: Tensor, group: Group) -> Tensor:
@@ -41,11 +55,20 @@ def exchanged(heads: int, kv_heads: int) -> None:
     *found, own_sinks = to_heads(*mine, sinks, group=group)
     for tensor, one in zip(tensors, found, strict=True):
         assert torch.equal(one, heads_of(tensor, heads, group))
-    assert own_sinks is not None and own_sinks.tolist() == sinks.chunk(group.size)[group.rank].tolist()
+    assert (
+        own_sinks is not None and own_sinks.tolist() == sinks.chunk(group.size)[group.rank].tolist()
+    )
     back = to_tokens(found[0], group=group)
     assert torch.equal(back, mine[0])
-    weights = [whole(heads, 4), whole(kv_heads, 5), whole(kv_heads, 6)]  # the gradient of every element, on all ranks
-    loss = sum((one * heads_of(weight, heads, group)).sum() for one, weight in zip(found, weights, strict=True))
+    weights = [
+        whole(heads, 4),
+        whole(kv_heads, 5),
+        whole(kv_heads, 6),
+    ]  # the gradient of every element, on all ranks
+    loss = sum(
+        (one * heads_of(weight, heads, group)).sum()
+        for one, weight in zip(found, weights, strict=True)
+    )
     assert isinstance(loss, Tensor)
     (loss + (back * tokens_of(weights[0], group)).sum()).backward()
     uses = max(1, group.size // kv_heads)  # ranks that need the same kv head
@@ -53,7 +76,9 @@ def exchanged(heads: int, kv_heads: int) -> None:
         torch.testing.assert_close(one.grad, times * tokens_of(weight, group))
 
 
-@pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(2, 4, 4), (2, 6, 2), (4, 8, 2), (3, 6, 1), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads"), [(2, 4, 4), (2, 6, 2), (4, 8, 2), (3, 6, 1), (4, 4, 4)]
+)
 def test_heads_are_slices_of_the_whole_and_come_back(ranks: int, heads: int, kv_heads: int) -> None:
     run_ranks(exchanged, ranks, heads, kv_heads)
 
@@ -67,12 +92,22 @@ def summed() -> list[Any]:
     own = own_tokens(tokens, group).clone().requires_grad_()
     every = gather_tokens(own, group)
     (every * tokens).sum().backward()
-    return [total.item(), part.grad, torch.equal(every, tokens), own.grad, own_tokens(tokens, group)]
+    return [
+        total.item(),
+        part.grad,
+        torch.equal(every, tokens),
+        own.grad,
+        own_tokens(tokens, group),
+    ]
 
 
-def test_sums_and_gathered_numbers_are_the_same_on_all_ranks_and_their_gradients_those_of_one_loss() -> None:
+def test_sums_and_gathered_numbers_are_the_same_on_all_ranks_and_their_gradients_those_of_one_loss() -> (
+    None
+):
     for total, gradient, same, own_gradient, expected in run_ranks(summed, 2):
-        assert (total, float(gradient), same) == (3.0, 3.0, True) and torch.equal(own_gradient, expected)
+        assert (total, float(gradient), same) == (3.0, 3.0, True) and torch.equal(
+            own_gradient, expected
+        )
 
 
 def test_rows_that_cannot_be_divided_evenly_are_refused() -> None:
@@ -82,7 +117,9 @@ def test_rows_that_cannot_be_divided_evenly_are_refused() -> None:
 
 @pytest.mark.slow
 def test_tensors_of_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of heads and tokens are at their places beyond what 32 bits count, in both directions."""
+    """Blocks of heads and tokens are at their places beyond what 32 bits count, in both
+    directions.
+    """
     group = Group("none", 2, 0)
     tokens = 2**18 + 2
     heads = 2
@@ -94,7 +131,9 @@ def test_tensors_of_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyP
         return blocks
 
     monkeypatch.setattr(gathered, "_exchange", exchange)
-    part = torch.zeros(1, tokens, heads, width, dtype=torch.int8).transpose(1, 2)  # as projections give them
+    part = torch.zeros(1, tokens, heads, width, dtype=torch.int8).transpose(
+        1, 2
+    )  # as projections give them
     assert part.numel() > 2**31
     for head in range(heads):
         part[0, head, -1, -1], part[0, head, 0, 0] = head + 5, head + 7
@@ -104,4 +143,6 @@ def test_tensors_of_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyP
     assert found.shape == (1, 1, 2 * tokens, width) and int(torch.count_nonzero(found)) == 4
     assert found[0, 0, [0, tokens - 1, tokens, -1], [0, -1, 0, -1]].tolist() == [7, 5, 8, 6]
     (back,) = gathered._send_tokens(found, group)
-    assert torch.equal(back[0, :, -1, -1], part[0, :, -1, -1]) and torch.equal(back[0, :, 0, 0], part[0, :, 0, 0])
+    assert torch.equal(back[0, :, -1, -1], part[0, :, -1, -1]) and torch.equal(
+        back[0, :, 0, 0], part[0, :, 0, 0]
+    )

@@ -14,8 +14,12 @@ from tests.ops.test_cross_entropy import LiveBytes, linear_cross_entropy, relati
 ROWS, LENGTH, D, V = 3, 11, 24, 101
 
 
-def inputs(dtype: torch.dtype = torch.float64, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden `[ROWS, length, D]`, weight, labels with some ignored, and a slope for each log-probability."""
+def inputs(
+    dtype: torch.dtype = torch.float64, length: int = LENGTH
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden `[ROWS, length, D]`, weight, labels with some ignored, and a slope for each
+    log-probability.
+    """
     generator = torch.Generator().manual_seed(length)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     hidden = draw(ROWS, length, D).to(dtype).requires_grad_()
@@ -25,7 +29,9 @@ def inputs(dtype: torch.dtype = torch.float64, length: int = LENGTH) -> tuple[Te
     return hidden, weight, labels, draw(ROWS, length)
 
 
-def full_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
+def full_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None
+) -> Tensor:
     """The plain way, in the inputs' dtype."""
     logits = hidden @ weight.t()
     if softcap is not None:
@@ -40,7 +46,9 @@ def token_log_probs(
     return TokenLogProbs(chunks)(hidden, weight, labels, softcap=softcap)
 
 
-def by_projection(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, softcap: float | None) -> Tensor:
+def by_projection(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, softcap: float | None
+) -> Tensor:
     def project(rows: Tensor, frozen: Callable[[Tensor], Tensor]) -> Tensor:
         return frozen(rows)
 
@@ -54,7 +62,9 @@ WAYS = pytest.mark.parametrize("way", [token_log_probs, by_projection])
 @WAYS
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunks", [1, 4, ROWS * LENGTH, 1000])
-def test_values_and_gradients_equal_full_logits_in_float64(way, chunks: int, softcap: float | None) -> None:
+def test_values_and_gradients_equal_full_logits_in_float64(
+    way, chunks: int, softcap: float | None
+) -> None:
     hidden, weight, labels, slopes = inputs()
     ours = way(hidden, weight, labels, chunks=chunks, softcap=softcap)
     wanted = full_log_probs(hidden, weight, labels, softcap)
@@ -62,7 +72,9 @@ def test_values_and_gradients_equal_full_logits_in_float64(way, chunks: int, sof
     assert relative(ours, wanted) < 1e-13
     assert not ours[labels == -100].any()
     ours_grads = torch.autograd.grad((ours * slopes).sum(), (hidden, weight))
-    for our_grad, grad in zip(ours_grads, torch.autograd.grad((wanted * slopes).sum(), (hidden, weight)), strict=True):
+    for our_grad, grad in zip(
+        ours_grads, torch.autograd.grad((wanted * slopes).sum(), (hidden, weight)), strict=True
+    ):
         assert our_grad.shape == grad.shape and relative(our_grad, grad) < 1e-12
 
 
@@ -72,7 +84,9 @@ def test_gradients_equal_finite_differences(way, softcap: float | None) -> None:
     hidden, weight, labels, slopes = inputs(length=3)
 
     def value(moved_hidden: Tensor, moved_weight: Tensor) -> Tensor:
-        return (way(moved_hidden, moved_weight, labels, chunks=3, softcap=softcap).sin() * slopes).sum()
+        return (
+            way(moved_hidden, moved_weight, labels, chunks=3, softcap=softcap).sin() * slopes
+        ).sum()
 
     grads = torch.autograd.grad(value(hidden, weight), (hidden, weight))
     torch.manual_seed(1)  # a way along which the slope is not near 0 by chance
@@ -85,7 +99,9 @@ def test_gradients_equal_finite_differences(way, softcap: float | None) -> None:
 
 def test_the_sum_is_the_loss_of_the_chunked_cross_entropy() -> None:
     hidden, weight, labels, _ = inputs()
-    loss = linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), chunks=5, softcap=7.0)
+    loss = linear_cross_entropy(
+        hidden.flatten(0, 1), weight, labels.flatten(), chunks=5, softcap=7.0
+    )
     ours = -token_log_probs(hidden, weight, labels, chunks=2, softcap=7.0).sum()
     assert relative(ours, loss) < 1e-13
     ours_grads = torch.autograd.grad(ours, (hidden, weight))
@@ -103,7 +119,9 @@ def test_lower_precision_is_near_float64(way, dtype: torch.dtype, tolerance: flo
     wanted = full_log_probs(*exact, labels)
     assert relative(ours, wanted) < tolerance
     ours_grads = torch.autograd.grad((ours * slopes).sum(), (hidden, weight))
-    for our_grad, grad in zip(ours_grads, torch.autograd.grad((wanted * slopes).sum(), exact), strict=True):
+    for our_grad, grad in zip(
+        ours_grads, torch.autograd.grad((wanted * slopes).sum(), exact), strict=True
+    ):
         assert our_grad.dtype == dtype and relative(our_grad, grad) < tolerance
 
 
@@ -119,11 +137,15 @@ def test_large_logits_stay_finite() -> None:
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
 def test_only_the_wanted_gradient_is_made(way, trained: str) -> None:
     hidden, weight, labels, slopes = inputs()
-    wanted = torch.autograd.grad((full_log_probs(hidden, weight, labels) * slopes).sum(), (hidden, weight))
+    wanted = torch.autograd.grad(
+        (full_log_probs(hidden, weight, labels) * slopes).sum(), (hidden, weight)
+    )
     ours = {"hidden": hidden.detach().clone(), "weight": weight.detach().clone()}
     ours[trained].requires_grad_()
     with LiveBytes() as live:
-        (way(ours["hidden"], ours["weight"], labels, chunks=4, softcap=None) * slopes).sum().backward()
+        (
+            way(ours["hidden"], ours["weight"], labels, chunks=4, softcap=None) * slopes
+        ).sum().backward()
     assert relative(ours[trained].grad, wanted[trained == "weight"]) < 1e-12
     frozen = "weight" if trained == "hidden" else "hidden"
     assert ours[frozen].grad is None
@@ -165,7 +187,9 @@ def test_inputs_are_left_as_they_were_and_backward_may_come_twice() -> None:
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight))
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-    assert all(torch.equal(now, was) for now, was in zip((hidden, weight, labels), before, strict=True))
+    assert all(
+        torch.equal(now, was) for now, was in zip((hidden, weight, labels), before, strict=True)
+    )
 
 
 def test_a_projection_draws_the_same_random_numbers_again_in_backward() -> None:
@@ -176,7 +200,9 @@ def test_a_projection_draws_the_same_random_numbers_again_in_backward() -> None:
         return (by_dropout(moved) * slopes).sum()
 
     def by_dropout(moved: Tensor) -> Tensor:
-        adapter = OutputAdapter(lambda rows, frozen: frozen(F.dropout(rows, 0.4)), (), lambda rows: rows @ weight.t())
+        adapter = OutputAdapter(
+            lambda rows, frozen: frozen(F.dropout(rows, 0.4)), (), lambda rows: rows @ weight.t()
+        )
         return TokenLogProbs(4)(moved, weight, labels, adapter=adapter)
 
     (grad,) = torch.autograd.grad(value(hidden), hidden)
@@ -189,7 +215,9 @@ def test_a_projection_draws_the_same_random_numbers_again_in_backward() -> None:
 @WAYS
 @pytest.mark.parametrize("softcap, copies", [(None, 2.1), (30.0, 3.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_bytes_are_those_of_one_chunk(way, dtype: torch.dtype, softcap: float | None, copies: float) -> None:
+def test_peak_bytes_are_those_of_one_chunk(
+    way, dtype: torch.dtype, softcap: float | None, copies: float
+) -> None:
     n, d, v, chunks = 512, 16, 4096, 8
     hidden = torch.randn(1, n, d).to(dtype).requires_grad_()
     weight = torch.randn(v, d).to(dtype)

@@ -1,4 +1,6 @@
-"""Scores of labels against log_softmax over full logits, chunked and not, with all that a head may have."""
+"""Scores of labels against log_softmax over full logits, chunked and not, with all that a head may
+have.
+"""
 
 import pytest
 import torch
@@ -16,11 +18,15 @@ def test_values_equal_full_logits_in_float64(chunks: int, softcap: float | None)
     ours = TokenScores(chunks)(hidden, weight, labels, softcap=softcap)
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     likeliest = capped.log_softmax(-1).amax(dim=-1).masked_fill(labels == -100, 0)
-    assert ours.shape == (*labels.shape, 2) and ours.dtype == torch.float64 and not ours.requires_grad
+    assert (
+        ours.shape == (*labels.shape, 2) and ours.dtype == torch.float64 and not ours.requires_grad
+    )
     assert relative(ours[..., 0], full_log_probs(hidden, weight, labels, softcap)) < 1e-13
     assert relative(ours[..., 1], likeliest) < 1e-13
     wanted = (labels == logits.argmax(dim=-1)) | (labels == -100)
-    assert torch.equal(ours[..., 0] == ours[..., 1], wanted) and wanted[1].all() and not wanted.all()
+    assert (
+        torch.equal(ours[..., 0] == ours[..., 1], wanted) and wanted[1].all() and not wanted.all()
+    )
 
 
 def test_bias_and_what_is_done_to_logits_count() -> None:
@@ -28,7 +34,11 @@ def test_bias_and_what_is_done_to_logits_count() -> None:
     bias = torch.linspace(-2, 2, len(weight), dtype=torch.float64)
     ours = TokenScores(3)(hidden, weight, labels, bias=bias, finish=lambda logits: logits * 0.5)
     expected = ((hidden @ weight.t() + bias) * 0.5).log_softmax(-1)
-    picked = expected.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels == -100, 0)
+    picked = (
+        expected.gather(-1, labels.clamp(min=0).unsqueeze(-1))
+        .squeeze(-1)
+        .masked_fill(labels == -100, 0)
+    )
     assert relative(ours[..., 0], picked) < 1e-13
     assert relative(ours[..., 1], expected.amax(-1).masked_fill(labels == -100, 0)) < 1e-13
 

@@ -1,4 +1,6 @@
-"""The gradient norm and clipping: against float64, over meshes, and without one operation that waits for the device."""
+"""The gradient norm and clipping: against float64, over meshes, and without one operation that
+waits for the device.
+"""
 
 import math
 from types import SimpleNamespace
@@ -26,21 +28,29 @@ def parameters(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[n
 
 
 def exact_norm(params: list[nn.Parameter]) -> float:
-    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in params if p.grad is not None))
+    return math.sqrt(
+        sum(float(p.grad.double().square().sum()) for p in params if p.grad is not None)
+    )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)]
+)
 def test_the_norm_is_exact_and_never_rounded_to_bf16(dtype: torch.dtype, tolerance: float) -> None:
     params = parameters(dtype)
     norm = clip_grad_norm(params, None, WORLD, Parallel(), None)
-    assert norm.shape == () and norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert norm.shape == () and norm.dtype == (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
     assert float(norm) == pytest.approx(exact_norm(params), rel=tolerance)
 
 
 def test_the_norm_of_a_large_tensor_is_as_exact() -> None:
     big = nn.Parameter(torch.zeros(4000, 1000))
     big.grad = torch.randn(1000, 4000, generator=torch.Generator().manual_seed(0)).t()
-    assert float(clip_grad_norm([big], None, WORLD, Parallel(), None)) == pytest.approx(exact_norm([big]), rel=1e-6)
+    assert float(clip_grad_norm([big], None, WORLD, Parallel(), None)) == pytest.approx(
+        exact_norm([big]), rel=1e-6
+    )
 
 
 def test_clipping_scales_all_gradients_to_the_largest_norm() -> None:
@@ -49,13 +59,17 @@ def test_clipping_scales_all_gradients_to_the_largest_norm() -> None:
     assert float(norm) == pytest.approx(exact_norm(before))
     assert exact_norm(params) == pytest.approx(0.5, rel=1e-6)
     for ours, was in zip(params, before, strict=True):
-        torch.testing.assert_close(ours.grad, was.grad * (0.5 / (float(norm) + 1e-6)), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            ours.grad, was.grad * (0.5 / (float(norm) + 1e-6)), rtol=1e-12, atol=0
+        )
 
 
 def test_it_agrees_with_torch() -> None:
     params, theirs = parameters(), parameters()
     expected = nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert float(clip_grad_norm(params, 1.0, WORLD, Parallel(), None)) == pytest.approx(float(expected), rel=1e-6)
+    assert float(clip_grad_norm(params, 1.0, WORLD, Parallel(), None)) == pytest.approx(
+        float(expected), rel=1e-6
+    )
     for our, their in zip(params, theirs, strict=True):
         torch.testing.assert_close(our.grad, their.grad, rtol=1e-6, atol=1e-7)
 
@@ -64,7 +78,9 @@ def test_gradients_within_the_limit_and_without_a_limit_stay_bitwise() -> None:
     for limit in (None, 1e6):
         params, before = parameters(), parameters()
         clip_grad_norm(params, limit, WORLD, Parallel(), None)
-        assert all(torch.equal(ours.grad, was.grad) for ours, was in zip(params, before, strict=True))
+        assert all(
+            torch.equal(ours.grad, was.grad) for ours, was in zip(params, before, strict=True)
+        )
 
 
 def test_missing_gradients_and_frozen_parameters_are_left_out() -> None:
@@ -118,14 +134,18 @@ def test_nothing_is_read_back_to_the_host() -> None:
 
 
 def sharded(mesh_shape: tuple[int, ...], limit: float | None) -> dict[str, object]:
-    """On one rank: the same gradients as `parameters`, sharded by FSDP over a mesh; plain and frozen ones beside."""
+    """On one rank: the same gradients as `parameters`, sharded by FSDP over a mesh; plain and
+    frozen ones beside.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     names = ("data_replicate", "data_shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     module = nn.Module()
-    module.kept = nn.ParameterList([nn.Parameter(torch.zeros(*shape, dtype=torch.float64)) for shape in SHAPES])
+    module.kept = nn.ParameterList(
+        [nn.Parameter(torch.zeros(*shape, dtype=torch.float64)) for shape in SHAPES]
+    )
     fully_shard(module, mesh=mesh)
     plain = parameters(torch.float64)
     for ours, whole in zip(module.kept, plain, strict=True):
@@ -133,7 +153,12 @@ def sharded(mesh_shape: tuple[int, ...], limit: float | None) -> dict[str, objec
         ours.grad.to_local().copy_(shard_of(whole.grad, ours))
     params = [*module.kept, plain[1]]
     norm = clip_grad_norm(params, limit, WORLD, Parallel(), None)
-    return {"norm": norm, "grads": [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]}
+    return {
+        "norm": norm,
+        "grads": [
+            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params
+        ],
+    }
 
 
 def shard_of(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
@@ -154,7 +179,9 @@ def test_hybrid_sharding_counts_copies_once() -> None:
 def check_sharded(mesh_shape: tuple[int, ...]) -> None:
     alone = [*parameters(torch.float64), parameters(torch.float64)[1]]
     expected = clip_grad_norm(alone, 2.0, WORLD, Parallel(), None)
-    assert float(expected) == pytest.approx(exact_norm([*parameters(torch.float64), parameters(torch.float64)[1]]))
+    assert float(expected) == pytest.approx(
+        exact_norm([*parameters(torch.float64), parameters(torch.float64)[1]])
+    )
     for result in run_ranks(sharded, math.prod(mesh_shape), mesh_shape, 2.0):
         torch.testing.assert_close(result["norm"], expected, rtol=1e-14, atol=0)
         for ours, reference in zip(result["grads"], alone, strict=True):

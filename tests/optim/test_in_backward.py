@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from recipe_lib.config.schema import (
+    FullFinetuneConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
@@ -35,14 +40,22 @@ def made(spec: Any) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tuple[list[float], list[int]]:
-    """Norms of the steps, and the most bytes of gradients that this rank had when a parameter was stepped."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=CFG.lr, weight_decay=CFG.weight_decay, foreach=True)
+def train(
+    model: nn.Module, memory: MemoryConfig, world: Any, rows: slice
+) -> tuple[list[float], list[int]]:
+    """Norms of the steps, and the most bytes of gradients that this rank had when a parameter was
+    stepped.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=CFG.lr, weight_decay=CFG.weight_decay, foreach=True
+    )
     most = []
 
     def note(*_: Any) -> None:
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        most.append(sum((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes for grad in grads))
+        most.append(
+            sum((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes for grad in grads)
+        )
 
     optimizer.register_step_pre_hook(note)
     levers = optimizers.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
@@ -50,19 +63,26 @@ def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tu
     count, norms = (labels != -100).sum(), []
     for _ in range(STEPS):
         (model(tokens[rows], labels=labels[rows], head_loss=CrossEntropy(3)) / count).backward()
-        norms.append(float(clip_grad_norm(model.parameters(), None, world, Parallel(), levers.norms)))
+        norms.append(
+            float(clip_grad_norm(model.parameters(), None, world, Parallel(), levers.norms))
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norms, most
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def alone(request: pytest.FixtureRequest) -> tuple[bool, list[float], dict[str, Tensor]]:
-    """Whether embedding and head are one, and norms and weights of plain training in one process."""
+    """Whether embedding and head are one, and norms and weights of plain training in one
+    process.
+    """
     model = made(small_spec(tied=request.param))
     norms, _ = train(model, PLAIN, ALONE, slice(None))
     return request.param, norms, weights(model)
@@ -96,7 +116,12 @@ def test_two_ranks(alone: Any) -> None:
             materialize(model, PLAIN, CPU)
             init_weights(model, 3, spec)
             half = ROWS // 2
-            found, most = train(model, IN_BACKWARD, world, slice(world.data_rank * half, (world.data_rank + 1) * half))
+            found, most = train(
+                model,
+                IN_BACKWARD,
+                world,
+                slice(world.data_rank * half, (world.data_rank + 1) * half),
+            )
             local = [parameter.to_local().nbytes for parameter in model.parameters()]
             return found, weights(model), max(most), sum(local)
 
@@ -107,10 +132,14 @@ def test_two_ranks(alone: Any) -> None:
 
 
 def test_offloaded_states_come_to_the_device_and_return() -> None:
-    """On a CPU both places are the same memory, but the copies are made: one that is not sent back is lost."""
+    """On a CPU both places are the same memory, but the copies are made: one that is not sent back
+    is lost.
+    """
     first = made(small_spec())
     second = deepcopy(first)
-    plain, moving = (torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second))
+    plain, moving = (
+        torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second)
+    )
     offloaded = OffloadedStates(moving, CPU)
     sent, places = [], []
     moving.register_step_post_hook(lambda *_: sent.append(len(offloaded._copies._sent)))
@@ -127,7 +156,11 @@ def test_offloaded_states_come_to_the_device_and_return() -> None:
     assert len(places[0]) > 40 and places[0] == places[1] == places[2]
 
 
-PARAMETERS = {"model.embed_tokens.weight": (70, 64), "model.layers.0.w": (48, 96), "model.norm.weight": (600,)}
+PARAMETERS = {
+    "model.embed_tokens.weight": (70, 64),
+    "model.layers.0.w": (48, 96),
+    "model.norm.weight": (600,),
+}
 OPTIMIZERS = {
     "adamw": {},
     "adamw, one kernel": {"implementation": "fused"},
@@ -143,21 +176,33 @@ OPTIMIZERS = {
 
 def drawn(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in PARAMETERS.items()}
+    return {
+        name: torch.randn(shape, generator=generator).bfloat16()
+        for name, shape in PARAMETERS.items()
+    }
 
 
-def stepped(cfg: OptimizerConfig, params: dict[str, nn.Parameter], arrange: Any, resumed: Any = None) -> Any:
-    """The optimizer after some steps. arrange: of the optimizer, gives what steps one parameter. resumed: an optimizer
-    whose states it begins with, after its steps."""
+def stepped(
+    cfg: OptimizerConfig, params: dict[str, nn.Parameter], arrange: Any, resumed: Any = None
+) -> Any:
+    """The optimizer after some steps. arrange: of the optimizer, gives what steps one parameter.
+    resumed: an optimizer whose states it begins with, after its steps.
+    """
     optimizer = build_optimizer(cfg, params.items(), CPU)
-    for mine, theirs in zip(params.values(), resumed.param_groups[0]["params"] if resumed else (), strict=False):
+    for mine, theirs in zip(
+        params.values(), resumed.param_groups[0]["params"] if resumed else (), strict=False
+    ):
         mine.data.copy_(theirs.data)
-        optimizer.state[mine] = {key: deepcopy(value) for key, value in resumed.state[theirs].items()}
+        optimizer.state[mine] = {
+            key: deepcopy(value) for key, value in resumed.state[theirs].items()
+        }
     step_one = arrange(optimizer)
     for step in range(STEPS):
         for name, parameter in params.items():
             gradient = drawn(step)[name].to(parameter.dtype)
-            parameter.grad = own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+            parameter.grad = (
+                own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+            )
         for parameter in params.values():
             step_one(parameter)
     return optimizer
@@ -169,14 +214,18 @@ def alike(found: Any, expected: Any) -> list[str]:
     pairs = zip(found.param_groups[0]["params"], expected.param_groups[0]["params"], strict=True)
     for number, (mine, theirs) in enumerate(pairs):
         values, wanted = (
-            {"weights": one} | optimizer.state.get(one, {}) for one, optimizer in ((mine, found), (theirs, expected))
+            {"weights": one} | optimizer.state.get(one, {})
+            for one, optimizer in ((mine, found), (theirs, expected))
         )
         assert values.keys() == wanted.keys()
         for key, value in wanted.items():
             if isinstance(values[key], DTensor):
                 value = own_part(value, values[key]) if value.shape == values[key].shape else value
             if not torch.equal(
-                *(torch.as_tensor(local_of(one) if isinstance(one, Tensor) else one) for one in (values[key], value))
+                *(
+                    torch.as_tensor(local_of(one) if isinstance(one, Tensor) else one)
+                    for one in (values[key], value)
+                )
             ):
                 differ.append(f"{number} {key}")
     assert len(found.state) == len(expected.state)
@@ -185,17 +234,23 @@ def alike(found: Any, expected: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("case", "stands_in"),
-    [(case, False) for case in OPTIMIZERS] + [(case, True) for case in OPTIMIZERS if "muon" not in case],
+    [(case, False) for case in OPTIMIZERS]
+    + [(case, True) for case in OPTIMIZERS if "muon" not in case],
 )
 def test_a_step_with_states_from_the_host_is_a_step(case: str, stands_in: bool) -> None:
-    """To the bit, weights, states and their count. From the first step on, and with states that were there before; and
-    for another tensor that is stepped in the parameter's place."""
+    """To the bit, weights, states and their count. From the first step on, and with states that
+    were there before; and for another tensor that is stepped in the parameter's place.
+    """
     cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
     dtype = torch.bfloat16 if "bits" in case or "chance" in case else torch.float32
-    copies = [{name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)]
+    copies = [
+        {name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)
+    ]
 
     def offload(optimizer: Any) -> Any:
-        return (step_elsewhere if stands_in else lambda one: OffloadedStates(one, CPU).step_one)(optimizer)
+        return (step_elsewhere if stands_in else lambda one: OffloadedStates(one, CPU).step_one)(
+            optimizer
+        )
 
     expected = stepped(cfg, copies[0], lambda optimizer: partial(step_only, optimizer))
     found = stepped(cfg, copies[1], offload)
@@ -250,7 +305,9 @@ def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
 
 USES: dict[str, Any] = {
     "two": lambda loss, model: loss(0) + loss(1),
-    "logits": lambda loss, model: loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100,
+    "logits": lambda loss, model: (
+        loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100
+    ),
     "per token": lambda loss, model: loss(0) - loss(1, TokenLogProbs(2)).sum(),
     "weights": lambda loss, model: loss(0) + model.lm_head.weight.square().sum(),
 }
@@ -272,7 +329,9 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str) -> None:
 
         for _ in range(STEPS):
             USES[case](loss, model).backward()
-            norms.append(float(clip_grad_norm(model.parameters(), None, ALONE, Parallel(), levers.norms)))
+            norms.append(
+                float(clip_grad_norm(model.parameters(), None, ALONE, Parallel(), levers.norms))
+            )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norms, model

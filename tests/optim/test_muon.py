@@ -13,7 +13,12 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.optim.algorithms import muon
 from recipe_lib.optim.algorithms.muon import orthogonal
 from recipe_lib.optim.low_bit_adamw import is_layer_matrix
-from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_numbers, step_only
+from recipe_lib.optim.optimizers import (
+    build_optimizer,
+    optimizer_state_bytes,
+    set_numbers,
+    step_only,
+)
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed
 
@@ -39,7 +44,10 @@ SHAPES = MATRICES | OTHERS
 
 def weights(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradient(name: str, step: int) -> Tensor:
@@ -74,7 +82,9 @@ def test_steps_are_torchs(momentum: float | None) -> None:
         momentum=0.95 if momentum is None else momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    adamw = torch.optim.AdamW([theirs[name] for name in OTHERS], lr=CFG.lr, weight_decay=0.1, betas=(0.9, 0.95))
+    adamw = torch.optim.AdamW(
+        [theirs[name] for name in OTHERS], lr=CFG.lr, weight_decay=0.1, betas=(0.9, 0.95)
+    )
     for step in range(4):
         for name, parameter in theirs.items():
             parameter.grad = gradient(name, step)
@@ -118,7 +128,12 @@ def test_one_momentum_of_a_matrix_two_states_of_the_rest() -> None:
     expected = 2 * sum(count[name] for name in MATRICES) + 4 * sum(count[name] for name in OTHERS)
     assert optimizer_state_bytes(CFG, params.items()) == expected
     optimizer = trained(CFG, params, 1)
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     assert sum(value.numel() * value.element_size() for value in tensors) == expected
 
 
@@ -132,12 +147,17 @@ def test_the_configs_numbers_count_after_a_state_was_loaded() -> None:
 
 
 def test_parameters_without_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer\.name: found muon for parameters without names, .* use adamw$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optimizer\.name: found muon for parameters without names, .* use adamw$",
+    ):
         build_optimizer(CFG, weights().values(), CPU)
 
 
 def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
-    """As when all are stepped together: no rank computes more than one of two of them, and numbers are the same."""
+    """As when all are stepped together: no rank computes more than one of two of them, and numbers
+    are the same.
+    """
     together = weights()
     trained(CFG, together, 2)
 
@@ -148,36 +168,52 @@ def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
         computed, differ = [], []
         for step in range(2):
             computed.append(0)
-            muon.orthogonal = lambda matrix: computed.__setitem__(-1, computed[-1] + 1) or whole(matrix)
+            muon.orthogonal = lambda matrix: (
+                computed.__setitem__(-1, computed[-1] + 1) or whole(matrix)
+            )
             for name, parameter in params.items():
                 parameter.grad = own_part(gradient(name, step), parameter)
                 step_only(optimizer, parameter)
                 parameter.grad = None
         for name, parameter in params.items():
-            if not torch.equal(parameter.to_local(), own_part(together[name].detach(), parameter).to_local()):
+            if not torch.equal(
+                parameter.to_local(), own_part(together[name].detach(), parameter).to_local()
+            ):
                 differ.append(name)
         return computed, differ
 
     assert run_ranks(work, 2) == [([3, 3], []), ([2, 2], [])]
 
 
-CASES = {"fp32": {}, "8 bits": {"state_bits": 8}, "master": {"master_weights": True, "state_bits": 32}}
+CASES = {
+    "fp32": {},
+    "8 bits": {"state_bits": 8},
+    "master": {"master_weights": True, "state_bits": 32},
+}
 CUTS = {3: ["rows"], 4: ["rows, then rows", "columns, then rows"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CUTS)
 def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
-    """To the bit: one rank puts a matrix together and computes it whole, whatever the cut; empty parts too."""
+    """To the bit: one rank puts a matrix together and computes it whole, whatever the cut; empty
+    parts too.
+    """
 
     def dtype_of(case: str) -> torch.dtype:
         return torch.bfloat16 if case == "master" else torch.float32
 
-    names = [name for name, shape in SHAPES.items() if ranks == 3 or all(size % 2 == 0 for size in shape[:2])]
+    names = [
+        name
+        for name, shape in SHAPES.items()
+        if ranks == 3 or all(size % 2 == 0 for size in shape[:2])
+    ]
     names = [name for name in names if ranks == 3 or len(SHAPES[name]) == 2]
     alone = {}
     for case, options in CASES.items():
-        alone[case] = {name: parameter for name, parameter in weights(dtype_of(case)).items() if name in names}
+        alone[case] = {
+            name: parameter for name, parameter in weights(dtype_of(case)).items() if name in names
+        }
         trained(replace(CFG, **options), alone[case])
 
     def work() -> list[str]:
@@ -189,7 +225,8 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
                 optimizer = trained(replace(CFG, **options), params)
                 for name, parameter in params.items():
                     if not torch.equal(
-                        parameter.to_local(), own_part(alone[case][name].detach(), parameter).to_local()
+                        parameter.to_local(),
+                        own_part(alone[case][name].detach(), parameter).to_local(),
                     ):
                         differ.append(f"{cut} {case} {name}")
                 assert len(optimizer.state) == len(names)

@@ -1,8 +1,9 @@
-"""Every kind of optimizer state against torch's AdamW in fp64: how far rounding may take it, by closed forms.
+"""Every kind of optimizer state against torch's AdamW in fp64: how far rounding may take it, by
+closed forms.
 
-The gradients are those of `benchmarks/optimizer_states.py`: constant, outliers in a block, decades apart, changing by
-100 x, noise. Where a state is a mean m of decay d, and each step rounds it by at most a share u of itself, its error e
-is at most (d e + u |m|) / (1 - u) after a step.
+The gradients are those of `benchmarks/optimizer_states.py`: constant, outliers in a block, decades
+apart, changing by 100 x, noise. Where a state is a mean m of decay d, and each step rounds it by at
+most a share u of itself, its error e is at most (d e + u |m|) / (1 - u) after a step.
 """
 
 import math
@@ -32,7 +33,10 @@ from tests.training.formulas import dynamic_levels
 
 FEW = 50  # steps
 MANY = 1100  # in which a gradient of `100 x` has changed
-HALF, WHOLE = 2.0**-8, 2.0**-7  # of a number in bf16: half the distance to the next one, at most, and all of it
+HALF, WHOLE = (
+    2.0**-8,
+    2.0**-7,
+)  # of a number in bf16: half the distance to the next one, at most, and all of it
 STATES = ("exp_avg", "exp_avg_sq")
 BLOCKED = [kind for kind in KINDS if kind.settings.get("state_bits") in (4, 8)]
 BY_CHANCE = [kind for kind in KINDS if kind.settings.get("stochastic_rounding")]
@@ -55,7 +59,9 @@ def rounding_unit(kind: Kind, state: str) -> float:
     bits = kind.settings.get("state_bits", 32 if kind.settings.get("master_weights") else None)
     if bits == 32 or (bits is None and kind.dtype == "fp32"):
         return 2.0**-22  # of three operations in fp32
-    return HALF * (2 if kind.settings.get("implementation") == "foreach" and state == "exp_avg_sq" else 1)
+    return HALF * (
+        2 if kind.settings.get("implementation") == "foreach" and state == "exp_avg_sq" else 1
+    )
 
 
 @dataclass
@@ -79,8 +85,12 @@ def in_bounds(found: Tensor, low: Tensor, high: Tensor, slack: float) -> bool:
 
 
 @parametrize_runs(TO_THE_NEAREST, many=TO_THE_NEAREST[3:])
-def test_states_are_no_further_off_than_their_rounding(kind: Kind, betas: list[float], steps: int) -> None:
-    """States and steps. What is promised to be fp32 is so to 0.03 %, master weights' states among it."""
+def test_states_are_no_further_off_than_their_rounding(
+    kind: Kind, betas: list[float], steps: int
+) -> None:
+    """States and steps. What is promised to be fp32 is so to 0.03 %, master weights' states among
+    it.
+    """
     cfg = replace(BASE, betas=betas, **kind.settings)
     errors = Errors({state: rounding_unit(kind, state) for state in STATES}, betas)
     weights = 2.0**-7 if kind.dtype == "bf16" else 1e-5  # the step, as weights have it
@@ -94,19 +104,39 @@ def test_states_are_no_further_off_than_their_rounding(kind: Kind, betas: list[f
         high = 1 / (1 - square_error / square).clamp(min=0).sqrt()  # infinite where all may be lost
         low = 1 / (1 + square_error / square).sqrt()
         relative = mean_error / mean.abs()
-        ratio, is_sure = found.update / exact.update, relative < 1  # elsewhere its sign may be another
-        assert in_bounds(ratio[is_sure], ((1 - relative) * low)[is_sure], ((1 + relative) * high)[is_sure], weights)
+        ratio, is_sure = (
+            found.update / exact.update,
+            relative < 1,
+        )  # elsewhere its sign may be another
+        assert in_bounds(
+            ratio[is_sure],
+            ((1 - relative) * low)[is_sure],
+            ((1 + relative) * high)[is_sure],
+            weights,
+        )
         if errors.units["exp_avg_sq"] < HALF:
-            assert ((found.exp_avg_sq - square).abs() <= 3e-4 * square).all() and is_sure.double().mean() > 0.999
+            assert (
+                (found.exp_avg_sq - square).abs() <= 3e-4 * square
+            ).all() and is_sure.double().mean() > 0.999
 
 
 @parametrize_runs(BY_CHANCE, many=BY_CHANCE)
-def test_states_rounded_by_chance_are_right_on_average(kind: Kind, betas: list[float], steps: int) -> None:
-    """The mean over numbers with one gradient within 6 deviations, each number within Azuma's inequality for one of
-    10^12 to be outside: a step's rounding is at most a whole distance of two numbers, with a variance of a quarter."""
+def test_states_rounded_by_chance_are_right_on_average(
+    kind: Kind, betas: list[float], steps: int
+) -> None:
+    """The mean over numbers with one gradient within 6 deviations, each number within Azuma's
+    inequality for one of 10^12 to be outside: a step's rounding is at most a whole distance of two
+    numbers, with a variance of a quarter.
+    """
     cfg = replace(BASE, betas=betas, **kind.settings)
-    alike = [name for name in PATTERNS if name in ("constant", "100 x, together") or name.startswith("outlier")]
-    spans = dict.fromkeys(STATES, torch.zeros(()))  # sums of the squares of all distances, as they decay
+    alike = [
+        name
+        for name in PATTERNS
+        if name in ("constant", "100 x, together") or name.startswith("outlier")
+    ]
+    spans = dict.fromkeys(
+        STATES, torch.zeros(())
+    )  # sums of the squares of all distances, as they decay
     exact_run = run_steps(cfg, torch.float64, steps, 1)
     for found, exact in zip(run_steps(cfg, DTYPES[kind.dtype], steps, 1), exact_run, strict=True):
         for state, beta in zip(STATES, betas, strict=True):
@@ -118,7 +148,9 @@ def test_states_rounded_by_chance_are_right_on_average(kind: Kind, betas: list[f
             if found.step % 25 == 0:
                 span = Observed(0, spans[state], spans[state], spans[state])
                 for name in alike:
-                    off = (getattr(found.band(name), state) - getattr(exact.band(name), state)).flatten()
+                    off = (
+                        getattr(found.band(name), state) - getattr(exact.band(name), state)
+                    ).flatten()
                     deviation = math.sqrt(float(span.band(name).update.max()) / 4 / len(off))
                     assert abs(float(off.mean())) <= 6 * deviation, (found.step, state, name)
 
@@ -127,11 +159,12 @@ def test_states_rounded_by_chance_are_right_on_average(kind: Kind, betas: list[f
 def test_small_gradients_beside_an_outlier_take_the_steps_of_their_levels(
     kind: Kind, betas: list[float], steps: int
 ) -> None:
-    """A gradient s beside 1 has the states s and s^2 of the block's scale, whose nearest levels p and q > 0 are kept.
+    """A gradient s beside 1 has the states s and s^2 of the block's scale, whose nearest levels p
+    and q > 0 are kept.
 
-    After t steps an update is made of p + a (s - p) and q + b (s^2 - q), where a and b are (1 - beta) / (1 - beta^t).
-    So in 8 bits no step is longer than right by more than a level is off, and in 4 bits, without a level under 1/16,
-    there are next to none.
+    After t steps an update is made of p + a (s - p) and q + b (s^2 - q), where a and b are (1 -
+    beta) / (1 - beta^t). So in 8 bits no step is longer than right by more than a level is off, and
+    in 4 bits, without a level under 1/16, there are next to none.
     """
     cfg, bits = replace(BASE, betas=betas, **kind.settings), kind.settings["state_bits"]
     signed, unsigned = dynamic_levels(bits, True), dynamic_levels(bits, False)
@@ -154,13 +187,23 @@ def test_the_patterns_are_what_the_page_says() -> None:
     assert make_gradients(0).shape == (ROWS * len(PATTERNS), COLUMNS)
     last = list(PATTERNS).index("100 x, apart") * ROWS
     before, after = make_gradients(999)[last], make_gradients(1000)[last]
-    assert (before == 1).all() and (after[::4] == 1).all() and after[1] == torch.tensor(0.01).bfloat16()
+    assert (
+        (before == 1).all()
+        and (after[::4] == 1).all()
+        and after[1] == torch.tensor(0.01).bfloat16()
+    )
     start = list(PATTERNS).index("100 x, in turn") * ROWS
     in_turn: Any = torch.stack([make_gradients(step)[start] for step in range(0, 2000, 8)])
-    assert (in_turn.max(1).values == 1).all()  # the block's largest never changes, each of its numbers does
-    assert (in_turn.min(0).values < 0.02).all() and ((in_turn[1:] != in_turn[:-1]).sum(1) <= 2).all()
+    assert (
+        in_turn.max(1).values == 1
+    ).all()  # the block's largest never changes, each of its numbers does
+    assert (in_turn.min(0).values < 0.02).all() and (
+        (in_turn[1:] != in_turn[:-1]).sum(1) <= 2
+    ).all()
     noise: Any = torch.stack([make_gradients(step)[-ROWS:] for step in range(50)])
-    assert float((noise.float().std(0) / noise.float().mean(0)).median()) == pytest.approx(0.5, rel=0.05)
+    assert float((noise.float().std(0) / noise.float().mean(0)).median()) == pytest.approx(
+        0.5, rel=0.05
+    )
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "optimizer_states.md"
@@ -168,12 +211,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "optimize
 
 def read_page(title: str) -> dict[str, dict[str, tuple[float, float]]]:
     """Return by kind and pattern the median and the worst of one of the page's tables."""
-    header, _, *rows = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n##")[0].strip().splitlines()
+    header, _, *rows = (
+        PAGE.read_text().partition(f"## {title}\n")[2].partition("\n##")[0].strip().splitlines()
+    )
     found = {}
     for row in [line for line in rows if line.startswith("|")]:
         label, _, *cells = [cell.strip() for cell in row.strip("|").split("|")]
         pairs = [cell.rstrip(")").split(" (") for cell in cells]
-        found[label] = {name: (float(a), float(b)) for name, (a, b) in zip(PATTERNS, pairs, strict=True)}
+        found[label] = {
+            name: (float(a), float(b)) for name, (a, b) in zip(PATTERNS, pairs, strict=True)
+        }
     assert header.startswith("| states")
     return found
 
@@ -183,7 +230,9 @@ STEADY = ["constant", *(name for name in PATTERNS if name.startswith("outlier"))
 
 @pytest.mark.parametrize("kind", KINDS, ids=Kind.label)
 def test_the_page_is_what_fewer_steps_show(kind: Kind) -> None:
-    """With betas[1] of 0.95 a constant gradient's steps are after 100 what they are after 3,000; and the bytes."""
+    """With betas[1] of 0.95 a constant gradient's steps are after 100 what they are after 3,000;
+    and the bytes.
+    """
     label = kind.label()
     betas = BETAS[0]
     (exact,) = run_steps(replace(BASE, betas=betas), torch.float64, 100, 100)
@@ -202,7 +251,9 @@ def test_the_page_says_what_docs_say() -> None:
     fused = "`dtype=bf16 optimizer.implementation=fused`"
     for betas in BETAS:
         page = read_page(f"Steps, betas {betas}")
-        assert all(abs(math.log(worst)) < 0.005 for label in exact for _, worst in page[label].values())
+        assert all(
+            abs(math.log(worst)) < 0.005 for label in exact for _, worst in page[label].values()
+        )
         assert all(abs(median - 1) < 0.01 for median, _ in page[by_chance].values())
         small = [page[in_8][f"outlier, others {one:g}"][0] for one in OUTLIERS]
         assert small == pytest.approx([1, 1, 1 / 2, 1 / 6], rel=0.1)
@@ -210,4 +261,6 @@ def test_the_page_says_what_docs_say() -> None:
         assert page[in_4]["100 x, apart"][1] > 5
     slow, fast = (read_page(f"Steps, betas {betas}")[fused] for betas in BETAS)
     assert all(abs(math.log(worst)) < 0.055 for _, worst in slow.values())
-    assert max(worst for _, worst in fast.values()) == pytest.approx(math.sqrt(1 + 1 / 0.256), rel=0.05)
+    assert max(worst for _, worst in fast.values()) == pytest.approx(
+        math.sqrt(1 + 1 / 0.256), rel=0.05
+    )

@@ -6,7 +6,12 @@ from torch import nn
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.optimizers import build_optimizer, local_bytes, optimizer_state_bytes, set_learning_rate
+from recipe_lib.optim.optimizers import (
+    build_optimizer,
+    local_bytes,
+    optimizer_state_bytes,
+    set_learning_rate,
+)
 
 CPU = torch.device("cpu")
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "single")
@@ -15,7 +20,10 @@ IMPLEMENTATIONS = ("auto", "fused", "foreach", "single")
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     shapes = ((7, 5), (11,), (33, 3))
-    return [nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+    return [
+        nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in shapes
+    ]
 
 
 def gradients(step: int, params: list[nn.Parameter]) -> None:
@@ -25,7 +33,9 @@ def gradients(step: int, params: list[nn.Parameter]) -> None:
         parameter.grad = grad.to(parameter.dtype)
 
 
-def trained(cfg: OptimizerConfig, dtype: torch.dtype = torch.float64, steps: int = 5) -> list[torch.Tensor]:
+def trained(
+    cfg: OptimizerConfig, dtype: torch.dtype = torch.float64, steps: int = 5
+) -> list[torch.Tensor]:
     params = parameters(dtype)
     optimizer = build_optimizer(cfg, params, CPU)
     for step in range(steps):
@@ -77,7 +87,9 @@ def test_adamw_follows_its_formula(implementation: str) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_sgd_decays_apart_from_its_momentum(implementation: str, momentum: float) -> None:
-    cfg = OptimizerConfig(name="sgd", lr=1e-2, weight_decay=0.3, momentum=momentum, implementation=implementation)
+    cfg = OptimizerConfig(
+        name="sgd", lr=1e-2, weight_decay=0.3, momentum=momentum, implementation=implementation
+    )
     for ours, expected in zip(trained(cfg), sgd_by_hand(cfg), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
@@ -85,7 +97,10 @@ def test_sgd_decays_apart_from_its_momentum(implementation: str, momentum: float
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_implementations_agree_in_float32(name: str) -> None:
     runs = [
-        trained(OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1, momentum=0.9, implementation=one), torch.float32)
+        trained(
+            OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1, momentum=0.9, implementation=one),
+            torch.float32,
+        )
         for one in ("fused", "foreach", "single")
     ]
     for other in runs[1:]:
@@ -115,7 +130,9 @@ def test_auto_avoids_fused_on_a_device_without_it() -> None:
 def test_a_parameter_without_gradient_is_neither_stepped_nor_decayed() -> None:
     for name in ("adamw", "sgd"):
         params = parameters()
-        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.1, weight_decay=0.5), params, CPU)
+        optimizer = build_optimizer(
+            OptimizerConfig(name=name, lr=0.1, weight_decay=0.5), params, CPU
+        )
         gradients(0, params)
         params[1].grad = None
         before = [parameter.detach().clone() for parameter in params]
@@ -128,17 +145,23 @@ def test_frozen_parameters_are_left_out_and_all_frozen_is_refused() -> None:
     params = parameters()
     params[0].requires_grad_(False)
     (group,) = build_optimizer(OptimizerConfig(), params, CPU).param_groups
-    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in params[1:]]
+    assert [id(parameter) for parameter in group["params"]] == [
+        id(parameter) for parameter in params[1:]
+    ]
     for parameter in params:
         parameter.requires_grad_(False)
-    expected = "^optimizer: found no parameter that requires a gradient; leave at least one unfrozen$"
+    expected = (
+        "^optimizer: found no parameter that requires a gradient; leave at least one unfrozen$"
+    )
     with pytest.raises(ConfigError, match=expected):
         build_optimizer(OptimizerConfig(), params, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name, momentum", [("adamw", 0.0), ("sgd", 0.9), ("sgd", 0.0)])
-def test_state_bytes_are_known_before_the_first_step(name: str, momentum: float, dtype: torch.dtype) -> None:
+def test_state_bytes_are_known_before_the_first_step(
+    name: str, momentum: float, dtype: torch.dtype
+) -> None:
     cfg = OptimizerConfig(name=name, momentum=momentum)
     params = parameters(dtype)
     params[2].requires_grad_(False)
@@ -146,8 +169,12 @@ def test_state_bytes_are_known_before_the_first_step(name: str, momentum: float,
     optimizer = build_optimizer(cfg, params, CPU)
     gradients(0, params)
     optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if value is not None]
-    assert expected == sum(value.numel() * value.element_size() for value in states if value.dim() > 0)
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if value is not None
+    ]
+    assert expected == sum(
+        value.numel() * value.element_size() for value in states if value.dim() > 0
+    )
 
 
 def test_state_bytes_of_an_unknown_optimizer_are_not_guessed() -> None:

@@ -1,4 +1,6 @@
-"""What FSDP holds on this rank, in bytes: gathered parameters, buffers of its collectives, unreduced gradients."""
+"""What FSDP holds on this rank, in bytes: gathered parameters, buffers of its collectives,
+unreduced gradients.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups, one for each unit and one for the root; a unit of several modules comes once."""
+    """FSDP's parameter groups, one for each unit and one for the root; a unit of several modules
+    comes once.
+    """
     seen = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -41,7 +45,9 @@ def unreduced_bytes(model: nn.Module) -> int:
 
 
 class GatheredPeak(TorchDispatchMode):
-    """While entered, notes after every operator the most bytes of gathered parameters, and of unreduced gradients."""
+    """While entered, notes after every operator the most bytes of gathered parameters, and of
+    unreduced gradients.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -49,7 +55,11 @@ class GatheredPeak(TorchDispatchMode):
         self.gathered = self.unreduced = 0
 
     def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operator: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
         with torch._C._DisableTorchDispatch():

@@ -1,4 +1,6 @@
-"""Small decoders and batches for the tests of sharding and checkpointing, and the loss of a plain one in float64."""
+"""Small decoders and batches for the tests of sharding and checkpointing, and the loss of a plain
+one in float64.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -48,8 +50,12 @@ def small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def plain_gradients(spec: DecoderSpec, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss of the small batch and gradients by name, of a model that is neither sharded nor checkpointed."""
+def plain_gradients(
+    spec: DecoderSpec, dtype: torch.dtype = torch.float64
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss of the small batch and gradients by name, of a model that is neither sharded nor
+    checkpointed.
+    """
     model = build_meta(spec, dtype).to_empty(device="cpu")
     init_weights(model, 3, spec)
     tokens, labels = small_batch()
@@ -68,19 +74,36 @@ def start_adapters(model: nn.Module) -> None:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name; sharded ones are gathered (a collective)."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        for name, grad in found.items()
+    }
 
 
 def gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
-    """The largest difference of this rank's parts of the gradients from the whole ones, each relative to the largest
-    number of its gradient. AssertionError where other parameters have gradients."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    """The largest difference of this rank's parts of the gradients from the whole ones, each
+    relative to the largest number of its gradient. AssertionError where other parameters have
+    gradients.
+    """
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert found.keys() == expected.keys()
     differences = [0.0]
     for name, whole in expected.items():
         part, offset = local_part(found[name])
-        own = whole[tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))]
+        own = whole[
+            tuple(
+                slice(first, first + size) for first, size in zip(offset, part.shape, strict=True)
+            )
+        ]
         assert part.shape == own.shape, name
         if part.numel():
             differences.append(float((part - own).abs().max() / whole.abs().max()))

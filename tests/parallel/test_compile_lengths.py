@@ -1,4 +1,6 @@
-"""Compiled layers over rows of many lengths: the losses of layers as they are, and no more than two compilations."""
+"""Compiled layers over rows of many lengths: the losses of layers as they are, and no more than two
+compilations.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,9 @@ from tests.parallel.small_models import VOCABULARY, gradients, small_spec
 LENGTHS = (12, 7, 30, 8, 64, 5, 33, 3, 48, 2)
 ROWS = 2
 # Two thirds of the layers' inputs beyond them: the layers keep different things.
-BUDGET = MemoryConfig(activation_checkpointing="budget", activation_budget_gib=5 * ROWS * 64 * 32 * 4 / GIB)
+BUDGET = MemoryConfig(
+    activation_checkpointing="budget", activation_budget_gib=5 * ROWS * 64 * 32 * 4 / GIB
+)
 
 
 def build(backend: Any = None) -> nn.Module:
@@ -64,5 +68,11 @@ def test_rows_of_many_lengths() -> None:
 def test_pieces_of_capped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, the fewest that hold no more scores than allowed; a query is never divided."""
     monkeypatch.setattr(attention, "CAPPED_SCORES", 1000)
-    assert [attention._count(10, queries) for queries in (1, 100, 101, 201, 900)] == [1, 1, 2, 4, 16]
+    assert [attention._count(10, queries) for queries in (1, 100, 101, 201, 900)] == [
+        1,
+        1,
+        2,
+        4,
+        16,
+    ]
     assert attention._count(5000, 3) == 3

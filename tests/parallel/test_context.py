@@ -1,5 +1,7 @@
-"""A decoder whose sequences are shared out, against the plain one in float64: losses, gradients, norms, and what of it
-is kept and exchanged. Families of tests/models/reference.py: one of each kind of attention."""
+"""A decoder whose sequences are shared out, against the plain one in float64: losses, gradients,
+norms, and what of it is kept and exchanged. Families of tests/models/reference.py: one of each kind
+of attention.
+"""
 
 import json
 import re
@@ -28,7 +30,14 @@ from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.optimizers import clip_grad_norm
-from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, parallelize, start_world
+from recipe_lib.parallel import (
+    Parallel,
+    World,
+    all_reduce_gradients,
+    materialize,
+    parallelize,
+    start_world,
+)
 from recipe_lib.parallel.context import check_context
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.house.files import ROOT
@@ -42,7 +51,9 @@ DOCUMENTS = ((5, 20, 4), (11, 21))
 
 @dataclass(frozen=True)
 class Case:
-    """family: a case of tests/models/reference.py; changes: of its config. rows: of a micro-batch on each data rank."""
+    """family: a case of tests/models/reference.py; changes: of its config. rows: of a micro-batch
+    on each data rank.
+    """
 
     family: str
     rows: int = 1
@@ -72,7 +83,9 @@ class Case:
 @cache
 def _spec(family: str, changes: str) -> DecoderSpec:
     class_name, options = CASES[family]
-    config = getattr(transformers, class_name)(**SMALL | {"vocab_size": 96} | options | json.loads(changes))
+    config = getattr(transformers, class_name)(
+        **SMALL | {"vocab_size": 96} | options | json.loads(changes)
+    )
     spec = spec_from_config(config.to_dict() | {"architectures": None}, family)
     return replace(spec, init_std=0.2)
 
@@ -108,13 +121,19 @@ def batch(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
     return tokens, labels.masked_fill_(torch.rand(shape, generator=generator) < 0.3, -100)
 
 
-def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, first: int = 0) -> Tensor:
-    """The loss of these rows, of which the first is the micro-batch's number `first`, with its gradients."""
+def backward(
+    case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, first: int = 0
+) -> Tensor:
+    """The loss of these rows, of which the first is the micro-batch's number `first`, with its
+    gradients.
+    """
     inputs: tuple[Any, ...] = (tokens,)
     if case.packed:
         lengths = [DOCUMENTS[(first + row) % len(DOCUMENTS)] for row in range(len(tokens))]
         inputs = (tokens, document_positions(lengths, LENGTH), make_attention_info(lengths, LENGTH))
-    found = model(*inputs, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3))
+    found = model(
+        *inputs, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3)
+    )
     assert found.shape == (labels.shape if case.per_token else ())
     loss = (found.square().sum() if case.per_token else found) / count
     loss.backward()
@@ -125,7 +144,9 @@ PLAIN: dict[str, tuple[Tensor, nn.Module, Tensor]] = {}
 
 
 def expected(case: Case, data_ranks: int) -> tuple[Tensor, nn.Module, Tensor]:
-    """Loss, model with its gradients, and logits, of one process; known to the forks of the process that has it."""
+    """Loss, model with its gradients, and logits, of one process; known to the forks of the process
+    that has it.
+    """
     plain = replace(case, parallel={}, memory={}, compiled=False)
     key = f"{plain} {data_ranks}"
     if key not in PLAIN:
@@ -144,7 +165,9 @@ def differences(case: Case, world: World) -> list[str]:
     expected_loss, plain, expected_logits = expected(case, world.data_ranks)
     model, divided = build(case, world)
     mine = slice(world.data_rank * case.rows, (world.data_rank + 1) * case.rows)
-    loss = world.all_reduce_sum(backward(case, model, tokens[mine], labels[mine], count, mine.start))
+    loss = world.all_reduce_sum(
+        backward(case, model, tokens[mine], labels[mine], count, mine.start)
+    )
     all_reduce_gradients(model, divided, world)
     if abs(float(loss - expected_loss)) > 1e-12 * abs(float(expected_loss)):
         faults.append(f"loss {float(loss)} for {float(expected_loss)}")
@@ -157,24 +180,43 @@ def differences(case: Case, world: World) -> list[str]:
                 faults.append(f"{name} has a gradient, or should have one")
             continue
         gradient, offset = local_part(found[name].grad)
-        dim, runs = model.runs.get(name, (0, ()))  # the ranks' parts, one after the other, are in this order
-        whole = torch.cat([parameter.grad.narrow(dim, a, b - a) for a, b in runs], dim) if runs else parameter.grad
-        own = whole[tuple(slice(at, at + size) for at, size in zip(offset, gradient.shape, strict=True))]
-        error = float((gradient - own).abs().max() / parameter.grad.abs().max()) if gradient.numel() else 0.0
+        dim, runs = model.runs.get(
+            name, (0, ())
+        )  # the ranks' parts, one after the other, are in this order
+        whole = (
+            torch.cat([parameter.grad.narrow(dim, a, b - a) for a, b in runs], dim)
+            if runs
+            else parameter.grad
+        )
+        own = whole[
+            tuple(slice(at, at + size) for at, size in zip(offset, gradient.shape, strict=True))
+        ]
+        error = (
+            float((gradient - own).abs().max() / parameter.grad.abs().max())
+            if gradient.numel()
+            else 0.0
+        )
         if gradient.shape != own.shape or not error < 1e-12:
             faults.append(f"{name} is off by {error:.1e}")
-    norms = [float(clip_grad_norm(one.parameters(), None, world, Parallel(), None)) for one in (model, plain)]
+    norms = [
+        float(clip_grad_norm(one.parameters(), None, world, Parallel(), None))
+        for one in (model, plain)
+    ]
     if not abs(norms[0] / norms[1] - 1) < 1e-12:
         faults.append(f"norms {norms}")
     with torch.no_grad():
         logits = model(tokens[mine])
-    if logits.shape != expected_logits[mine].shape or not torch.allclose(logits, expected_logits[mine], atol=1e-12):
+    if logits.shape != expected_logits[mine].shape or not torch.allclose(
+        logits, expected_logits[mine], atol=1e-12
+    ):
         faults.append("other logits")
     return faults
 
 
 def compare(cases: list[Case]) -> list[str]:
-    """What differs from the plain model, of each case. One world serves all cases in a row that share its mesh."""
+    """What differs from the plain model, of each case. One world serves all cases in a row that
+    share its mesh.
+    """
     faults = []
     for _, alike in groupby(cases, lambda case: repr(case.parallel)):
         first, *others = alike
@@ -193,9 +235,11 @@ def run_cases(ranks: int, wanted: list[Case]) -> None:
         assert not faults, "\n".join(faults)
 
 
-# One of each kind of attention: bias, q/k norms, windows of several kinds, soft caps, longrope, sinks, experts.
+# One of each kind of attention: bias, q/k norms, windows of several kinds, soft caps, longrope,
+# sinks, experts.
 FEW = ["llama3.1", "qwen2.5-window", "qwen3", "gemma2", "gemma3", "phi3.5-long", "gpt-oss", "olmoe"]
-# Others: a kv head for each head or one for all, all biases, heads of which some channels turn, experts.
+# Others: a kv head for each head or one for all, all biases, heads of which some channels turn,
+# experts.
 MORE = ["llama2", "gemma", "llama-biases", "phi4-mini", "qwen3-moe"]
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
 
@@ -219,18 +263,35 @@ def test_one_family_of_each_kind_of_attention_on_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_more_families_on_four_ranks_and_with_other_dimensions() -> None:
-    """Four ranks are more than the kv heads of most; two of context meet two of each other dimension."""
+    """Four ranks are more than the kv heads of most; two of context meet two of each other
+    dimension.
+    """
     cases = [Case(family, 1, number % 2 == 0, {"context": 4}) for number, family in enumerate(MORE)]
     tensor = {"context": 2, "tensor": 2}
     four_kv_heads = {"num_key_value_heads": 4}
     cases += [
-        Case("gemma3", 2, True, {"context": 2, "data_replicate": 2, "reshard_after_forward": False}),
+        Case(
+            "gemma3", 2, True, {"context": 2, "data_replicate": 2, "reshard_after_forward": False}
+        ),
         Case("qwen3", 2, False, {"context": 2, "strategy": "ddp"}),
         Case("gemma2", 2, True, tensor, changes=four_kv_heads),
         Case("gpt-oss", 3, False, tensor, FULL, lora={}, changes=four_kv_heads),
-        Case("llama3", 2, True, tensor | {"tensor_regather_in_backward": "true"}, SELECTIVE, per_token=True),
+        Case(
+            "llama3",
+            2,
+            True,
+            tensor | {"tensor_regather_in_backward": "true"},
+            SELECTIVE,
+            per_token=True,
+        ),
         Case("mixtral", 2, True, tensor, aux=0.1),
-        Case("llama3", 2, True, {"context": 2, "data_shard": 2, "fsdp_wrap_policy": "memory_efficient"}, FULL),
+        Case(
+            "llama3",
+            2,
+            True,
+            {"context": 2, "data_shard": 2, "fsdp_wrap_policy": "memory_efficient"},
+            FULL,
+        ),
     ]
     run_cases(4, cases)
 
@@ -252,12 +313,14 @@ def test_heads_that_cannot_be_shared_are_refused_with_the_sizes_that_fit() -> No
         check_context(spec, ParallelConfig(context=size))
     with pytest.raises(ConfigError) as refused:
         check_context(spec, ParallelConfig(context=8))
-    assert str(refused.value) == (
-        "parallel.context=8: the model has 12 attention heads and 2 key and value heads, which 8 ranks cannot share "
-        "evenly; sizes that fit: 1, 2, 4, 6, 12"
+    assert (
+        str(refused.value)
+        == "parallel.context=8: the model has 12 attention heads and 2 key and value heads, which 8"
+        " ranks cannot share evenly; sizes that fit: 1, 2, 4, 6, 12"
     )
     with pytest.raises(
-        ConfigError, match="6 attention heads and 1 .* each of 2 ranks of parallel.tensor.*: 1, 2, 3, 6$"
+        ConfigError,
+        match="6 attention heads and 1 .* each of 2 ranks of parallel.tensor.*: 1, 2, 3, 6$",
     ):
         check_context(spec, ParallelConfig(context=4, tensor=2))
 
@@ -274,7 +337,9 @@ def test_the_page_lists_the_presets_whose_heads_eight_ranks_cannot_share() -> No
     for name in list_presets():
         spec = spec_from_config(preset_config(name), name)
         if not name.startswith("demo") and not fits(spec, 8):
-            found[name] = [size for size in range(1, spec.num_heads + 1) if fits(spec, size) and size < 16]
+            found[name] = [
+                size for size in range(1, spec.num_heads + 1) if fits(spec, size) and size < 16
+            ]
     page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith("- Eight ranks cannot share")]
     said = re.findall(r"`([\w.]+/[\w.]+)` ([\d, ]+)", line)
@@ -304,7 +369,11 @@ def exchanged(family: str, context: int, rows: int) -> tuple[list[int], list[int
             loss = model(tokens, labels=labels)
         with Collectives() as behind:
             loss.backward()
-    return forward.found, behind.found, sum(isinstance(module, Attention) for module in model.modules())
+    return (
+        forward.found,
+        behind.found,
+        sum(isinstance(module, Attention) for module in model.modules()),
+    )
 
 
 @pytest.mark.slow
@@ -312,7 +381,9 @@ def test_an_attention_exchanges_twice_in_each_direction_and_as_much_as_its_heads
     spec = Case("llama3").shape()
     context = 4
     rows = 2
-    of_head = rows * LENGTH // context * spec.head_width * 8  # bytes of one head of this rank's tokens, fp64
+    of_head = (
+        rows * LENGTH // context * spec.head_width * 8
+    )  # bytes of one head of this rank's tokens, fp64
     kv_heads = max(spec.num_kv_heads, context)
     in_and_out = [(spec.num_heads + 2 * kv_heads) * of_head, spec.num_heads * of_head]
     for forward, behind, layers in run_ranks(exchanged, context, "llama3", context, rows):
@@ -320,7 +391,9 @@ def test_an_attention_exchanges_twice_in_each_direction_and_as_much_as_its_heads
 
 
 def kept_by_a_layer(context: int, rows: int) -> int:
-    """Bytes of what the second layer keeps for backward, in fp64, without parameters and what all layers share."""
+    """Bytes of what the second layer keeps for backward, in fp64, without parameters and what all
+    layers share.
+    """
     case = Case("llama3", rows, parallel={"context": context} if context > 1 else {})
     tokens, labels = batch(case, 1)
     kept: dict[int, int] = {}
@@ -353,12 +426,19 @@ def kept_by_a_layer(context: int, rows: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 4])
 def test_a_layer_keeps_its_part_of_the_tokens(context: int) -> None:
-    """Of each token norms keep three vectors and a number, attention queries, keys, values, what it gives and a number
-    a head, the MLP four vectors; and where tokens are exchanged, what the output projection is given is another tensor
-    than what attention gave. A kv head that several ranks need is kept by each."""
+    """Of each token norms keep three vectors and a number, attention queries, keys, values, what it
+    gives and a number a head, the MLP four vectors; and where tokens are exchanged, what the output
+    projection is given is another tensor than what attention gave. A kv head that several ranks
+    need is kept by each.
+    """
     spec, rows = Case("llama3").shape(), 2
-    heads, kv_heads = spec.num_heads * spec.head_width, max(spec.num_kv_heads, context) * spec.head_width
+    heads, kv_heads = (
+        spec.num_heads * spec.head_width,
+        max(spec.num_kv_heads, context) * spec.head_width,
+    )
     norms, mlp = 2 * (3 * spec.width + 1), 4 * spec.mlp_width
-    of_a_token = norms + 2 * heads + 2 * kv_heads + spec.num_heads + mlp + (heads if context > 1 else 0)
+    of_a_token = (
+        norms + 2 * heads + 2 * kv_heads + spec.num_heads + mlp + (heads if context > 1 else 0)
+    )
     expected = rows * LENGTH // context * of_a_token * 8
     assert run_ranks(kept_by_a_layer, context, context, rows) == [expected] * context

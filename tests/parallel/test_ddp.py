@@ -1,4 +1,6 @@
-"""Whole models on every data rank: the sums of their gradients, and whole runs beside those of one process."""
+"""Whole models on every data rank: the sums of their gradients, and whole runs beside those of one
+process.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +18,30 @@ from recipe_lib.parallel import Parallel, all_reduce_gradients, ddp
 from recipe_lib.parallel.ddp import Replicas
 from recipe_lib.training.derived_numbers import _devices
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
+from tests.recipes.runs import (
+    FULL,
+    LORA,
+    ROOT,
+    done,
+    furthest,
+    metrics,
+    probe,
+    run_here,
+    steps,
+    stories,
+    whole,
+)
 from tests.selection import selected
 
-SIZES = [(3,), (5, 8), (64,), (7, 40), (1,), (0, 4), (16, 4)]  # with buckets of 64: packed, exactly one, in several
+SIZES = [
+    (3,),
+    (5, 8),
+    (64,),
+    (7, 40),
+    (1,),
+    (0, 4),
+    (16, 4),
+]  # with buckets of 64: packed, exactly one, in several
 GLOBAL_BATCH, STEPS, SAVED = 8, 3, 1
 DDP = "parallel.strategy=ddp"
 SAVE = f"checkpoint.save_every_n_steps={SAVED}"
@@ -32,11 +54,15 @@ def gradients_of(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 class Model(nn.Module):
-    """A parameter of each size, one more that is frozen, one without a gradient, and one of another type."""
+    """A parameter of each size, one more that is frozen, one without a gradient, and one of another
+    type.
+    """
 
     def __init__(self, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.trained = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES)
+        self.trained = nn.ParameterList(
+            nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES
+        )
         for parameter, gradient in zip(self.trained, gradients_of(rank, dtype), strict=True):
             parameter.grad = gradient
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
@@ -46,12 +72,16 @@ class Model(nn.Module):
 
 
 def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPatch):
-    """Against sums taken in one process, in the type that was asked for; at most two buckets are held."""
+    """Against sums taken in one process, in the type that was asked for; at most two buckets are
+    held.
+    """
     monkeypatch.setattr(ddp, "BUCKET_ELEMENTS", 64)
 
     def work() -> dict[str, Any]:
         rank = dist.get_rank()
-        mesh = init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=("pipeline", "data_replicate", "data_shard", "t"))
+        mesh = init_device_mesh(
+            "cpu", (1, 2, 1, 1), mesh_dim_names=("pipeline", "data_replicate", "data_shard", "t")
+        )
         found: dict[str, Any] = {}
         held = [0, 0, 0]  # buckets in memory, most of them, elements of the largest
         start = ddp._start_sum
@@ -61,7 +91,10 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
             is_packed = len(pieces) > 1 or pieces[0].dtype != dtype
             if is_packed:
                 held[0] += 1
-                held[1], held[2] = max(held[:2]), max(held[2], sum(piece.numel() for piece in pieces))
+                held[1], held[2] = (
+                    max(held[:2]),
+                    max(held[2], sum(piece.numel() for piece in pieces)),
+                )
 
             def finished() -> None:
                 held[0] -= is_packed
@@ -70,20 +103,34 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
             return finished
 
         ddp._start_sum = started  # type: ignore[assignment]
-        for own, wide in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
+        for own, wide in (
+            (torch.float32, None),
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.float32),
+        ):
             model = Model(rank, own)
             world: Any = SimpleNamespace(mesh=mesh, tensor=None)
             all_reduce_gradients(model, Parallel(), world)
-            assert all(torch.equal(p.grad, g) for p, g in zip(model.trained, gradients_of(rank, own), strict=True))
+            assert all(
+                torch.equal(p.grad, g)
+                for p, g in zip(model.trained, gradients_of(rank, own), strict=True)
+            )
             all_reduce_gradients(model, Parallel(replicas=Replicas(2, wide)), world)
             assert model.unused.grad is None and model.frozen.grad is None
             found[f"{own} {wide}"] = [parameter.grad for parameter in (*model.trained, model.other)]
         return found | {"held": held}
 
     ranks = run_ranks(work, 2)
-    for own, wide in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
+    for own, wide in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+    ):
         parts = [gradients_of(rank, own) for rank in range(2)]
-        sums = [(one.to(wide or own) + other.to(wide or own)).to(own) for one, other in zip(*parts, strict=True)]
+        sums = [
+            (one.to(wide or own) + other.to(wide or own)).to(own)
+            for one, other in zip(*parts, strict=True)
+        ]
         for found in ranks:
             *trained, other = found[f"{own} {wide}"]
             assert all(torch.equal(*pair) for pair in zip(trained, sums, strict=True))
@@ -93,20 +140,33 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
 
 def test_the_mesh_has_copies_and_no_shards():
     assert tuple(mesh_shape(ParallelConfig(strategy="ddp"), 8).values()) == (1, 8, 1, 1)
-    assert tuple(mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8).values()) == (2, 2, 1, 2)
+    assert tuple(mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8).values()) == (
+        2,
+        2,
+        1,
+        2,
+    )
 
 
 def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
     mesh = SimpleNamespace(mesh_dim_names=("data_replicate", "data_shard"), shape=(1, 2))
     world = SimpleNamespace(size=2, data_ranks=2, device=torch.device("cpu"), mesh=mesh)
     cfg = FullFinetuneConfig(parallel=ParallelConfig(strategy="auto"))
-    said = "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here, since `tune run` "
+    said = (
+        "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here,"
+        " since `tune run` "
+    )
     assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
-    assert tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1) and cfg.parallel.strategy != "ddp"
+    assert (
+        tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1)
+        and cfg.parallel.strategy != "ddp"
+    )
 
 
 class Runs:
-    """Whole runs: one process, two ranks with whole models, and with shards. Pipelines and groups: test_levers."""
+    """Whole runs: one process, two ranks with whole models, and with shards. Pipelines and groups:
+    test_levers.
+    """
 
     def __init__(self, realdata: Path, folder: Path) -> None:
         self.realdata, self.folder = realdata, folder
@@ -153,7 +213,9 @@ def of_two(runs: Runs, bits: list[int], everything: bool) -> dict[str, Any]:
         logits = run.recipe.model(probe())
     marked = {
         "units": [line for line in run.said if line.startswith("FSDP")],
-        "whole": all(type(parameter) is nn.Parameter for parameter in run.recipe.model.parameters()),
+        "whole": all(
+            type(parameter) is nn.Parameter for parameter in run.recipe.model.parameters()
+        ),
     }
     runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
     runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_scheduler.type=constant")
@@ -197,8 +259,12 @@ def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, referen
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8])
 def test_matmuls_of_few_bits_find_the_same_whether_weights_are_gathered(runs: Any, bits: int):
-    """Rounded are the same operands; gradients are summed in another order. The loss is near that of full precision."""
-    shards, copies, plain = (steps(runs[0] / name) for name in (f"int{bits} fsdp", f"int{bits} ddp", "full 1"))
+    """Rounded are the same operands; gradients are summed in another order. The loss is near that
+    of full precision.
+    """
+    shards, copies, plain = (
+        steps(runs[0] / name) for name in (f"int{bits} fsdp", f"int{bits} ddp", "full 1")
+    )
     assert furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in shards]) <= 1e-3
     assert copies[0][1] == shards[0][1]
     off = furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in plain])

@@ -1,4 +1,6 @@
-"""A sharded model against a plain one in float64, and the bytes that each wrapping policy holds, by formula."""
+"""A sharded model against a plain one in float64, and the bytes that each wrapping policy holds, by
+formula.
+"""
 
 from typing import Any
 
@@ -42,11 +44,17 @@ NORM = WIDTH * 4
 
 
 def config(parallel: dict[str, Any], memory: dict[str, Any]) -> FullFinetuneConfig:
-    return FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**parallel), memory=MemoryConfig(**memory))
+    return FullFinetuneConfig(
+        device="cpu", parallel=ParallelConfig(**parallel), memory=MemoryConfig(**memory)
+    )
 
 
 def sharded(
-    spec: DecoderSpec, cfg: FullFinetuneConfig, world: World, dtype: torch.dtype, compiler: str | None = None
+    spec: DecoderSpec,
+    cfg: FullFinetuneConfig,
+    world: World,
+    dtype: torch.dtype,
+    compiler: str | None = None,
 ) -> tuple[nn.Module, list[Unit]]:
     """The model as a recipe makes it."""
     model = build_meta(spec, dtype)
@@ -60,19 +68,24 @@ def sharded(
 
 
 def loss_of_part(model: nn.Module, world: World, part: int = 0, parts: int = 1) -> Tensor:
-    """This rank's share of the small batch, or one of its parts, over the trained tokens of the whole batch."""
+    """This rank's share of the small batch, or one of its parts, over the trained tokens of the
+    whole batch.
+    """
     tokens, labels = small_batch()
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)
-    return model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
+    return (
+        model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
+    )
 
 
 def worst_gradients(
     cases: list[tuple[bool, dict[str, Any], dict[str, Any]]], compiler: str | None = None
 ) -> list[float]:
-    """For each (tied, parallel, memory): the largest difference of a gradient, relative to that gradient's largest,
-    within this rank's parts."""
+    """For each (tied, parallel, memory): the largest difference of a gradient, relative to that
+    gradient's largest, within this rank's parts.
+    """
     worst = []
     for tied, parallel, memory in cases:
         spec = small_spec(tied=tied)
@@ -106,7 +119,11 @@ MEMORY: list[dict[str, Any]] = [
 def test_gradients_are_sums_and_equal_the_plain_models(wrapping: Any) -> None:
     """With each policy every parallel, and two kinds of memory."""
     cases = [
-        ((at + number + POLICIES.index(wrapping)) % 2 == 0, {"fsdp_wrap_policy": wrapping} | parallel, memory)
+        (
+            (at + number + POLICIES.index(wrapping)) % 2 == 0,
+            {"fsdp_wrap_policy": wrapping} | parallel,
+            memory,
+        )
         for at, parallel in enumerate(PARALLEL)
         for number, memory in enumerate(MEMORY)
         if (POLICIES.index(wrapping) + number) % 2 == 0
@@ -131,7 +148,9 @@ def test_hybrid_sharding_on_two_by_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_checkpointed_and_sharded() -> None:
-    cases = [(True, {"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "selective"})]
+    cases = [
+        (True, {"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "selective"})
+    ]
     import_compiler()
     for errors in run_ranks(worst_gradients, 2, cases, "aot_eager"):
         assert max(errors) < 1e-12
@@ -144,7 +163,8 @@ def test_one_process_with_offload_is_sharded_over_itself() -> None:
     assert max(run_ranks(work, 1)[0]) < 1e-12
 
 
-# What is held, in bytes: (gathered after forward, peak of gathered parameters, peak of unreduced gradients)
+# What is held, in bytes: (gathered after forward, peak of gathered parameters, peak of unreduced
+# gradients)
 ROOT_OF_LAYERS = 2 * MATRIX + NORM
 EVERYTHING = 2 * MATRIX + NORM + 3 * LAYER
 HELD = {
@@ -165,7 +185,8 @@ def test_gathered_bytes_of_each_policy() -> None:
         found = []
         for wrapping, reshard, tied in HELD:
             cfg = config(
-                {"fsdp_wrap_policy": wrapping, "reshard_after_forward": reshard}, {"activation_checkpointing": "full"}
+                {"fsdp_wrap_policy": wrapping, "reshard_after_forward": reshard},
+                {"activation_checkpointing": "full"},
             )
             with start_world(cfg) as world:
                 model, _ = sharded(small_spec(tied=tied), cfg, world, torch.float32)
@@ -184,12 +205,14 @@ def test_gathered_bytes_of_each_policy() -> None:
 
 @pytest.mark.slow
 def test_peak_of_all_bytes_of_a_step() -> None:
-    """Gathered parameters, buffers of collectives and gradients together, with activations too small to matter.
+    """Gathered parameters, buffers of collectives and gradients together, with activations too
+    small to matter.
 
-    E: the embedding, L: a layer, n: ranks. `memory_efficient` peaks at the end of backward, where it holds 1/n of the
-    layers' gradients, 1/n of the output's, the embedding's whole one, the input of its reduction and the 1/n that
-    comes out of it. `layers` peaks when the first layer is gathered: both matrices and the layer, in place and in the
-    buffers that the gathers left them in.
+    E: the embedding, L: a layer, n: ranks. `memory_efficient` peaks at the end of backward, where
+    it holds 1/n of the layers' gradients, 1/n of the output's, the embedding's whole one, the input
+    of its reduction and the 1/n that comes out of it. `layers` peaks when the first layer is
+    gathered: both matrices and the layer, in place and in the buffers that the gathers left them
+    in.
     """
     vocabulary, ranks = 4096, 4
 
@@ -201,7 +224,11 @@ def test_peak_of_all_bytes_of_a_step() -> None:
                 model, _ = sharded(small_spec(vocabulary=vocabulary), cfg, world, torch.float32)
                 tokens, labels = small_batch(1)
                 peaks = []
-                for _ in range(4):  # gloo's threads may let go of a tensor late, on a busy machine: the least counts
+                for _ in range(
+                    4
+                    # gloo's threads may let go of a tensor late, on a busy machine: the least
+                    # counts
+                ):
                     model.zero_grad(set_to_none=True)
                     with LiveBytes(also=lambda model=model: gathered_bytes(model)) as live:
                         model(tokens, labels=labels, head_loss=CrossEntropy(12)).backward()
@@ -256,12 +283,17 @@ def test_logits_can_be_trained_on_too() -> None:
             cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {})
             with start_world(cfg) as world:
                 model, _ = sharded(spec, cfg, world, torch.float64)
-                loss_of_part(model, world).backward()  # with labels first: the choice is made anew for each forward
+                loss_of_part(
+                    model, world
+                ).backward()  # with labels first: the choice is made anew for each forward
                 model.zero_grad(set_to_none=True)
                 rows = ROWS // world.size
                 model(tokens[world.rank * rows : (world.rank + 1) * rows]).square().sum().backward()
                 found = gradients(model)
-            worst += [float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in expected.items()]
+            worst += [
+                float((found[name] - grad).abs().max() / grad.abs().max())
+                for name, grad in expected.items()
+            ]
         return worst
 
     for errors in run_ranks(work, 2):
@@ -286,7 +318,10 @@ def test_training_keeps_tied_weights_one_parameter() -> None:
                     losses.append(float(world.all_reduce_sum(loss.detach())))
                 assert model.lm_head.weight is model.model.embed_tokens.weight
                 state = model.state_dict()
-                assert torch.equal(state["lm_head.weight"].to_local(), state["model.embed_tokens.weight"].to_local())
+                assert torch.equal(
+                    state["lm_head.weight"].to_local(),
+                    state["model.embed_tokens.weight"].to_local(),
+                )
                 found += [losses]
         return found
 
@@ -303,14 +338,20 @@ class ReducedDtypes(TorchDispatchMode):
         self.seen: set[str] = set()
 
     def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operator: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if "reduce_scatter" in operator.name():
             self.seen |= {str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("reduce_dtype", "expected"), [(None, "torch.bfloat16"), ("fp32", "torch.float32")])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "expected"), [(None, "torch.bfloat16"), ("fp32", "torch.float32")]
+)
 def test_dtype_of_the_reduction(reduce_dtype: str | None, expected: str) -> None:
     def work() -> list[str]:
         cfg = config({"reduce_dtype": reduce_dtype}, {})
@@ -339,8 +380,12 @@ def test_frozen_parameters_keep_their_dtype_and_get_no_gradient() -> None:
                     parameter.data = parameter.data.float()
             gathered: list[str] = []
             for layer in model.model.layers:  # compute in the frozen dtype, as adapters do
-                layer.self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0].float(),))
-                layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: output.bfloat16())
+                layer.self_attn.q_proj.register_forward_pre_hook(
+                    lambda module, args: (args[0].float(),)
+                )
+                layer.self_attn.q_proj.register_forward_hook(
+                    lambda module, args, output: output.bfloat16()
+                )
                 layer.mlp.register_forward_pre_hook(
                     lambda module, args: gathered.append(str(module.up_proj.weight.dtype))
                 )

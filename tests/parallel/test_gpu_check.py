@@ -22,12 +22,16 @@ def test_the_dry_run_measures_and_says_that_it_is_one(
 ) -> None:
     # The one process that it starts imports nothing that is not here already.
     monkeypatch.setattr(
-        gpu_check.subprocess, "run", lambda words, check: SimpleNamespace(returncode=gpu_check.main(words[2:]))
+        gpu_check.subprocess,
+        "run",
+        lambda words, check: SimpleNamespace(returncode=gpu_check.main(words[2:])),
     )
     assert gpu_check.main(["--output", str(tmp_path)]) == 0
     assert "speed, full, demo/0.5M, 1 x 32 tokens, full: " in capsys.readouterr().out
     text = (tmp_path / "gpu-check-dry-run-cpu.md").read_text()
-    assert "dry run, CPU" in text and f"torch {torch.__version__}" in text and "GPU check" not in text
+    assert (
+        "dry run, CPU" in text and f"torch {torch.__version__}" in text and "GPU check" not in text
+    )
     report = json.loads((tmp_path / "gpu-check-dry-run-cpu.json").read_text())
     assert report["kind"] == "dry run, CPU" and len(report["cases"]) == 7
     memory = [entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "memory"]

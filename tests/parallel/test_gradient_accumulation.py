@@ -1,4 +1,5 @@
-"""Gradients that are reduced once a step, or summed in fp32, against a plain model in float64, and what is sent for it.
+"""Gradients that are reduced once a step, or summed in fp32, against a plain model in float64, and
+what is sent for it.
 
 The plain model sees all rows in one backward; the sharded ones see them in micro-batches.
 """
@@ -28,7 +29,13 @@ from recipe_lib.parallel import (
 )
 from recipe_lib.training import backward_each
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import ROWS, gradient_difference, plain_gradients, small_batch, small_spec
+from tests.parallel.small_models import (
+    ROWS,
+    gradient_difference,
+    plain_gradients,
+    small_batch,
+    small_spec,
+)
 
 PARTS = 4  # micro-batches of a data rank, at most
 STEP = {"reduce_gradients": "step"}
@@ -41,7 +48,10 @@ TWO: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (ZERO_1 | {"fsdp_wrap_policy": NESTED}, {}),
     (ZERO_1 | {"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "full"}),
     (STEP | {"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "selective"}),
-    (STEP | {"fsdp_wrap_policy": NESTED}, {"activation_checkpointing": "full", "activation_offload": True}),
+    (
+        STEP | {"fsdp_wrap_policy": NESTED},
+        {"activation_checkpointing": "full", "activation_offload": True},
+    ),
     (ZERO_1, {"cpu_offload": True}),
     ({}, {"cpu_offload": True}),
     (STEP, {"mlp_tiles": 2}),
@@ -78,20 +88,26 @@ def step_batches(world: World) -> StepBatches:
     tokens, labels = small_batch()
     rows = ROWS // world.data_ranks
     mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
-    parts = zip(tokens[mine].chunk(PARTS), labels[mine].chunk(PARTS), strict=True)  # fewer, where there are fewer rows
+    parts = zip(
+        tokens[mine].chunk(PARTS), labels[mine].chunk(PARTS), strict=True
+    )  # fewer, where there are fewer rows
     count = int((labels != -100).sum())
     return StepBatches([Batch(*part) for part in parts], count, tokens.numel(), tokens.numel())
 
 
 def loss_of(model: nn.Module, batches: StepBatches, batch: Batch) -> Tensor:
-    return model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3)) / batches.trained_tokens
+    return (
+        model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3)) / batches.trained_tokens
+    )
 
 
 def step(model: nn.Module, divided: Parallel, world: World) -> None:
     """Gradients of a step, as a recipe makes them."""
     batches = step_batches(world)
     model.zero_grad(set_to_none=True)
-    backward_each(divided, lambda number, batch: loss_of(model, batches, batch), batches, torch.zeros(()))
+    backward_each(
+        divided, lambda number, batch: loss_of(model, batches, batch), batches, torch.zeros(())
+    )
     all_reduce_gradients(model, divided, world)
 
 
@@ -103,8 +119,12 @@ def worst_gradients(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[
         cfg = config(parallel, memory)
         with start_world(cfg) as world:
             model, divided = made(cfg, world, tied=tied)
-            whole = plain_gradients(small_spec(tied=tied, layers=4 if cfg.parallel.pipeline > 1 else 3))[1]
-            expected = {name: whole[name] for name, _ in model.named_parameters()}  # of this rank's stages
+            whole = plain_gradients(
+                small_spec(tied=tied, layers=4 if cfg.parallel.pipeline > 1 else 3)
+            )[1]
+            expected = {
+                name: whole[name] for name, _ in model.named_parameters()
+            }  # of this rank's stages
             errors = []
             for _ in range(2):
                 step(model, divided, world)
@@ -122,7 +142,9 @@ def test_gradients_reduced_once_a_step_are_the_plain_models(ranks: int):
 
 
 class Collectives(TorchDispatchMode):
-    """How often each collective of tensors was called; what ranks tell each other goes by another all-gather."""
+    """How often each collective of tensors was called; what ranks tell each other goes by another
+    all-gather.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +163,9 @@ def described() -> list[str]:
     for parallel in ({}, STEP, ZERO_1):
         cfg = config(parallel, {})
         with start_world(cfg) as world:
-            lines.append(describe_units(*made(cfg, world, tied=False)).rpartition("always gathered: ")[2])
+            lines.append(
+                describe_units(*made(cfg, world, tied=False)).rpartition("always gathered: ")[2]
+            )
     return lines
 
 
@@ -152,7 +176,9 @@ def test_the_log_says_what_is_once_a_step():
 
 
 def counted(cases: list[dict[str, Any]], tied: bool) -> list[tuple[dict[str, int], int]]:
-    """By case the collectives of a second step, and the units, the root among them, that have parameters."""
+    """By case the collectives of a second step, and the units, the root among them, that have
+    parameters.
+    """
     found = []
     for parallel in cases:
         cfg = config(parallel, {})
@@ -169,8 +195,9 @@ def counted(cases: list[dict[str, Any]], tied: bool) -> list[tuple[dict[str, int
 
 @pytest.mark.slow
 def test_one_reduction_for_each_unit_and_step():
-    """And where weights stay gathered one gather. An embedding needs none in backward, nor does a head whose gradients
-    are made in forward; the root keeps its weights from forward to backward."""
+    """And where weights stay gathered one gather. An embedding needs none in backward, nor does a
+    head whose gradients are made in forward; the root keeps its weights from forward to backward.
+    """
     cases: list[dict[str, Any]] = [{}, STEP, ZERO_1]
     cases = [case | {"data_replicate": 2, "fsdp_wrap_policy": "memory_efficient"} for case in cases]
     parts = ROWS // 4
@@ -180,7 +207,9 @@ def test_one_reduction_for_each_unit_and_step():
         layers, others = 3, 3
         assert each[0]["reduce_scatter"] == parts * units
         assert once[0]["reduce_scatter"] == zero_1[0]["reduce_scatter"] == units
-        assert each[0]["allgather_base"] == once[0]["allgather_base"] == parts * (2 * layers + others)
+        assert (
+            each[0]["allgather_base"] == once[0]["allgather_base"] == parts * (2 * layers + others)
+        )
         assert zero_1[0]["allgather_base"] == units
         reductions = [found["allreduce"] for found, _ in (each, once, zero_1)]
         assert reductions == [parts * units, units, units]
@@ -188,11 +217,21 @@ def test_one_reduction_for_each_unit_and_step():
 
 @pytest.mark.slow
 def test_a_pipeline_reduces_once_for_each_unit_and_step_too():
-    """Layers and what is at each end; a unit of the root's own on each stage, which on the first one has nothing."""
-    cases = [STEP | {"pipeline": 2, "pipeline_schedule": "1f1b"}, ZERO_1 | {"pipeline": 2, "pipeline_schedule": "zbv"}]
-    for rank, ((straight, straight_units), (folded, folded_units)) in enumerate(run_ranks(counted, 4, cases, False)):
+    """Layers and what is at each end; a unit of the root's own on each stage, which on the first
+    one has nothing.
+    """
+    cases = [
+        STEP | {"pipeline": 2, "pipeline_schedule": "1f1b"},
+        ZERO_1 | {"pipeline": 2, "pipeline_schedule": "zbv"},
+    ]
+    for rank, ((straight, straight_units), (folded, folded_units)) in enumerate(
+        run_ranks(counted, 4, cases, False)
+    ):
         assert straight_units == (3 if rank < 2 else 4) and folded_units == (5 if rank < 2 else 2)
-        assert straight["reduce_scatter"] == straight_units and folded["reduce_scatter"] == folded_units
+        assert (
+            straight["reduce_scatter"] == straight_units
+            and folded["reduce_scatter"] == folded_units
+        )
         assert straight["allgather_base"] > 2 * straight_units
         assert folded["allgather_base"] == folded_units
 
@@ -219,12 +258,17 @@ SMALL = 2.0**-9  # of which bf16 adds none to 1
 
 
 def sum_of_small(cases: list[dict[str, Any]], count: int) -> list[float]:
-    """By case the gradient, over ranks, of a bf16 weight whose micro-batches' gradients are 1 and then SMALL each."""
+    """By case the gradient, over ranks, of a bf16 weight whose micro-batches' gradients are 1 and
+    then SMALL each.
+    """
     found = []
     tokens, labels = small_batch(1)
     for parallel in cases:
         cfg = FullFinetuneConfig(
-            device="cpu", dtype="bf16", gradient_accumulation_steps=count + 1, parallel=ParallelConfig(**parallel)
+            device="cpu",
+            dtype="bf16",
+            gradient_accumulation_steps=count + 1,
+            parallel=ParallelConfig(**parallel),
         )
         with start_world(cfg) as world:
             model = build_meta(small_spec(), torch.bfloat16)
@@ -235,13 +279,17 @@ def sum_of_small(cases: list[dict[str, Any]], count: int) -> list[float]:
 
             def loss_of(number: int, batch: Batch, model: nn.Module = model) -> Tensor:
                 loss = 0.0 * model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3))
-                return loss + (SMALL if number else 1.0) * model.model.norm.weight.sum()  # which the root has whole now
+                return (
+                    loss + (SMALL if number else 1.0) * model.model.norm.weight.sum()
+                )  # which the root has whole now
 
             backward_each(divided, loss_of, batches, torch.zeros(()))
             all_reduce_gradients(model, divided, world)
             gradient: Any = model.model.norm.weight.grad
             assert gradient.dtype == torch.bfloat16
-            found.append(float((gradient.full_tensor() if world.size > 1 and divided.units else gradient)[0]))
+            found.append(
+                float((gradient.full_tensor() if world.size > 1 and divided.units else gradient)[0])
+            )
     return found
 
 
@@ -253,6 +301,15 @@ def test_sums_in_fp32_have_what_bf16_loses():
     assert run_ranks(sum_of_small, 1, [{}, exact], few) == [[1.0, 1.0 + few * SMALL]]
     lost = 2.0
     whole = 2.0 + 2 * few * SMALL
-    cases = [{}, exact, STEP, STEP | exact, ZERO_1 | exact, ddp, ddp | exact, STEP | {"reduce_dtype": "fp32"}]
+    cases = [
+        {},
+        exact,
+        STEP,
+        STEP | exact,
+        ZERO_1 | exact,
+        ddp,
+        ddp | exact,
+        STEP | {"reduce_dtype": "fp32"},
+    ]
     for found in run_ranks(sum_of_small, 2, cases, few):
         assert found == [lost, whole, lost, whole, whole, lost, whole, whole]

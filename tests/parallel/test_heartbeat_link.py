@@ -1,4 +1,6 @@
-"""Two machines, as network namespaces, and the link between them cut: each ends with a line and exit code 7."""
+"""Two machines, as network namespaces, and the link between them cut: each ends with a line and
+exit code 7.
+"""
 
 import ctypes
 import multiprocessing
@@ -38,7 +40,20 @@ def machines() -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+        ip(
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            names[1],
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, _ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
             ip("-n", name, "link", "set", "lo", "up")
@@ -58,7 +73,13 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
             os._exit(77)
     os.dup2(os.open(folder / f"said{node}", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = open(2, "w", closefd=False)  # not the test runner's
-    ranks = {"RANK": node, "GROUP_RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    ranks = {
+        "RANK": node,
+        "GROUP_RANK": node,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 1,
+    }
     os.environ.update({key: str(value) for key, value in ranks.items()})
     os.environ.update(MASTER_ADDR=_ADDRESSES[0], MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=name)
     heartbeat.BEAT_SECONDS = 0.1
@@ -80,7 +101,10 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_path: Path) -> None:
     context, port = multiprocessing.get_context("fork"), free_port()
-    ranks = [context.Process(target=train, args=(node, machines[node], port, tmp_path)) for node in (0, 1)]
+    ranks = [
+        context.Process(target=train, args=(node, machines[node], port, tmp_path))
+        for node in (0, 1)
+    ]
     for rank in ranks:
         rank.start()
     try:
@@ -95,11 +119,15 @@ def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_pa
         for rank in ranks:
             rank.kill()
     said = [
-        [line for line in (tmp_path / f"said{node}").read_text().splitlines() if not line.startswith("[W")]
+        [
+            line
+            for line in (tmp_path / f"said{node}").read_text().splitlines()
+            if not line.startswith("[W")
+        ]
         for node in (0, 1)
     ]
     assert [rank.exitcode for rank in ranks] == [7, 7], said
-    ((first,), (second,)) = said
+    (first,), (second,) = said
     waits = r"is stopped or unreachable for \d+ s; rank \d waits for \d+ s in step \d+, at "
     assert re.match(f"error: rank 1 {waits}", first), first
     store = rf"the store of the run at {_ADDRESSES[0]}:{port} \(rank 0 or its launcher\)"

@@ -23,10 +23,11 @@ def entered(**groups: int) -> Beat:
     [
         ([entered(all=5), entered(all=4)], [1]),
         ([entered(all=5), entered(all=5)], []),
-        # Tensor-parallel groups a and b, FSDP's x and y: 0 waits in a for 1, which waits in y for 3, that for 2 in b.
+        # Tensor-parallel groups a and b, FSDP's x and y: 0 waits in a for 1, which waits in y for
+        # 3, that for 2 in b.
         ([entered(a=8, x=3), entered(a=7, y=4), entered(b=7, x=3), entered(b=8, y=3)], [2]),
-        # Pipelines of ranks 0 and 2, 1 and 3, stages of 0 and 1, 2 and 3: 0 waits for 2, which waits in b for 3, that
-        # for 1.
+        # Pipelines of ranks 0 and 2, 1 and 3, stages of 0 and 1, 2 and 3: 0 waits for 2, which
+        # waits in b for 3, that for 1.
         ([Beat(entered={"0 with 2": 5}), Beat(entered={"1 with 3": 4}), Beat(entered={"0 with 2": 4, "b": 2}),
           Beat(entered={"1 with 3": 5, "b": 1})], [1]),
         # 0 waits for 2, and 1 for 3: either may wait for the other.
@@ -48,7 +49,9 @@ def test_who_is_behind_all_others(ranks: list[Beat], expected: list[int]) -> Non
         *((node, patience, True, 60) for node in ("", "a") for patience in (1.0, 10.0, 30.0)),
     ],
 )
-def test_how_long_a_rank_may_be_silent(node: str, patience: float, is_stopped: bool, seconds: int) -> None:
+def test_how_long_a_rank_may_be_silent(
+    node: str, patience: float, is_stopped: bool, seconds: int
+) -> None:
     for unheard, expected in ((seconds - 1, []), (seconds, [3])):
         ranks = {0: Beat(node="a"), 3: Beat(node=node, patience=patience, unheard=unheard)}
         assert find_silent(ranks, 60.0, {3} if is_stopped else ()) == expected
@@ -57,7 +60,10 @@ def test_how_long_a_rank_may_be_silent(node: str, patience: float, is_stopped: b
 @pytest.mark.parametrize(
     ("beat", "expected"),
     [
-        (Beat(patience=beats.STEP_SECONDS, still=0, quiet=60), True),  # an endless loop: it moves, and comes no further
+        (
+            Beat(patience=beats.STEP_SECONDS, still=0, quiet=60),
+            True,
+        ),  # an endless loop: it moves, and comes no further
         (Beat(patience=beats.STEP_SECONDS, still=0, quiet=59), False),
         (Beat(patience=beats.FIRST_STEP_SECONDS, still=0, quiet=599), False),
         (Beat(patience=beats.LONG_SECONDS, still=0, quiet=10_000), False),  # it saves, or compiles
@@ -69,7 +75,10 @@ def test_who_has_had_the_time(beat: Beat, expected: bool) -> None:
 
 
 def test_all_stand_only_when_each_one_does() -> None:
-    stands, moves = Beat(patience=beats.STEP_SECONDS, still=300), Beat(patience=beats.STEP_SECONDS, still=1)
+    stands, moves = (
+        Beat(patience=beats.STEP_SECONDS, still=300),
+        Beat(patience=beats.STEP_SECONDS, still=1),
+    )
     assert all_stand({0: stands, 1: stands}, 60.0)
     assert not all_stand({0: stands, 1: moves}, 60.0)
     assert not all_stand({0: stands, 1: Beat(patience=beats.LONG_SECONDS, still=300)}, 60.0)

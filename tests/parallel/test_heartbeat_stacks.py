@@ -46,7 +46,9 @@ def test_the_stack_of_another_thread() -> None:
     found = seen_during(lambda: time.sleep(0.2))
     inner = next(stack for stack in found if stack and stack[0].function == "<lambda>")
     assert inner[0] == (__file__, line, "<lambda>") and inner[1].function == "seen_during"
-    assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][0].line == line
+    assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][
+        0
+    ].line == line
     assert describe_place(inner) == f"at parallel/test_heartbeat_stacks.py:{line} (<lambda>)"
     assert not is_compiling(inner)
     assert stack_of(WatchedThread(12345, None)) == []
@@ -77,11 +79,16 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
 
     during = [is_compiling(stack) for stack in seen_during(step) if stack]
     assert sum(during) > len(during) / 2 > 5
-    afterwards = [is_compiling(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
+    afterwards = [
+        is_compiling(stack)
+        for stack in seen_during(lambda: [step() for _ in range(50)] and None)
+        if stack
+    ]
     assert afterwards and not any(afterwards)
 
 
-# Threads of C++ that call Python once and end, as fast as they can be made, while another thread looks at this one.
+# Threads of C++ that call Python once and end, as fast as they can be made, while another thread
+# looks at this one.
 CALLING_THREADS = """
 import ctypes, os, threading, time
 from recipe_lib.parallel.thread_stacks import stack_of, this_thread
@@ -111,15 +118,25 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_threads_that_begin_meanwhile_end_nothing() -> None:
-    """By `faulthandler.dump_traceback(all_threads=True)` on Python 3.11: a segmentation fault, within a second here."""
+    """By `faulthandler.dump_traceback(all_threads=True)` on Python 3.11: a segmentation fault,
+    within a second here.
+    """
     found = subprocess.run(
-        [sys.executable, "-c", CALLING_THREADS.replace("SECONDS", "1")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CALLING_THREADS.replace("SECONDS", "1")],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > 100
 
 
 def test_no_frame_objects_are_made_of_another_threads_frames() -> None:
-    """Such objects of a thread that is within torch.compile end the process with a segmentation fault now and then."""
-    texts = {path: path.read_text(encoding="utf-8") for path in Path(recipe_lib.__file__).parent.rglob("*.py")}
+    """Such objects of a thread that is within torch.compile end the process with a segmentation
+    fault now and then.
+    """
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in Path(recipe_lib.__file__).parent.rglob("*.py")
+    }
     assert [path for path, text in texts.items() if "_current_frames(" in text] == []

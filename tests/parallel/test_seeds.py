@@ -9,12 +9,24 @@ from recipe_lib.parallel.world import derive_seed, set_seeds
 
 
 def test_a_seed_is_the_same_on_every_machine_and_python() -> None:
-    # SHA-256 of "42", "dropout" and "3" with a zero byte between them: its first eight bytes without the lowest bit
+    # SHA-256 of "42", "dropout" and "3" with a zero byte between them: its first eight bytes
+    # without the lowest bit
     assert derive_seed(42, "dropout", 3) == 7402298581961890487
 
 
 def test_streams_differ_by_root_name_and_place_of_the_separator() -> None:
-    given = ((1,), (2,), (1, "a"), (1, "b"), (1, "a", "b"), (1, "ab"), (1, "b", "a"), (1, 1), (11,), (1, "a", 0))
+    given = (
+        (1,),
+        (2,),
+        (1, "a"),
+        (1, "b"),
+        (1, "a", "b"),
+        (1, "ab"),
+        (1, "b", "a"),
+        (1, 1),
+        (11,),
+        (1, "a", 0),
+    )
     seeds = [derive_seed(*parts) for parts in given]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -22,7 +34,9 @@ def test_streams_differ_by_root_name_and_place_of_the_separator() -> None:
 
 def test_set_seeds_repeats_for_a_rank_and_differs_between_ranks() -> None:
     def draws(rank: int, alike: bool = False) -> tuple[float, float]:
-        set_seeds(42, SimpleNamespace(rank=rank, data_rank=rank // 2), alike=alike)  # two ranks share matrices
+        set_seeds(
+            42, SimpleNamespace(rank=rank, data_rank=rank // 2), alike=alike
+        )  # two ranks share matrices
         return random.random(), float(torch.rand(()))
 
     first, second = draws(0), draws(1)

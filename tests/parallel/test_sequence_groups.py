@@ -1,4 +1,6 @@
-"""The ranks that share sequences: where they are in the mesh, which groups they make, what counts once of theirs."""
+"""The ranks that share sequences: where they are in the mesh, which groups they make, what counts
+once of theirs.
+"""
 
 import itertools
 from typing import Any
@@ -13,7 +15,11 @@ from tests.distributed.ranks import run_ranks
 
 SHARING = [
     ({"context": 2}, 4, {"data_shard": 2, "context": 2}),
-    ({"context": 2, "data_replicate": 2, "tensor": 2}, 8, {"data_replicate": 2, "context": 2, "tensor": 2}),
+    (
+        {"context": 2, "data_replicate": 2, "tensor": 2},
+        8,
+        {"data_replicate": 2, "context": 2, "tensor": 2},
+    ),
     ({"context": 2, "strategy": "ddp"}, 4, {"data_replicate": 2, "context": 2}),
     ({"context": 2, "pipeline": 2}, 8, {"pipeline": 2, "data_shard": 2, "context": 2}),
     ({"context": 4}, 4, {"context": 4}),
@@ -29,13 +35,19 @@ def test_ranks_that_share_sequences_are_neighbors_with_a_batch_of_their_own(
     mesh = mesh_shape(cfg, size)
     shape = with_context(cfg, mesh)
     assert {name: ranks for name, ranks in shape.items() if ranks > 1} == several
-    places = [dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))]
+    places = [
+        dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))
+    ]
     found = [place_with_context(cfg, place) for place in places]
-    assert found == [dict(zip(shape, at, strict=True)) for at in itertools.product(*map(range, shape.values()))]
+    assert found == [
+        dict(zip(shape, at, strict=True)) for at in itertools.product(*map(range, shape.values()))
+    ]
 
 
 def sequences_of(parallel: dict[str, Any]) -> tuple[int, int, int, list[int]]:
-    """This rank's data rank of how many, its place in its group, and the group's ranks, of which each adds its own."""
+    """This rank's data rank of how many, its place in its group, and the group's ranks, of which
+    each adds its own.
+    """
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**parallel))
     with start_world(cfg) as world:
         assert world.context is not None
@@ -43,8 +55,15 @@ def sequences_of(parallel: dict[str, Any]) -> tuple[int, int, int, list[int]]:
         own[world.rank] = 1
         world.sum_over_sequence(own)
         once = world.all_reduce_sum(torch.tensor(float(10**world.data_rank)))
-        assert once == sum(10.0**number for number in range(world.data_ranks))  # each batch counts once
-        return world.data_rank, world.data_ranks, world.context.rank, own.nonzero().flatten().tolist()
+        assert once == sum(
+            10.0**number for number in range(world.data_ranks)
+        )  # each batch counts once
+        return (
+            world.data_rank,
+            world.data_ranks,
+            world.context.rank,
+            own.nonzero().flatten().tolist(),
+        )
 
 
 def test_groups_that_share_sequences() -> None:

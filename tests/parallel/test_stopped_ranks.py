@@ -1,4 +1,6 @@
-"""A rank that is stopped, in whatever phase of a run or an evaluation, is told by the others as soon as in a step."""
+"""A rank that is stopped, in whatever phase of a run or an evaluation, is told by the others as
+soon as in a step.
+"""
 
 import multiprocessing
 import os
@@ -32,7 +34,8 @@ TRAINING = [
     "keeping the best step 2", "end of step 2", "saving step 2", "loading the best step", "exporting",
     "waiting for the others to end",
 ]  # fmt: skip
-# Those in which a rank is stopped: before it has met the others, in the middle of collectives, and at the end.
+# Those in which a rank is stopped: before it has met the others, in the middle of collectives, and
+# at the end.
 STOPPED = [START, "recording step 1", TRAINING[-1]]
 EVALUATION = [
     START, CONNECTING, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)",
@@ -47,7 +50,9 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def train(ranks: Ranks, folder: Path, stopped: int | None = None, at: str = "", *overrides: str) -> Ended:
+def train(
+    ranks: Ranks, folder: Path, stopped: int | None = None, at: str = "", *overrides: str
+) -> Ended:
     """Train two steps, with a validation and a state after each."""
     words = latest(
         *arguments(folder / "run"), "validation.source=examples/demo/heldout.jsonl", "validation.every_n_steps=1",
@@ -55,10 +60,14 @@ def train(ranks: Ranks, folder: Path, stopped: int | None = None, at: str = "", 
         *overrides,
     )  # fmt: skip
     words.remove("~validation")
-    return ranks.run(folder / "launch", ROOT / "recipes" / "full_finetune_distributed.py", words, stopped, at)
+    return ranks.run(
+        folder / "launch", ROOT / "recipes" / "full_finetune_distributed.py", words, stopped, at
+    )
 
 
-def evaluate(ranks: Ranks, folder: Path, model: Path, stopped: int | None = None, at: str = "") -> Ended:
+def evaluate(
+    ranks: Ranks, folder: Path, model: Path, stopped: int | None = None, at: str = ""
+) -> Ended:
     """Measure a model, with answers."""
     words = [str(model), "--data", "examples/demo/heldout.jsonl", "--max-samples", "4", "--max-new-tokens", "2",
              "device=cpu", KEY]  # fmt: skip
@@ -76,14 +85,17 @@ def model(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_is_told(ended: Ended, stopped: int) -> None:
-    """One line names the rank within less than two timeouts, and the other one ends with exit code 7."""
+    """One line names the rank within less than two timeouts, and the other one ends with exit code
+    7.
+    """
     codes = [7, -signal.SIGKILL]
     assert ended.codes == (codes if stopped == 1 else codes[::-1]), ended.said
     assert "Traceback" not in ended.said
     lines = [line for line in ended.said.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, ended.said
     matched = re.match(
-        rf"error: rank {stopped} is stopped for (\d+) s; rank {1 - stopped} waits for (\d+) s in \S.*; "
+        rf"error: rank {stopped} is stopped for (\d+) s; rank {1 - stopped} waits for (\d+) s in"
+        r" \S.*; "
         rf"set {KEY} higher if the run is only slow$",
         lines[0],
     )
@@ -103,7 +115,9 @@ def test_so_is_the_first_rank(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_in_an_evaluation_is_told(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_in_an_evaluation_is_told(
+    ranks: Ranks, model: Path, tmp_path: Path
+) -> None:
     check_is_told(evaluate(ranks, tmp_path, model, 1, "answers (tuned)"), 1)
 
 
@@ -114,7 +128,8 @@ def test_these_are_all_phases(ranks: Ranks, model: Path, tmp_path: Path) -> None
     assert (ended.codes, ended.phases) == ([0, 0], EVALUATION), ended.said
 
 
-STORES = {  # where ranks meet: whether torchrun has it, and after how many timeouts its silence is told
+# Where ranks meet: whether torchrun has it, and after how many timeouts its silence is told
+STORES = {
     "stopped": (True, 1),  # it takes connections and says nothing
     "rank 0's, which still imports": (False, 2),
 }
@@ -134,7 +149,9 @@ def meet_alone(environment: dict[str, str], printed: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", STORES)
-def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(store: str, tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(
+    store: str, tmp_path: Path
+) -> None:
     """torch waits half an hour for one that is not there, and for ever for one that is silent."""
     is_made, timeouts = STORES[store]
     with socket.socket() as listening:
@@ -157,8 +174,10 @@ def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(store: str, 
     lines = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert second.exitcode == 7 and len(lines) == 1, printed
     assert re.match(
-        r"error: the store of the run at 127\.0\.0\.1:\d+ \(rank 0 or its launcher\) is stopped or unreachable for "
-        rf"{timeouts * TIMEOUT} s; rank 1 waits for \d+ s in {CONNECTING}; set {KEY} higher if the run is "
+        r"error: the store of the run at 127\.0\.0\.1:\d+ \(rank 0 or its launcher\) is stopped or"
+        r" unreachable for "
+        rf"{timeouts * TIMEOUT} s; rank 1 waits for \d+ s in {CONNECTING}; set {KEY} higher if the"
+        r" run is "
         r"only slow$",
         lines[0],
     ), lines
@@ -169,7 +188,13 @@ def test_a_stopped_process_is_known_by_its_environment(monkeypatch: pytest.Monke
     """Not another run's, and not one that only sleeps."""
     for name, value in {"MASTER_ADDR": "here", "MASTER_PORT": "1", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    cases = [{"RANK": "1"}, {"RANK": "2", "MASTER_PORT": "2"}, {"RANK": "3"}, {"RANK": "4", "GROUP_RANK": "1"}, {}]
+    cases = [
+        {"RANK": "1"},
+        {"RANK": "2", "MASTER_PORT": "2"},
+        {"RANK": "3"},
+        {"RANK": "4", "GROUP_RANK": "1"},
+        {},
+    ]
     processes = [subprocess.Popen(["sleep", "60"], env=os.environ | case) for case in cases]
     try:
         for case, process in zip(cases, processes, strict=True):

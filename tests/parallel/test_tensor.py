@@ -1,4 +1,6 @@
-"""A decoder whose matrices and tokens are shared out, against the plain one in float64: losses, gradients, norms."""
+"""A decoder whose matrices and tokens are shared out, against the plain one in float64: losses,
+gradients, norms.
+"""
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -50,7 +52,9 @@ class Case:
     compiled: bool = False
 
     def shape(self) -> DecoderSpec:
-        return replace(small_spec(tied=self.spec.get("tied", False)), **{"num_kv_heads": 4} | self.spec)
+        return replace(
+            small_spec(tied=self.spec.get("tied", False)), **{"num_kv_heads": 4} | self.spec
+        )
 
 
 def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
@@ -89,7 +93,9 @@ def batch(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    found = model(tokens, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3))
+    found = model(
+        tokens, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3)
+    )
     loss = (found.square().sum() if case.per_token else found) / count
     loss.backward()
     return loss.detach()
@@ -98,11 +104,15 @@ def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count
 def own_part(parameter: Tensor, of: Tensor) -> Tensor:
     """What this rank holds of `of`, if it lies as the parameter does."""
     local, offset = local_part(parameter)
-    return of[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+    return of[
+        tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+    ]
 
 
 def compare(cases: list[Case]) -> list[str]:
-    """What differs from the plain model, of each case. One world serves all cases in a row that share its mesh."""
+    """What differs from the plain model, of each case. One world serves all cases in a row that
+    share its mesh.
+    """
     faults = []
 
     def mesh(case: Case) -> tuple[int, int]:
@@ -121,7 +131,9 @@ PLAIN: dict[str, tuple[Tensor, nn.Module]] = {}
 
 
 def expected(case: Case, data_ranks: int) -> tuple[Tensor, nn.Module]:
-    """Loss and model, with its gradients, of one process; kept, and known to the forks of the process that has it."""
+    """Loss and model, with its gradients, of one process; kept, and known to the forks of the
+    process that has it.
+    """
     plain = replace(case, parallel={}, memory={}, compiled=False)
     key = f"{plain} {data_ranks}"
     if key not in PLAIN:
@@ -134,7 +146,8 @@ def expected(case: Case, data_ranks: int) -> tuple[Tensor, nn.Module]:
 def differences(case: Case, world: World) -> list[str]:
     faults = []
     if case.compiled and case.memory == SELECTIVE:
-        torch._dynamo.reset()  # else all cases count towards one limit, past which layers are not compiled
+        # Else all cases count towards one limit, past which layers are not compiled
+        torch._dynamo.reset()
     tokens, labels = batch(case, world.data_ranks)
     count = (labels != -100).sum()
     expected_loss, plain = expected(case, world.data_ranks)
@@ -156,7 +169,10 @@ def differences(case: Case, world: World) -> list[str]:
         error = float((gradient - own).abs().sum() / parameter.grad.abs().max())
         if gradient.shape != own.shape or not error < 1e-12 * max(1, gradient.numel()):
             faults.append(f"{name} is off by {error:.1e}")
-    norms = [float(clip_grad_norm(one.parameters(), None, world, Parallel(), None)) for one in (model, plain)]
+    norms = [
+        float(clip_grad_norm(one.parameters(), None, world, Parallel(), None))
+        for one in (model, plain)
+    ]
     if not abs(norms[0] / norms[1] - 1) < 1e-9:
         faults.append(f"norms {norms}")
     if case.compiled and case.memory == SELECTIVE:
@@ -188,11 +204,17 @@ MEMORY: list[dict[str, Any]] = [{}, {"activation_checkpointing": "full"}, SELECT
 
 
 def cases(tensor: int, **parallel: Any) -> list[Case]:
-    """Every kind of model, in turn with the gather repeated or not, and with each way of checkpointing."""
+    """Every kind of model, in turn with the gather repeated or not, and with each way of
+    checkpointing.
+    """
     return [
         Case(
             **kind,
-            parallel={"tensor": tensor, "tensor_regather_in_backward": ("true", "false")[number % 2], **parallel},
+            parallel={
+                "tensor": tensor,
+                "tensor_regather_in_backward": ("true", "false")[number % 2],
+                **parallel,
+            },
             memory=MEMORY[number % 3],
         )
         for number, kind in enumerate(KINDS)
@@ -216,7 +238,12 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
         wanted = [*cases(2), Case(few_layers, 1, {"tensor": 2}, SELECTIVE, lora, compiled=True)]
     else:
         few = Case({"num_kv_heads": 2}, 3, {"tensor": 4, "tensor_replicate_kv_heads": True})
-        wanted = [*cases(4)[::6], few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
+        wanted = [
+            *cases(4)[::6],
+            few,
+            replace(few, spec={"num_kv_heads": 1} | BIASES),
+            replace(few, lora={}),
+        ]
         wanted += cases(2, fsdp_wrap_policy="layers")[3::5]
         wanted += cases(2, fsdp_wrap_policy="memory_efficient")[2::6]
         wanted += cases(2, data_replicate=2)[1::6]
@@ -228,17 +255,26 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     with pytest.raises(ConfigError) as refused:
         check_tensor(spec, ParallelConfig(tensor=3))
     assert len(refused.value.faults) == 4
-    assert "4 attention heads, which 3 ranks cannot share evenly; sizes that fit: 1, 2" in str(refused.value)
+    assert "4 attention heads, which 3 ranks cannot share evenly; sizes that fit: 1, 2" in str(
+        refused.value
+    )
     with pytest.raises(ConfigError, match="2 key and value heads.*tensor_replicate_kv_heads=true"):
         check_tensor(spec, ParallelConfig(tensor=4))
     check_tensor(spec, ParallelConfig(tensor=4, tensor_replicate_kv_heads=True))
     check_tensor(spec, ParallelConfig(tensor=2))
 
 
-def test_sizes_that_fit_where_kv_heads_are_copied_are_divisors_and_multiples_of_their_number() -> None:
+def test_sizes_that_fit_where_kv_heads_are_copied_are_divisors_and_multiples_of_their_number() -> (
+    None
+):
     spec = replace(small_spec(), num_heads=12, num_kv_heads=4, mlp_width=96, vocab_size=528)
-    for size in (6, 8):  # of more ranks than 4 each has a kv head of its own only if 4 divides their number
+    for size in (
+        6,
+        8,
+    ):  # of more ranks than 4 each has a kv head of its own only if 4 divides their number
         with pytest.raises(ConfigError, match="sizes that fit: 1, 2, 4, 12$"):
             check_tensor(spec, ParallelConfig(tensor=size, tensor_replicate_kv_heads=True))
     with pytest.raises(ConfigError, match="509 tokens of the vocabulary.*sizes that fit: 1$"):
-        check_tensor(replace(spec, vocab_size=509), ParallelConfig(tensor=12, tensor_replicate_kv_heads=True))
+        check_tensor(
+            replace(spec, vocab_size=509), ParallelConfig(tensor=12, tensor_replicate_kv_heads=True)
+        )

@@ -1,4 +1,5 @@
-"""A curve under tensor parallel is that of one process, and with a buffer that autograd still needs it is not.
+"""A curve under tensor parallel is that of one process, and with a buffer that autograd still needs
+it is not.
 
 And what benchmarks/tp_trace.py says that a layer of others' ways keeps is what one keeps.
 """

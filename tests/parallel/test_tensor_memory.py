@@ -1,4 +1,6 @@
-"""What tensor-parallel layers keep, how often they communicate, and their bits: beside torch's own DTensor styles."""
+"""What tensor-parallel layers keep, how often they communicate, and their bits: beside torch's own
+DTensor styles.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -10,13 +12,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from benchmarks.tp_memory import AUTO, CACHED, OURS, RANDOM_STATE, STOCK, formula, layers_of, measure, stock_layer
+from benchmarks.tp_memory import (
+    AUTO,
+    CACHED,
+    OURS,
+    RANDOM_STATE,
+    STOCK,
+    formula,
+    layers_of,
+    measure,
+    stock_layer,
+)
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Norm
 from recipe_lib.ops.norm import rms_norm
-from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_tensors, start_world
+from recipe_lib.parallel import (
+    Parallel,
+    World,
+    all_reduce_gradients,
+    materialize,
+    shard_tensors,
+    start_world,
+)
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import LENGTH, WIDTH, small_spec
 from tests.parallel.test_tensor import BIASES, Case, backward, batch, build
@@ -40,16 +59,26 @@ def adapt(model: nn.Module) -> None:
 
 @cache
 def measured() -> dict[str, Any]:
-    """(bytes kept, collectives) of a layer, by what was run; and how many graphs torch compiled for alike layers."""
+    """(bytes kept, collectives) of a layer, by what was run; and how many graphs torch compiled for
+    alike layers.
+    """
     return apart(measure_all)
 
 
 def measure_all() -> dict[str, Any]:
     llama, qwen = layers_of("llama3/8B", 2), layers_of("qwen3/8B", 2)
     found = {how: measure(llama, T, how) for how in (STOCK, CACHED, OURS)}
-    found |= {f"{how} checkpointed": measure(llama, T, how, checkpointing="full") for how in (STOCK, AUTO, OURS)}
-    found |= {f"{how} with head norms": measure(qwen, 4, how, rows=3, length=512) for how in (STOCK, OURS)}
-    found |= {"frozen": measure(llama, T, OURS, change=freeze), "adapted": measure(llama, T, OURS, change=adapt)}
+    found |= {
+        f"{how} checkpointed": measure(llama, T, how, checkpointing="full")
+        for how in (STOCK, AUTO, OURS)
+    }
+    found |= {
+        f"{how} with head norms": measure(qwen, 4, how, rows=3, length=512) for how in (STOCK, OURS)
+    }
+    found |= {
+        "frozen": measure(llama, T, OURS, change=freeze),
+        "adapted": measure(llama, T, OURS, change=adapt),
+    }
     torch._dynamo.utils.counters.clear()
     found[f"{OURS} compiled"] = measure(llama, T, OURS, compiled=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -71,7 +100,8 @@ def test_kept_bytes_are_those_of_the_formula() -> None:
     assert found[STOCK] == kept_bytes(minimum + 2 * h * T + 2 * f)
     assert found[CACHED] == found[STOCK]
     assert found["frozen"] == kept_bytes(minimum)
-    # The normed tokens for the A of both groups; what A made of them, of all tokens, and of o and down for a rank's.
+    # The normed tokens for the A of both groups; what A made of them, of all tokens, and of o and
+    # down for a rank's.
     assert found["adapted"] == kept_bytes(minimum + 2 * h + RANK * (5 * T + 2))
     h, q, k, f, heads, kv_heads = 4096, 4096, 1024, 12288, 32, 8
     elements, numbers = 2 * h + 3 * q + 3 * k + 2 * f, 2 * heads + kv_heads + 2
@@ -99,23 +129,30 @@ def test_collectives_of_a_layer() -> None:
     # Two gathers more in backward are the price of the memory.
     assert found[OURS] == counted(2, 2, 4, 2)
     assert found[f"{OURS} checkpointed"] == counted(2, 2, 6, 3)
-    # Frozen weights need no tokens in backward; adapters exchange numbers of their rank's width besides.
+    # Frozen weights need no tokens in backward; adapters exchange numbers of their rank's width
+    # besides.
     assert found["frozen"] == counted(2, 2, 2, 2)
     assert found["adapted"] == counted(4, 4, 4, 4)
 
 
 def one_node_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A norm of a rank's own tokens whose gradient is summed before it meets the stream's, as a fused kernel's is.
+    """A norm of a rank's own tokens whose gradient is summed before it meets the stream's, as a
+    fused kernel's is.
 
-    On a CPU torch has no such kernel, and plain tensors and DTensors go through different chains of operators.
+    On a CPU torch has no such kernel, and plain tensors and DTensors go through different chains of
+    operators.
     """
     if not isinstance(hidden, DTensor):
         return rms_norm(hidden.view_as(hidden), weight, eps)
     own = weight.to_local(grad_placements=[Partial()])
-    return DTensor.from_local(rms_norm(hidden.to_local(), own, eps), hidden.device_mesh, hidden.placements)
+    return DTensor.from_local(
+        rms_norm(hidden.to_local(), own, eps), hidden.device_mesh, hidden.placements
+    )
 
 
-def train(dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World) -> tuple[list[float], list[Tensor]]:
+def train(
+    dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World
+) -> tuple[list[float], list[Tensor]]:
     """Losses of steps of AdamW on two layers, and the weights of this rank at the end."""
     spec = replace(small_spec(layers=2), num_kv_heads=4)
     model = build_meta(spec, dtype)
@@ -136,13 +173,21 @@ def train(dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World)
     trained = [parameter for parameter in layers.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     generator = torch.Generator().manual_seed(5)
-    inputs, target = (torch.randn(rows, LENGTH, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    inputs, target = (
+        torch.randn(rows, LENGTH, WIDTH, generator=generator).to(dtype) for _ in range(2)
+    )
     turn = trunk.rotary[0](torch.arange(LENGTH).expand(rows, LENGTH))
-    info = trunk.prepare(None, rows=rows, queries=LENGTH, keys=LENGTH, dtype=dtype, device=world.device)
+    info = trunk.prepare(
+        None, rows=rows, queries=LENGTH, keys=LENGTH, dtype=dtype, device=world.device
+    )
 
     def own(whole: Tensor) -> Tensor:
-        """This rank's tokens: of each row under torch's styles, of all rows one after another under ours."""
-        return whole.chunk(2, dim=1)[world.rank] if stock else whole.flatten(0, 1).chunk(2)[world.rank]
+        """This rank's tokens: of each row under torch's styles, of all rows one after another under
+        ours.
+        """
+        return (
+            whole.chunk(2, dim=1)[world.rank] if stock else whole.flatten(0, 1).chunk(2)[world.rank]
+        )
 
     losses = []
     for _ in range(STEPS):
@@ -169,7 +214,9 @@ BITWISE = [(torch.float32, 1), (torch.bfloat16, 3)]
 
 
 def train_both() -> tuple[list[Any], bool, bool]:
-    """Losses of both ways for each case; whether replicated parameters are the same on both ranks, summed and not."""
+    """Losses of both ways for each case; whether replicated parameters are the same on both ranks,
+    summed and not.
+    """
     found = []
     with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))) as world:
         for dtype, rows in BITWISE:
@@ -191,8 +238,12 @@ def alike_after_steps(world: World, *, summed: bool) -> bool:
             all_reduce_gradients(model, divided, world)
         optimizer.step()
         optimizer.zero_grad()
-    replicated = [p.to_local().detach() for p in model.parameters() if p.placements == (Replicate(),)]
-    assert len(replicated) == 3 * (4 + 2) + 1, "norms, head norms, biases of o and down of each layer, the last norm"
+    replicated = [
+        p.to_local().detach() for p in model.parameters() if p.placements == (Replicate(),)
+    ]
+    assert len(replicated) == 3 * (4 + 2) + 1, (
+        "norms, head norms, biases of o and down of each layer, the last norm"
+    )
     flat = torch.cat([part.flatten() for part in replicated])
     both = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(both, flat)
@@ -200,7 +251,9 @@ def alike_after_steps(world: World, *, summed: bool) -> bool:
 
 
 def test_losses_are_those_of_stock_bit_by_bit_and_replicas_stay_alike() -> None:
-    """With several rows the norms are frozen: ours sums their gradients over other tokens first, stock over its own."""
+    """With several rows the norms are frozen: ours sums their gradients over other tokens first,
+    stock over its own.
+    """
     for losses, summed, unsummed in run_ranks(train_both, 2, timeout=200):
         for (dtype, rows), (stock, ours, same) in zip(BITWISE, losses, strict=True):
             assert stock == ours, (dtype, rows)

@@ -1,5 +1,6 @@
-"""Quantized weights that a tensor-parallel group shares: a rank's part has the bits of the whole weight's, losses and
-gradients are those of one process, and what a rank keeps is its share."""
+"""Quantized weights that a tensor-parallel group shares: a rank's part has the bits of the whole
+weight's, losses and gradients are those of one process, and what a rank keeps is its share.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -50,10 +51,16 @@ def spec() -> DecoderSpec:
     return spec_from_config(CONFIG, "small")
 
 
-def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bool = False) -> tuple[Any, Parallel]:
+def build(
+    kind: str, world: World | None, parallel: ParallelConfig, compiled: bool = False
+) -> tuple[Any, Parallel]:
     """The model as the recipe makes it; without a world, plain."""
     model, divided = build_meta(spec(), torch.float32), Parallel()
-    add_adapters(model, LoraConfig(rank=4, quantize_base=kind, target_modules=["q", "v", "o", "down"]), torch.float32)
+    add_adapters(
+        model,
+        LoraConfig(rank=4, quantize_base=kind, target_modules=["q", "v", "o", "down"]),
+        torch.float32,
+    )
     if world is None:
         model.to_empty(device="cpu")
     else:
@@ -71,7 +78,11 @@ def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bo
 
 
 def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
 
 
 def backward(model: Any, tokens: Tensor) -> Tensor:
@@ -85,8 +96,13 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
     parallel, faults = ParallelConfig(**options), []
     cfg = LoraFinetuneConfig(device="cpu", parallel=parallel)
     with start_world(cfg) as world:
-        (plain, _), (model, divided) = build(kind, None, parallel), build(kind, world, parallel, compiled)
-        tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+        (plain, _), (model, divided) = (
+            build(kind, None, parallel),
+            build(kind, world, parallel, compiled),
+        )
+        tokens = torch.randint(
+            0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5)
+        )
         expected = backward(plain, tokens)
         rows = tokens.chunk(world.data_ranks)[world.data_rank]
         loss = world.all_reduce_sum(backward(model, rows) / world.data_ranks)
@@ -99,7 +115,9 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
             found = whole(parameter.grad) / world.data_ranks
             if not torch.allclose(found, wanted[name].grad, rtol=1e-3, atol=1e-6):
                 faults.append(f"gradient of {name}")
-        stored = sum(local_part(module.weight_codes)[0].numel() for module in quantized(model).values())
+        stored = sum(
+            local_part(module.weight_codes)[0].numel() for module in quantized(model).values()
+        )
         bytes_of_all = sum(module.weight_codes.numel() for module in quantized(plain).values())
         if stored != bytes_of_all // world.size and not parallel.tensor_replicate_kv_heads:
             faults.append(f"{stored} bytes of codes, of {bytes_of_all}")
@@ -140,7 +158,9 @@ def test_compiled_layers_have_the_same_parts() -> None:
 
 
 def test_blocks_that_would_be_cut_are_refused_with_the_sizes_that_fit() -> None:
-    shape = replace(spec(), mlp_width=640, num_kv_heads=4)  # 10 blocks in a row of the down projection
+    shape = replace(
+        spec(), mlp_width=640, num_kv_heads=4
+    )  # 10 blocks in a row of the down projection
     check_tensor(shape, ParallelConfig(tensor=2), "nf4")
     check_tensor(shape, ParallelConfig(tensor=4), "int8")
     refused = "does not cut down_proj, whose blocks .* stay whole; sizes that fit: 1, 2; or set"

@@ -25,7 +25,14 @@ def cpu_config(**parallel: int) -> FullFinetuneConfig:
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -134,20 +141,32 @@ def test_an_incomplete_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SetupError) as caught:
         enter(cpu_config())
-    assert str(caught.value) == (
-        "environment: found RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start with "
-        "`tune run --nproc_per_node N` or torchrun, or unset RANK and WORLD_SIZE to run one process"
+    assert (
+        str(caught.value)
+        == "environment: found RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start"
+        " with `tune run --nproc_per_node N` or torchrun, or unset RANK and WORLD_SIZE to run"
+        " one process"
     )
 
 
 def test_a_rank_that_is_no_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "::1"}.items():
+    for name, value in {
+        "RANK": "2",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "::1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(SetupError, match=r"environment: found RANK=2 with WORLD_SIZE=2, expected a rank from 0 to 1"):
+    with pytest.raises(
+        SetupError,
+        match=r"environment: found RANK=2 with WORLD_SIZE=2, expected a rank from 0 to 1",
+    ):
         enter(cpu_config())
     monkeypatch.setenv("RANK", "two")
-    with pytest.raises(SetupError, match=r"environment: found RANK=two, expected an integer >= 0; torchrun sets it"):
+    with pytest.raises(
+        SetupError, match=r"environment: found RANK=two, expected an integer >= 0; torchrun sets it"
+    ):
         enter(cpu_config())
 
 
@@ -165,21 +184,30 @@ class FakeCuda:
 
 def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: FakeCuda())
-    launched = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "::1"}
+    launched = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "::1",
+    }
     for name, value in (launched | {"MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError) as caught:
         enter(FullFinetuneConfig(device="auto"))
-    assert str(caught.value) == (
-        "device: found 4 processes and 2 GPUs on this machine, expected a GPU for each process; start with "
-        "--nproc_per_node 2, or use device=cpu"
+    assert (
+        str(caught.value)
+        == "device: found 4 processes and 2 GPUs on this machine, expected a GPU for each process;"
+        " start with --nproc_per_node 2, or use device=cpu"
     )
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCuda, "count", 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: FakeCuda())
-    with pytest.raises(SetupError, match=r"device: found cuda, but torch sees no GPU here; .* or use device=cpu"):
+    with pytest.raises(
+        SetupError, match=r"device: found cuda, but torch sees no GPU here; .* or use device=cpu"
+    ):
         enter(FullFinetuneConfig(device="cuda"))
 
 
@@ -207,20 +235,28 @@ def test_collectives_of_two_ranks() -> None:
 
 
 def test_places_and_sums_of_ranks_of_pipelines() -> None:
-    """Rank = (place in the pipeline, data rank, place in the tensor-parallel group), the last one fastest."""
+    """Rank = (place in the pipeline, data rank, place in the tensor-parallel group), the last one
+    fastest.
+    """
     shapes = [{"pipeline": 4}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}]
 
     def work() -> list[list[object]]:
         found = []
         for parallel in shapes:
             with start_world(cpu_config(**parallel)) as world:
-                assert world.pipeline is not None and world.pipeline.ranks[world.pipeline.rank] == world.rank
+                assert (
+                    world.pipeline is not None
+                    and world.pipeline.ranks[world.pipeline.rank] == world.rank
+                )
                 tensor = None if world.tensor is None else world.tensor.rank
-                # Of a pipeline of batch 0 or 1 the last rank alone knows a number; ranks that share matrices all do.
+                # Of a pipeline of batch 0 or 1 the last rank alone knows a number; ranks that share
+                # matrices all do.
                 knows = world.pipeline.rank == world.pipeline.size - 1
                 known = torch.tensor(10.0 + world.data_rank if knows else 0.0)
                 place = [world.pipeline.rank, world.data_rank, tensor]
-                found.append([*place, list(world.pipeline.ranks), float(world.all_reduce_sum(known))])
+                found.append(
+                    [*place, list(world.pipeline.ranks), float(world.all_reduce_sum(known))]
+                )
         return found
 
     by_rank = run_ranks(work, 4)
@@ -296,8 +332,12 @@ def fail(case: str) -> None:
         raise DataError("rows.jsonl:9: every rank says so")
 
 
-def end_as_a_verb_does(case: str, environment: dict[str, str], printed: Path, first_may_end: Any) -> None:
-    """The whole of a process, a fork. The first, whose store the other one asks at its end, ends last."""
+def end_as_a_verb_does(
+    case: str, environment: dict[str, str], printed: Path, first_may_end: Any
+) -> None:
+    """The whole of a process, a fork. The first, whose store the other one asks at its end, ends
+    last.
+    """
     os.environ.update(environment)
     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
@@ -317,7 +357,9 @@ Launched = dict[str, tuple[list[int], list[str]]]
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """Exit codes of two processes with torchrun's environment, and what they print, by case; rank 0 holds the store."""
+    """Exit codes of two processes with torchrun's environment, and what they print, by case; rank 0
+    holds the store.
+    """
     folder = tmp_path_factory.mktemp("launched")
     context = multiprocessing.get_context("fork")
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -328,21 +370,29 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         files = [folder / f"{case}.{rank}" for rank in range(2)]
         ranks = [common | port | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         processes = [
-            context.Process(target=end_as_a_verb_does, args=(case, environment, file, first_may_end))
+            context.Process(
+                target=end_as_a_verb_does, args=(case, environment, file, first_may_end)
+            )
             for environment, file in zip(ranks, files, strict=True)
         ]
         for process in processes:
             process.start()
         for process in processes:
             process.join(180)
-        found[case] = [process.exitcode or 0 for process in processes], [file.read_text() for file in files]
+        found[case] = (
+            [process.exitcode or 0 for process in processes],
+            [file.read_text() for file in files],
+        )
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "lines"),
-    [("together", ["error: rows.jsonl:7: no answer"]), ("each", ["error: rows.jsonl:9: every rank says so"])],
+    [
+        ("together", ["error: rows.jsonl:7: no answer"]),
+        ("each", ["error: rows.jsonl:9: every rank says so"]),
+    ],
 )
 def test_two_processes_print_a_fault_once(launched: Launched, case: str, lines: list[str]) -> None:
     codes, printed = launched[case]

@@ -1,5 +1,6 @@
-"""The books of the allocator's model, checked from its blocks: overlaps, unmerged neighbors, numbers that do not add
-up."""
+"""The books of the allocator's model, checked from its blocks: overlaps, unmerged neighbors,
+numbers that do not add up.
+"""
 
 from recipe_lib.plan.allocation.caching_allocator import ROUNDING, CachingAllocator
 
@@ -10,7 +11,9 @@ def check_books(allocator: CachingAllocator) -> None:
     active = [block for block in mapped if not block.idle]
     assert sum(block.size for block in mapped) == allocator.reserved <= allocator.peak_reserved
     assert sum(block.size for block in active) == allocator.active <= allocator.peak_active
-    assert sum(block.requested for block in active) == allocator.requested <= allocator.peak_requested
+    assert (
+        sum(block.requested for block in active) == allocator.requested <= allocator.peak_requested
+    )
     handed_out = sum(block.size for block in mapped if block.allocated)
     assert handed_out == allocator.allocated <= allocator.peak_allocated
     settings = allocator.settings
@@ -31,5 +34,7 @@ def check_books(allocator: CachingAllocator) -> None:
             assert block.next.pool is block.pool
             assert not (block.idle and block.next.idle and block.mapped == block.next.mapped)
     for pool in pools.values():
-        assert pool.free == sorted((block.size, at) for at, block in pool.blocks.items() if block.mapped)
+        assert pool.free == sorted(
+            (block.size, at) for at, block in pool.blocks.items() if block.mapped
+        )
         assert pool.unmapped == sorted(at for at, block in pool.blocks.items() if not block.mapped)

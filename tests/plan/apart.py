@@ -30,7 +30,9 @@ def _answer(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tuple[type, Any, Any]:
-    """(recipe class, plannable config, plan settings) for a shipped config, with rows of max_seq_len."""
+    """(recipe class, plannable config, plan settings) for a shipped config, with rows of
+    max_seq_len.
+    """
     from recipe_lib.cli.plan_request import recipe_class
     from recipe_lib.cli.recipes import recipe_for
     from recipe_lib.config import load_config

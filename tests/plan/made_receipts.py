@@ -7,7 +7,9 @@ from recipe_lib.units import GIB
 
 
 def made_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptRun:
-    """Llama 3 8B with LoRA on one RTX 4090. settings: added to its own. changed: fields to replace."""
+    """Llama 3 8B with LoRA on one RTX 4090. settings: added to its own. changed: fields to
+    replace.
+    """
     fields: dict[str, Any] = {
         "recipe": "lora_finetune_distributed",
         "config": "llama3/8B_lora",
@@ -39,7 +41,9 @@ def made_receipt(
     sizes = (int(planned * GIB), int(measured * GIB))
     figures = []
     for size, rate in zip(sizes, rates, strict=True):
-        figures.append({"active": size - 2 * GIB, "allocated": size - GIB, "reserved": size, "seconds": 2.5})
+        figures.append(
+            {"active": size - 2 * GIB, "allocated": size - GIB, "reserved": size, "seconds": 2.5}
+        )
         if rate is not None:
             figures[-1]["tokens_per_second"] = rate
     versions = {"tune-recipes": "0.1.0", "torch": "2.13.0"}
@@ -47,13 +51,22 @@ def made_receipt(
 
 
 def left_by_a_run(**changed: Any) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """(figures of its plan, summary, lines of metrics.jsonl) of a run on a GPU of 4 steps. changed: of the figures."""
+    """(figures of its plan, summary, lines of metrics.jsonl) of a run on a GPU of 4 steps. changed:
+    of the figures.
+    """
     figures: dict[str, Any] = {
         "active": 11 * GIB, "allocated": 12 * GIB, "reserved": 13 * GIB, "first": None, "seconds": 2.0,
         "tokens_per_second": 2048.0, "own_device": True, "run": vars(made_run()),
     }  # fmt: skip
-    peaks = {f"peak_memory_{kind}_gib": 10.0 + at for at, kind in enumerate(("active", "allocated", "reserved"))}
-    summary = {**peaks, "memory_kind": "device", "versions": {"torch": "2.13.0", "platform": "Linux-host-of-alice"}}
+    peaks = {
+        f"peak_memory_{kind}_gib": 10.0 + at
+        for at, kind in enumerate(("active", "allocated", "reserved"))
+    }
+    summary = {
+        **peaks,
+        "memory_kind": "device",
+        "versions": {"torch": "2.13.0", "platform": "Linux-host-of-alice"},
+    }
     steps = [
         {"step": step, "loss": 1.0, "seconds": seconds, "tokens_per_second": 5000 / seconds}
         for step, seconds in enumerate((60.0, 2.5, 2.6, 2.4), 1)

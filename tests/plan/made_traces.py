@@ -1,4 +1,6 @@
-"""Traces written by hand, and random ones that look like training, for tests of what reads traces."""
+"""Traces written by hand, and random ones that look like training, for tests of what reads
+traces.
+"""
 
 import random
 
@@ -30,11 +32,16 @@ class Writer:
 
 
 def steps_of_training(layers: int = 6, steps: int = 2, seed: int = 0) -> Trace:
-    """Weights for good; in each step activations that pile up and are freed in reverse, gathers on a second stream,
-    temporaries of odd sizes; gradients and optimizer states from the first step on."""
+    """Weights for good; in each step activations that pile up and are freed in reverse, gathers on
+    a second stream, temporaries of odd sizes; gradients and optimizer states from the first step
+    on.
+    """
     rng, writer = random.Random(seed), Writer()
     writer.phase("setup")
-    weights = [writer.alloc(rng.randrange(1, 40 * 2**20), kind="parameters", label=f"w{n}") for n in range(layers)]
+    weights = [
+        writer.alloc(rng.randrange(1, 40 * 2**20), kind="parameters", label=f"w{n}")
+        for n in range(layers)
+    ]
     writer.alloc(12345, device=False)
     writer.alloc(0)
     for step in range(steps):
@@ -45,13 +52,22 @@ def steps_of_training(layers: int = 6, steps: int = 2, seed: int = 0) -> Trace:
                 module = f"layers.{layer if part == 'forward' else layers - 1 - layer}"
                 place = {"module": module, "part": part}
                 gathered = writer.alloc(
-                    4 * writer.trace.storages[weights[layer]].bytes, stream=1, kind="gathered", **place
+                    4 * writer.trace.storages[weights[layer]].bytes,
+                    stream=1,
+                    kind="gathered",
+                    **place,
                 )
-                temporary = [writer.alloc(rng.randrange(1, 5 * 2**20), op="mm", **place) for _ in range(8)]
+                temporary = [
+                    writer.alloc(rng.randrange(1, 5 * 2**20), op="mm", **place) for _ in range(8)
+                ]
                 writer.op("mm")
                 rng.shuffle(temporary)
                 if part == "forward":
-                    kept.append(writer.alloc(rng.randrange(1, 30 * 2**20), kind="activations", op="mm", **place))
+                    kept.append(
+                        writer.alloc(
+                            rng.randrange(1, 30 * 2**20), kind="activations", op="mm", **place
+                        )
+                    )
                 else:
                     writer.free(kept.pop())
                 for number in [*temporary, gathered]:
@@ -59,6 +75,9 @@ def steps_of_training(layers: int = 6, steps: int = 2, seed: int = 0) -> Trace:
         if step == 0:
             for number in weights:
                 writer.alloc(
-                    2 * writer.trace.storages[number].bytes, kind="optimizer", part="optimizer", op="zeros_like"
+                    2 * writer.trace.storages[number].bytes,
+                    kind="optimizer",
+                    part="optimizer",
+                    op="zeros_like",
                 )
     return writer.trace

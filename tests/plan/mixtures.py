@@ -16,7 +16,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "mlp_only_layers": [],
     },
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS, "intermediate_size": 32},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": EXPERTS,
+        "intermediate_size": 32,
+    },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "num_local_experts": EXPERTS,

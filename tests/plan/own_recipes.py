@@ -1,4 +1,6 @@
-"""Recipes as users make them of the shipped one: micro-batches of a step that are not alike, in one way each."""
+"""Recipes as users make them of the shipped one: micro-batches of a step that are not alike, in one
+way each.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -25,12 +25,25 @@ VOCABULARY = 1_050_673_152
 
 
 def hand_made(**changed: object) -> Plan:
-    """A plan of 4 ranks whose figures are odd enough to show rounding; `changed`: fields to replace."""
+    """A plan of 4 ranks whose figures are odd enough to show rounding; `changed`: fields to
+    replace.
+    """
     alive = alive_storages()
     active = sum(found.bytes for found in alive)
     peaks = [
-        PhasePeak("setup", active // 3, active // 3 + 1000, active // 2, active // 2, 3 * GIB + 7, "setup"),
-        PhasePeak("step", active, active + 12345, active + GIB, active + GIB // 3, 11 * MIB, "backward", "model.norm"),
+        PhasePeak(
+            "setup", active // 3, active // 3 + 1000, active // 2, active // 2, 3 * GIB + 7, "setup"
+        ),
+        PhasePeak(
+            "step",
+            active,
+            active + 12345,
+            active + GIB,
+            active + GIB // 3,
+            11 * MIB,
+            "backward",
+            "model.norm",
+        ),
         PhasePeak("save", active // 2, active // 2, active + GIB, active + GIB // 3, 5 * GIB + 3),
     ]
     for peak in peaks:
@@ -46,8 +59,14 @@ def hand_made(**changed: object) -> Plan:
         "model": "llama3/8B",
         "ranks": 4,
         "mesh": {"data_replicate": 1, "data_shard": 4},
-        "device": DeviceFacts("rtx4090", memory, usable, "sm89", 165e12, 1.008e12, "pcie_no_p2p", 10e9),
-        "sequence": {"tokens": 512, "source": "alpaca.json", "histogram": {"p50": 120, "p99": 480, "max": 512}},
+        "device": DeviceFacts(
+            "rtx4090", memory, usable, "sm89", 165e12, 1.008e12, "pcie_no_p2p", 10e9
+        ),
+        "sequence": {
+            "tokens": 512,
+            "source": "alpaca.json",
+            "histogram": {"p50": 120, "p99": 480, "max": 512},
+        },
         "verdict": FITS,
         "margin": usable - rank.reserved,
         "rank_plans": [rank],
@@ -102,7 +121,9 @@ def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
 
 
 def alive_storages() -> list[Alive]:
-    """Sharded parameters and gradients of 32 layers alike; activations of which layer 31 has more."""
+    """Sharded parameters and gradients of 32 layers alike; activations of which layer 31 has
+    more.
+    """
     found = []
     for kind in ("parameters", "gradients"):
         for layer in range(LAYERS):
@@ -124,11 +145,17 @@ def alive_storages() -> list[Alive]:
 
 def layer_rows() -> list[LayerRow]:
     """The model, its layers and one module inside each."""
-    rows = [LayerRow("model.embed_tokens", "Embedding", VOCABULARY // 2, 0, VOCABULARY, VOCABULARY // 4)]
+    rows = [
+        LayerRow("model.embed_tokens", "Embedding", VOCABULARY // 2, 0, VOCABULARY, VOCABULARY // 4)
+    ]
     for layer in range(LAYERS):
         name, count = f"model.layers.{layer}", LAYER // 2
         rows.append(LayerRow(name, "DecoderLayer", count, count, LAYER, LAYER // 4, 4_194_304))
-        rows.append(LayerRow(f"{name}.mlp", "GatedMLP", count // 2, count // 2, LAYER // 2, LAYER // 8, 1_000_000))
+        rows.append(
+            LayerRow(
+                f"{name}.mlp", "GatedMLP", count // 2, count // 2, LAYER // 2, LAYER // 8, 1_000_000
+            )
+        )
     rows.append(LayerRow("model.norm", "RMSNorm", WIDTH, WIDTH, 2 * WIDTH, WIDTH // 2))
     return rows
 
@@ -137,26 +164,39 @@ def communication_rows() -> list[CommunicationRow]:
     """Gathers and scatters of each layer, and one tiny all-reduce over all ranks."""
     rows = []
     for layer in range(LAYERS):
-        for operation, where in (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")):
+        for operation, where in (
+            ("all_gather", "forward"),
+            ("all_gather", "backward"),
+            ("reduce_scatter", "backward"),
+        ):
             shapes = [[LAYER // 8], [LAYER // 2]]
             rows.append(
                 CommunicationRow(operation, "data_shard", [0, 1, 2, 3], where, f"model.layers.{layer}", shapes, "bf16",
                                  LAYER, LAYER * 3 // 4, 1, 0.0327)
             )  # fmt: skip
     world = [0, 1, 2, 3]
-    rows.append(CommunicationRow("all_reduce", "world", world, "optimizer", "", [[1]], "fp32", 4, 6, 3, 3e-5))
+    rows.append(
+        CommunicationRow(
+            "all_reduce", "world", world, "optimizer", "", [[1]], "fp32", 4, 6, 3, 3e-5
+        )
+    )
     return rows
 
 
 def hand_made_trace(steps: int = 4, per_phase: int = 40) -> Trace:
-    """Two phases: a ramp of parameters that stay; then activations that come and go, and a single high spike."""
+    """Two phases: a ramp of parameters that stay; then activations that come and go, and a single
+    high spike.
+    """
     trace = Trace(phases=["setup", "step"])
     trace.events.append((PHASE, 0))
     for _ in range(per_phase):
         _take(trace, Storage(MIB, kind="parameters", module="a <b> & c"))
     trace.events.append((PHASE, 1))
     for step in range(steps):
-        taken = [_take(trace, Storage((number % 7 + 1) * MIB, kind="activations")) for number in range(per_phase)]
+        taken = [
+            _take(trace, Storage((number % 7 + 1) * MIB, kind="activations"))
+            for number in range(per_phase)
+        ]
         if step == steps // 2:
             spike = _take(trace, Storage(3 * GIB, kind="logits"))
             trace.events.append((FREE, spike))

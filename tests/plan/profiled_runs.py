@@ -1,6 +1,7 @@
 """What a real run on a CPU takes, by torch's profiler: no tracer of ours is in it.
 
-A mode of Python, as our tracer is one, changes what autograd does: it sums gradients in place only where none looks on.
+A mode of Python, as our tracer is one, changes what autograd does: it sums gradients in place only
+where none looks on.
 """
 
 import time
@@ -22,8 +23,9 @@ STEPS = 3
 def profiled_peak(recipe: type, cfg: Any, shape: Any) -> int:
     """The most bytes alive at once on this rank, in the last of some steps.
 
-    Without what gloo takes for itself: NCCL has its own buffers, and the plan another line for them.
-    Collectives inside layers (`parallel.tensor`) end in threads of gloo that the profiler does not follow.
+    Without what gloo takes for itself: NCCL has its own buffers, and the plan another line for
+    them. Collectives inside layers (`parallel.tensor`) end in threads of gloo that the profiler
+    does not follow.
     """
     collectives: list[tuple[int, int]] = []
     with start_world(cfg) as world, collectives_let_go(), noting_collectives(collectives):

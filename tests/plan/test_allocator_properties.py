@@ -1,4 +1,6 @@
-"""Random programs: the allocator's books are right after every step, and a slow model of the same rules agrees."""
+"""Random programs: the allocator's books are right after every step, and a slow model of the same
+rules agrees.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +51,9 @@ def test_the_books_are_right_after_every_step(how, steps):
             try:
                 live.append(allocator.malloc(number, stream))
             except OutOfMemory as error:
-                assert how.cap is not None and str(error).startswith(f"{format_bytes(number)} requested")
+                assert how.cap is not None and str(error).startswith(
+                    f"{format_bytes(number)} requested"
+                )
                 if not how.expandable:
                     assert allocator.reserved + segment_size(block_bytes(number)) > how.cap
                 # All that was unused has gone: the cap could not be met by giving back more.
@@ -75,7 +79,12 @@ def test_the_books_are_right_after_every_step(how, steps):
         allocator.free(block)
     allocator.empty_cache()
     check_books(allocator)
-    assert (allocator.requested, allocator.allocated, allocator.active, allocator.reserved) == (0, 0, 0, 0)
+    assert (allocator.requested, allocator.allocated, allocator.active, allocator.reserved) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 class SlowAllocator:
@@ -96,7 +105,13 @@ class SlowAllocator:
         if fits:
             _, number, place = min(fits)
         else:
-            taken = 2**21 if small else 20 * 2**20 if size < 10 * 2**20 else (size + 2**21 - 1) // 2**21 * 2**21
+            taken = (
+                2**21
+                if small
+                else 20 * 2**20
+                if size < 10 * 2**20
+                else (size + 2**21 - 1) // 2**21 * 2**21
+            )
             self.segments.append((stream, small, [[taken, None]]))
             number, place = len(self.segments) - 1, 0
         pieces = self.segments[number][2]
@@ -117,11 +132,17 @@ class SlowAllocator:
 
     def totals(self):
         pieces = [piece for _, _, segment in self.segments for piece in segment]
-        return sum(piece[0] for piece in pieces), sum(piece[0] for piece in pieces if piece[1] is not None)
+        return sum(piece[0] for piece in pieces), sum(
+            piece[0] for piece in pieces if piece[1] is not None
+        )
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.booleans() | st.just(True), SIZES, STREAMS, st.integers(0, 1000)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.booleans() | st.just(True), SIZES, STREAMS, st.integers(0, 1000)), max_size=60
+    )
+)
 def test_a_slow_model_of_the_rules_agrees(steps):
     allocator, slow, live = CachingAllocator(), SlowAllocator(), []
     for number, (allocates, size, stream, chosen) in enumerate(steps):

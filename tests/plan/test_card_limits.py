@@ -1,4 +1,6 @@
-"""What a card cannot compute is refused before it raises, or replaced: each row of docs/doctor.md, by architecture."""
+"""What a card cannot compute is refused before it raises, or replaced: each row of docs/doctor.md,
+by architecture.
+"""
 
 import re
 from dataclasses import replace
@@ -22,7 +24,9 @@ PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
 
 def operators(architecture: str, *overrides: str) -> list[str] | str:
     """Names of a step's operators, or the line that refuses it."""
-    recipe, cfg, wanted = settings("demo/full", 1, "device=auto", "batch_size=2", "max_seq_len=64", *overrides)
+    recipe, cfg, wanted = settings(
+        "demo/full", 1, "device=auto", "batch_size=2", "max_seq_len=64", *overrides
+    )
     wanted = replace(wanted, hardware=replace(wanted.hardware, architecture=architecture))
     try:
         return [op.name for op in simulate_rank(recipe, cfg, wanted, 0).trace.ops]
@@ -34,7 +38,11 @@ def each(limit: tuple[int, int], *overrides: str) -> dict[str, list[str] | str]:
     """For the newest architecture below the limit, the oldest from it on, and the newest of all."""
     numbers = [int(architecture.removeprefix("sm")) for architecture in ARCHITECTURES]
     least = 10 * limit[0] + limit[1]
-    wanted = {max(one for one in numbers if one < least), min(one for one in numbers if one >= least), numbers[-1]}
+    wanted = {
+        max(one for one in numbers if one < least),
+        min(one for one in numbers if one >= least),
+        numbers[-1],
+    }
     return {f"sm{one}": operators(f"sm{one}", *overrides) for one in sorted(wanted)}
 
 
@@ -49,7 +57,10 @@ def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> No
     for architecture, result in found.items():
         number = int(architecture.removeprefix("sm"))
         refused = number < 10 * limit.capability[0] + limit.capability[1]
-        named = isinstance(result, str) and f"expected a GPU of compute capability {least} or more" in result
+        named = (
+            isinstance(result, str)
+            and f"expected a GPU of compute capability {least} or more" in result
+        )
         assert named == refused, (architecture, result if refused else "")
         assert isinstance(result, str) == (refused or (bool(more) and number < 80))
 
@@ -83,6 +94,8 @@ def test_a_run_is_refused_on_such_a_card(monkeypatch: pytest.MonkeyPatch) -> Non
     device = torch.device("cuda", 0)
     world = World(0, 1, 0, device, None, 0, 1)  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "get_device_module", lambda device: Turing())
-    with pytest.raises(ConfigError, match=r"dtype: found bf16 for Tesla T4 of compute capability 7\.5"):
+    with pytest.raises(
+        ConfigError, match=r"dtype: found bf16 for Tesla T4 of compute capability 7\.5"
+    ):
         check_card(FullFinetuneConfig(dtype="bf16"), world)
     check_card(FullFinetuneConfig(dtype="fp32"), world)

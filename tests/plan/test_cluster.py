@@ -1,4 +1,6 @@
-"""Groups of all ranks and what they communicate, against a plain loop over ranks and formulas of the collectives."""
+"""Groups of all ranks and what they communicate, against a plain loop over ranks and formulas of
+the collectives.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,12 @@ MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP
 ACTIVATIONS = ROWS * TOKENS * WIDTH * SIZE  # of the stream, all tokens of a micro-batch
 CASES = {
     "sixteen": (16, "parallel.tensor=2", "parallel.pipeline=2", "parallel.pipeline_schedule=1f1b"),
-    "copies": (8, "parallel.tensor=2", "parallel.data_replicate=2", "parallel.fsdp_wrap_policy=layers"),
+    "copies": (
+        8,
+        "parallel.tensor=2",
+        "parallel.data_replicate=2",
+        "parallel.fsdp_wrap_policy=layers",
+    ),
     "ddp": (2, "parallel.strategy=ddp"),
     "once": (2, "parallel.reduce_gradients=step", "parallel.fsdp_wrap_policy=layers"),
     "zero-1": (2, "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"),
@@ -61,7 +68,12 @@ def ring(num_bytes: int, ranks: int) -> int:
 @pytest.mark.slow
 def test_members_of_all_groups(plans: dict[str, Plan]):
     """Rank r is at place (r // 8, r // 2 % 4, r % 2) of pipeline 2, data_shard 4, tensor 2."""
-    expected: dict[str, list[list[int]]] = {"pipeline": [], "data_shard": [], "tensor": [], "world": []}
+    expected: dict[str, list[list[int]]] = {
+        "pipeline": [],
+        "data_shard": [],
+        "tensor": [],
+        "world": [],
+    }
     for rank in range(16):
         stage, shard, part = rank // 8, rank // 2 % 4, rank % 2
         if stage == 0:
@@ -75,7 +87,10 @@ def test_members_of_all_groups(plans: dict[str, Plan]):
     found = {one.dim: one for one in plans["sixteen"].dimensions}
     assert {name: one.groups for name, one in found.items()} == expected
     assert found["world"].along == ["pipeline", "data_shard"]
-    assert [place.ranks for place in plans["sixteen"].pipeline.places] == [list(range(8)), list(range(8, 16))]
+    assert [place.ranks for place in plans["sixteen"].pipeline.places] == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
     copies = {one.dim: one.groups for one in plans["copies"].dimensions}
     assert copies["data_replicate"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert copies["data_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -91,23 +106,28 @@ def test_groups_are_those_that_ranks_communicate_in(plans: dict[str, Plan]):
 
 @pytest.mark.slow
 def test_totals_of_a_pipeline(plans: dict[str, Plan]):
-    """Each of 8 pipelines passes a tensor each way for a micro-batch, of half the tokens: a send and a receive each."""
+    """Each of 8 pipelines passes a tensor each way for a micro-batch, of half the tokens: a send
+    and a receive each.
+    """
     message = ACTIVATIONS // 2
     calls, pipelines = 2 * 2 * COUNT, 8
     found = dimension(plans["sixteen"], "pipeline")
     assert found.cluster_step == Volume(
         calls * pipelines, calls * pipelines * message, calls * pipelines * message // 2
     )
-    assert found.cluster_micro_batch == Volume(4 * pipelines, 4 * pipelines * message, 2 * pipelines * message)
+    assert found.cluster_micro_batch == Volume(
+        4 * pipelines, 4 * pipelines * message, 2 * pipelines * message
+    )
     assert found.rank_step == [Volume(2 * COUNT, 2 * COUNT * message, COUNT * message)] * 2
     assert found.layer is None
 
 
 @pytest.mark.slow
 def test_totals_of_tensor_parallel(plans: dict[str, Plan]):
-    """In a layer attention and MLP each gather and scatter in forward; in backward they do so the other way round, and
-    gather their inputs again. The embedding scatters, the head gathers; both go back; the loss adds up maximum (fp32)
-    and two sums (fp32) of every token."""
+    """In a layer attention and MLP each gather and scatter in forward; in backward they do so the
+    other way round, and gather their inputs again. The embedding scatters, the head gathers; both
+    go back; the loss adds up maximum (fp32) and two sums (fp32) of every token.
+    """
     found = dimension(plans["sixteen"], "tensor")
     layer = 2 * (2 + 3)
     assert found.layer == Volume(layer, layer * ACTIVATIONS, layer * ring(ACTIVATIONS, 2))
@@ -115,11 +135,14 @@ def test_totals_of_tensor_parallel(plans: dict[str, Plan]):
     calls = LAYERS // 2 * layer + 2
     assert first == Volume(calls, calls * ACTIVATIONS, calls * ring(ACTIVATIONS, 2))
     sums = ROWS * TOKENS * SIZE * (1 + 2)
-    assert last == Volume(calls + 2, calls * ACTIVATIONS + sums, calls * ring(ACTIVATIONS, 2) + sums)
+    assert last == Volume(
+        calls + 2, calls * ACTIVATIONS + sums, calls * ring(ACTIVATIONS, 2) + sums
+    )
     cluster = found.cluster_micro_batch
     assert cluster.operations == 8 * (first.operations + last.operations)
     assert cluster.bytes == 8 * (2 * calls * ACTIVATIONS + sums)
-    # Once a step: gradients of the norms that all ranks have (of a data rank's fourth), and the sum for the norm.
+    # Once a step: gradients of the norms that all ranks have (of a data rank's fourth), and the sum
+    # for the norm.
     once = [SIZE * WIDTH * LAYERS // 4 + 8, SIZE * WIDTH * (LAYERS + 1) // 4 + 8]
     for step, each, more in zip(found.rank_step, found.rank_micro_batch, once, strict=True):
         assert step.operations == COUNT * each.operations + 2
@@ -129,8 +152,10 @@ def test_totals_of_tensor_parallel(plans: dict[str, Plan]):
 
 @pytest.mark.slow
 def test_totals_of_sharding(plans: dict[str, Plan]):
-    """A layer is gathered in forward and in backward, and its gradients are scattered; the embedding, which backward
-    does not read, is gathered once. The gathers of head and embedding are no layer's, whatever runs meanwhile."""
+    """A layer is gathered in forward and in backward, and its gradients are scattered; the
+    embedding, which backward does not read, is gathered once. The gathers of head and embedding are
+    no layer's, whatever runs meanwhile.
+    """
     found = dimension(plans["sixteen"], "data_shard")
     layer, embedding = SIZE * (MATRICES // 2 + 2 * WIDTH), SIZE * VOCABULARY * WIDTH // 2
     assert found.layer == Volume(3, 3 * layer, 3 * ring(layer, 4))
@@ -143,12 +168,16 @@ def test_totals_of_sharding(plans: dict[str, Plan]):
     assert found.cluster_micro_batch.bytes == 8 * (LAYERS * 3 * layer + 2 * embedding + 3 * head)
     assert found.cluster_micro_batch.operations == 8 * (LAYERS * 3 + 2 + 3)
     assert found.cluster_step.operations == COUNT * found.cluster_micro_batch.operations + 16 * 2
-    assert found.cluster_step.wire_bytes == pytest.approx(found.cluster_step.bytes * 3 / 4, rel=1e-4)
+    assert found.cluster_step.wire_bytes == pytest.approx(
+        found.cluster_step.bytes * 3 / 4, rel=1e-4
+    )
 
 
 @pytest.mark.slow
 def test_totals_of_copies(plans: dict[str, Plan]):
-    """HSDP sums the scattered gradients of each unit over the copies at every micro-batch, DDP all once a step."""
+    """HSDP sums the scattered gradients of each unit over the copies at every micro-batch, DDP all
+    once a step.
+    """
     found = dimension(plans["copies"], "data_replicate")
     shard = SIZE * (MATRICES // 2 + 2 * WIDTH) // 2
     assert found.layer == Volume(1, shard, shard)
@@ -162,24 +191,30 @@ def test_totals_of_copies(plans: dict[str, Plan]):
 
 @pytest.mark.slow
 def test_what_is_once_a_step_is_of_no_micro_batch(plans: dict[str, Plan]):
-    """Without resharding between micro-batches nothing is, and what is gathered for them is where only gradients
-    wait."""
+    """Without resharding between micro-batches nothing is, and what is gathered for them is where
+    only gradients wait.
+    """
     layer, ends = SIZE * (MATRICES + 2 * WIDTH), SIZE * (2 * VOCABULARY * WIDTH + WIDTH)
     numbers = 2 * 8  # the gradient norm and the loss
     once, zero_1 = (dimension(plans[name], "data_shard") for name in ("once", "zero-1"))
     assert zero_1.rank_micro_batch == [Volume()] and zero_1.layer is None
     assert once.rank_micro_batch[0].bytes == 2 * LAYERS * layer + ends
     assert once.layer is not None and once.layer.operations == 2
-    assert once.rank_step[0].bytes == COUNT * once.rank_micro_batch[0].bytes + LAYERS * layer + ends + numbers
+    assert (
+        once.rank_step[0].bytes
+        == COUNT * once.rank_micro_batch[0].bytes + LAYERS * layer + ends + numbers
+    )
     assert zero_1.rank_step[0].bytes == 2 * (LAYERS * layer + ends) + numbers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sixteen", "ddp"])
 def test_the_full_model_alone(plans: dict[str, Plan], name: str):
-    """Parameters, gradients, AdamW's two states and a counter for each tensor; of a layer the stream before each norm
-    and the normed one, queries and keys turned, values, attended tokens, gate, up and
-    the product; fp32: one number for each token of a norm, for each head and token of attention."""
+    """Parameters, gradients, AdamW's two states and a counter for each tensor; of a layer the
+    stream before each norm and the normed one, queries and keys turned, values, attended tokens,
+    gate, up and the product; fp32: one number for each token of a norm, for each head and token of
+    attention.
+    """
     plan = plans[name]
     numbers = LAYERS * (MATRICES + 2 * WIDTH) + 2 * VOCABULARY * WIDTH + WIDTH
     most = plan.alone.most
@@ -199,7 +234,12 @@ def test_the_full_model_alone(plans: dict[str, Plan], name: str):
 
 def lines_of(plan: Plan, title: str) -> list[str]:
     """Of a table of the full report."""
-    return render(plan, full=True, width=120).partition(f"\n{title}")[2].partition("\n\n")[0].splitlines()[1:]
+    return (
+        render(plan, full=True, width=120)
+        .partition(f"\n{title}")[2]
+        .partition("\n\n")[0]
+        .splitlines()[1:]
+    )
 
 
 @pytest.mark.slow
@@ -208,14 +248,25 @@ def test_report_and_json(plans: dict[str, Plan]):
     text = render(plan, full=True, width=80)
     assert max(map(len, text.splitlines())) <= 80
     assert "  pipeline: 8 groups of 2\n    [n0_g0 n1_g0] [n0_g1 n1_g1] [n0_g2 n1_g2]" in text
-    assert "  data_shard: 4 groups of 4\n    [n0_g0 n0_g2 n0_g4 n0_g6] [n0_g1 n0_g3 n0_g5 n0_g7]" in text
+    assert (
+        "  data_shard: 4 groups of 4\n    [n0_g0 n0_g2 n0_g4 n0_g6] [n0_g1 n0_g3 n0_g5 n0_g7]"
+        in text
+    )
     assert "  world: 2 groups of 8, along pipeline and data_shard\n" in text
-    assert [row[1:] for row in stage_ranks_table(plan).rows] == [["0", "n0_g0-7", "0-7"], ["1", "n1_g0-7", "8-15"]]
+    assert [row[1:] for row in stage_ranks_table(plan).rows] == [
+        ["0", "n0_g0-7", "0-7"],
+        ["1", "n1_g0-7", "8-15"],
+    ]
     rows = {tuple(row[:2]): row[2:] for row in volume_table(plan).rows}
     assert rows["pipeline", "step, all ranks"][0] == str(2 * 2 * COUNT * 8)
-    assert rows["all", "step, all ranks"][0] == f"{sum(one.cluster_step.operations for one in plan.dimensions):,}"
+    assert (
+        rows["all", "step, all ranks"][0]
+        == f"{sum(one.cluster_step.operations for one in plan.dimensions):,}"
+    )
     assert "groups of ranks" not in render(plan)
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == dataclasses.replace(plan, seconds=0.0)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == dataclasses.replace(
+        plan, seconds=0.0
+    )
 
 
 def test_many_groups_are_folded():
@@ -224,7 +275,9 @@ def test_many_groups_are_folded():
         DimensionPlan(name, [name], groups_along(mesh, [name]), [Volume()], [Volume()])
         for name in ("data_shard", "tensor")
     ]
-    plan = hand_made(ranks=256, mesh=mesh, ranks_per_node=8, dimensions=dimensions, pipeline=hand_made_pipeline())
+    plan = hand_made(
+        ranks=256, mesh=mesh, ranks_per_node=8, dimensions=dimensions, pipeline=hand_made_pipeline()
+    )
     table = groups_table(plan)
     assert [row[0] for row in table.rows] == [
         "data_shard: 4 groups of 64", "  [n0-15_g0,2,4,6] [n0-15_g1,3,5,7] [n16-31_g0,2,4,6] [n16-31_g1,3,5,7]",
@@ -236,10 +289,19 @@ def test_many_groups_are_folded():
 
 def test_without_all_places_there_are_no_totals():
     plan = hand_made(
-        dimensions=[DimensionPlan("data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(2, 8, 6)], [Volume()])]
+        dimensions=[
+            DimensionPlan(
+                "data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(2, 8, 6)], [Volume()]
+            )
+        ]
     )
     assert [row[:3] for row in volume_table(plan).rows] == [["data_shard", "step, rank 0", "2"]]
-    assert volume_table(hand_made()) is groups_table(hand_made()) is stage_ranks_table(hand_made()) is None
+    assert (
+        volume_table(hand_made())
+        is groups_table(hand_made())
+        is stage_ranks_table(hand_made())
+        is None
+    )
 
 
 def test_what_the_full_model_takes_alone_stands_beside_a_rank():

@@ -1,8 +1,9 @@
-"""Planned memory of runs with `compile=true` against what torch's profiler counts in real ones on a CPU.
+"""Planned memory of runs with `compile=true` against what torch's profiler counts in real ones on a
+CPU.
 
-The simulation runs the Python module that inductor writes, with kernels that do nothing; the real run compiles it. No
-tracer of ours is in the real run: torch's CPU allocator tells the profiler of each allocation and release. The whole
-table is made by `python -m benchmarks.compiled_plans`.
+The simulation runs the Python module that inductor writes, with kernels that do nothing; the real
+run compiles it. No tracer of ours is in the real run: torch's CPU allocator tells the profiler of
+each allocation and release. The whole table is made by `python -m benchmarks.compiled_plans`.
 """
 
 from pathlib import Path
@@ -27,15 +28,30 @@ CASES: dict[str, tuple[Any, ...]] = {
     "full, recomputed": (2, FULL, "memory.activation_checkpointing=full"),
     "full, selective": (2, FULL, "memory.activation_checkpointing=selective"),
     "full, 4 micro-batches": (2, FULL, "gradient_accumulation_steps=4"),
-    "full, layers": (2, FULL, "parallel.fsdp_wrap_policy=layers", "parallel.reshard_after_forward=false"),
+    "full, layers": (
+        2,
+        FULL,
+        "parallel.fsdp_wrap_policy=layers",
+        "parallel.reshard_after_forward=false",
+    ),
     "full, ddp": (2, FULL, "parallel.strategy=ddp"),
     "full, packed": (2, FULL, "data.packing=true"),
     "full, 8 bits": (2, FULL, "dtype=bf16", "optimizer.state_bits=8"),
     "lora": (2, LORA),
-    "lora, dropout, recomputed": (2, LORA, "lora.dropout=0.1", "memory.activation_checkpointing=full"),
+    "lora, dropout, recomputed": (
+        2,
+        LORA,
+        "lora.dropout=0.1",
+        "memory.activation_checkpointing=full",
+    ),
     "lora, dora": (2, LORA, "lora.dora=true"),
     "qlora, nf4": (2, LORA, "lora.quantize_base=nf4"),
-    "qlora, nf4, one rank": (1, LORA, "lora.quantize_base=nf4", "memory.activation_checkpointing=selective"),
+    "qlora, nf4, one rank": (
+        1,
+        LORA,
+        "lora.quantize_base=nf4",
+        "memory.activation_checkpointing=selective",
+    ),
     "qlora, int8": (2, LORA, "lora.quantize_base=int8"),
     "dpo": (2, DPO, PAIRS),
     "dpo, all": (2, DPO, PAIRS, "dpo.trainable=all", "optimizer.name=sgd"),
@@ -44,7 +60,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 def config(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
     """As `config_of`, compiled, of the tied model."""
-    torch._inductor.config.cpp.vec_isa_ok = True  # else the simulation asks the C++ compiler, which takes seconds
+    torch._inductor.config.cpp.vec_isa_ok = (
+        True  # else the simulation asks the C++ compiler, which takes seconds
+    )
     ranks, name, *overrides = case
     return config_of((ranks, name, TIED, *overrides, "compile=true"), folder)
 
@@ -53,7 +71,9 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The most bytes of a later step on rank 0, as planned."""
     recipe, cfg, shape = config(case, folder)
     found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
-    assert [note.partition(":")[0] for note in found.notes] == ["compiled code"], "planned as it is compiled"
+    assert [note.partition(":")[0] for note in found.notes] == ["compiled code"], (
+        "planned as it is compiled"
+    )
     return found.trace.active_peaks()[STEADY]
 
 

@@ -31,7 +31,11 @@ def changed():
     plan.rank_plans = [
         dataclasses.replace(
             rank,
-            peaks=[dataclasses.replace(peak, active=peak.active - GIB) for peak in rank.peaks if peak.phase != "save"],
+            peaks=[
+                dataclasses.replace(peak, active=peak.active - GIB)
+                for peak in rank.peaks
+                if peak.phase != "save"
+            ],
             alive=[alive for alive in rank.alive if alive.kind != "gathered"],
         )
     ]
@@ -44,11 +48,21 @@ def test_figures_and_differences():
     first, second = hand_made(), changed()
     found = rows(render_diff(first, second, width=100))
     assert found["verdict/verdict"] == ["fits", "does not fit", "changed"]
-    assert found["verdict/margin"] == [format_bytes(first.margin), format_bytes(second.margin), "-20.00 GiB"]
-    assert found["verdict/reserved"][2] == "+20.00 GiB" and found["verdict/outside torch"][2] == "none"
+    assert found["verdict/margin"] == [
+        format_bytes(first.margin),
+        format_bytes(second.margin),
+        "-20.00 GiB",
+    ]
+    assert (
+        found["verdict/reserved"][2] == "+20.00 GiB" and found["verdict/outside torch"][2] == "none"
+    )
     active = [plan.heaviest.peak.active for plan in (first, second)]
     step = [*map(format_bytes, active), "-1.00 GiB"]
-    assert found["peaks by phase, heaviest rank/step: active"] == step == found["live at the peak/active"]
+    assert (
+        found["peaks by phase, heaviest rank/step: active"]
+        == step
+        == found["live at the peak/active"]
+    )
     save = format_bytes(first.heaviest.peaks[2].active)
     assert found["peaks by phase, heaviest rank/save: active"] == [save, "-", "-"]
     sent = LAYERS * (LAYER * 3 // 4)
@@ -92,10 +106,15 @@ def test_equal_plans_differ_in_nothing():
 
 
 def test_the_other_way_round_only_signs_change():
-    here, there = rows(render_diff(hand_made(), changed())), rows(render_diff(changed(), hand_made()))
+    here, there = (
+        rows(render_diff(hand_made(), changed())),
+        rows(render_diff(changed(), hand_made())),
+    )
     signs = str.maketrans("+-", "-+")
     seen = set()
-    for name, (a, b, difference) in ((name, cells) for name, cells in here.items() if len(cells) == 3):
+    for name, (a, b, difference) in (
+        (name, cells) for name, cells in here.items() if len(cells) == 3
+    ):
         seen.add(difference[0])
         back = difference if difference in ("none", "changed", "-") else difference.translate(signs)
         assert there[name] == [b, a, back], name
@@ -106,7 +125,11 @@ def test_plans_without_time_and_communication():
     bare = {"time": None, "communication": []}
     text = render_diff(hand_made(**bare), hand_made(**bare))
     assert "time of a step" not in text and "communication" not in text
-    assert rows(render_diff(hand_made(), hand_made(time=None)))["time of a step/step"] == ["4.00 s", "-", "-"]
+    assert rows(render_diff(hand_made(), hand_made(time=None)))["time of a step/step"] == [
+        "4.00 s",
+        "-",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -116,11 +139,21 @@ def test_lines_fit(width: int):
 
 
 def test_signs_and_durations():
-    assert [format_change(Bytes(size)) for size in (0, 5, -5, -2 * GIB)] == ["none", "+5 B", "-5 B", "-2.00 GiB"]
+    assert [format_change(Bytes(size)) for size in (0, 5, -5, -2 * GIB)] == [
+        "none",
+        "+5 B",
+        "-5 B",
+        "-2.00 GiB",
+    ]
     assert [format_change(Seconds(time)) for time in (0, 1.5, -0.0125, -90)] == [
         "none",
         "+1.50 s",
         "-12.5 ms",
         "-1m30s",
     ]
-    assert [format_duration(time) for time in (0.0, 85e-6, 59.0, 3725)] == ["0.0 us", "85.0 us", "59.00 s", "1h02m"]
+    assert [format_duration(time) for time in (0.0, 85e-6, 59.0, 3725)] == [
+        "0.0 us",
+        "85.0 us",
+        "59.00 s",
+        "1h02m",
+    ]

@@ -1,7 +1,8 @@
-"""Event streams of the real allocator, replayed: the model must take and give back the very same segments.
+"""Event streams of the real allocator, replayed: the model must take and give back the very same
+segments.
 
-Streams recorded on a GPU lie in fixtures/ (format: benchmarks/allocator_events.py). What reads them is tested with
-streams of the model's own, which say nothing about the real allocator.
+Streams recorded on a GPU lie in fixtures/ (format: benchmarks/allocator_events.py). What reads them
+is tested with streams of the model's own, which say nothing about the real allocator.
 """
 
 import json
@@ -12,8 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.allocator_events import events_from_snapshot, read_fixture, replay_events, write_fixture
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from benchmarks.allocator_events import (
+    events_from_snapshot,
+    read_fixture,
+    replay_events,
+    write_fixture,
+)
+from recipe_lib.plan.allocation.caching_allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    OutOfMemory,
+)
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, attention_backward_scratch
 from recipe_lib.units import MIB
@@ -23,12 +33,16 @@ from tests.plan.made_traces import steps_of_training
 RECORDED = sorted((Path(__file__).parent / "fixtures").glob("*.json.gz"))
 MISSING = pytest.param(
     None,
-    marks=pytest.mark.skip(reason="no fixture recorded yet: python benchmarks/gpu_check.py plan writes them"),
+    marks=pytest.mark.skip(
+        reason="no fixture recorded yet: python benchmarks/gpu_check.py plan writes them"
+    ),
     id="none",
 )
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.name) for path in RECORDED] or [MISSING])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.name) for path in RECORDED] or [MISSING]
+)
 def test_the_model_reserves_what_the_real_allocator_did(path):
     stream = read_fixture(path)
     found = replay_events(stream)
@@ -37,15 +51,20 @@ def test_the_model_reserves_what_the_real_allocator_did(path):
         assert getattr(found, name) == figure, name
 
 
-# Rows of 2048 tokens of the demo model, which has 4 layers of 4 heads of width 24 and half as many keys.
+# Rows of 2048 tokens of the demo model, which has 4 layers of 4 heads of width 24 and half as many
+# keys.
 LAYERS, STEPS, HEADS, TOKENS, WIDTH = 4, 3, 4, 2048, 24
 UNPACKED = {"full-demo-4x2048-none": 2, "qlora-demo-2x2048-selective": 1}
 
 
-@pytest.mark.parametrize("path", [path for path in RECORDED if path.name.startswith(tuple(UNPACKED))], ids=str)
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDED if path.name.startswith(tuple(UNPACKED))], ids=str
+)
 def test_attention_of_unpacked_rows_is_cudnns_on_hopper(path):
-    """Each backward of a layer has cuDNN's workspace: dq in fp32, dk and dv for every head, row sums. Flash attention
-    has none of that size: its heads are as wide as 32, and it takes three pieces."""
+    """Each backward of a layer has cuDNN's workspace: dq in fp32, dk and dv for every head, row
+    sums. Flash attention has none of that size: its heads are as wide as 32, and it takes three
+    pieces.
+    """
     rows = UNPACKED[path.name.removesuffix(".json.gz").removesuffix("-expandable")]
     elements = rows * HEADS * TOKENS
     sizes = [size for action, _, size, _ in read_fixture(path)["events"] if action == "alloc"]
@@ -65,7 +84,9 @@ def test_a_snapshot_comes_back_exactly(tmp_path, expandable, share):
     if share:
         how.cap, how.by_fraction = int(share * replay(trace, how).reserved), True
     expected = replay(trace, how)
-    snapshot = snapshot_of(trace, tmp_path, expandable=expandable, cap=how.cap, by_fraction=how.by_fraction)
+    snapshot = snapshot_of(
+        trace, tmp_path, expandable=expandable, cap=how.cap, by_fraction=how.by_fraction
+    )
     stream = events_from_snapshot(snapshot, cap=how.cap, measured={"retries": expected.retries})
     assert (expected.retries > 0) == (share is not None)
     write_fixture(stream, tmp_path / "run.json.gz")
@@ -93,7 +114,9 @@ def recorded_by(allocator: CachingAllocator) -> dict:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.none() | st.integers(100 * MIB, 400 * MIB))
-def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactly(seed, expandable, cap):
+def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactly(
+    seed, expandable, cap
+):
     rng = random.Random(seed)
     how = AllocatorSettings(expandable=expandable, cap=cap, by_fraction=cap is not None)
     allocator, live = CachingAllocator(how), []
@@ -123,7 +146,9 @@ def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactl
 
 @pytest.mark.parametrize("neighbor", [None, 8 * MIB])
 def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbor):
-    """Else it would have been reused. Alone in its segment it is given back; beside another one memory runs out."""
+    """Else it would have been reused. Alone in its segment it is given back; beside another one
+    memory runs out.
+    """
     allocator = CachingAllocator(AllocatorSettings(cap=60 * MIB, by_fraction=True))
     allocator.log = []
     allocator.malloc(40 * MIB)
@@ -144,10 +169,16 @@ def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbor):
 
 def test_a_wrong_stream_is_noticed(tmp_path):
     stream = events_from_snapshot(snapshot_of(steps_of_training(), tmp_path))
-    number = next(at for at, event in enumerate(stream["events"]) if event[0] == "segment_alloc" and event[2] > 2 * MIB)
+    number = next(
+        at
+        for at, event in enumerate(stream["events"])
+        if event[0] == "segment_alloc" and event[2] > 2 * MIB
+    )
     stream["events"][number][2] += 2 * MIB
     found = replay_events(stream)
-    assert found.first_difference == sum(event[0] == "segment_alloc" for event in stream["events"][:number])
+    assert found.first_difference == sum(
+        event[0] == "segment_alloc" for event in stream["events"][:number]
+    )
 
 
 def test_a_history_that_is_not_whole_is_refused(tmp_path):
@@ -167,8 +198,13 @@ def test_a_history_that_is_not_whole_is_refused(tmp_path):
 def test_settings_are_read_from_the_snapshot(tmp_path):
     snapshot = snapshot_of(steps_of_training(), tmp_path, expandable=True)
     stream = events_from_snapshot(snapshot, cap=10**9)
-    assert AllocatorSettings(**stream["settings"]) == AllocatorSettings(expandable=True, cap=10**9, by_fraction=True)
-    snapshot["allocator_settings"] |= {"roundup_power2_divisions": {"1": 8}, "max_split_size": 64 * MIB}
+    assert AllocatorSettings(**stream["settings"]) == AllocatorSettings(
+        expandable=True, cap=10**9, by_fraction=True
+    )
+    snapshot["allocator_settings"] |= {
+        "roundup_power2_divisions": {"1": 8},
+        "max_split_size": 64 * MIB,
+    }
     with pytest.raises(ValueError, match="not modeled: max_split_size, roundup_power2_divisions"):
         events_from_snapshot(snapshot)
 
@@ -178,4 +214,7 @@ def test_streams_are_stored_small_and_the_same_each_time(tmp_path):
     write_fixture(stream, tmp_path / "a.json.gz")
     write_fixture(stream, tmp_path / "b.json.gz")
     stored = (tmp_path / "a.json.gz").read_bytes()
-    assert stored == (tmp_path / "b.json.gz").read_bytes() and len(stored) < len(json.dumps(stream)) / 3
+    assert (
+        stored == (tmp_path / "b.json.gz").read_bytes()
+        and len(stored) < len(json.dumps(stream)) / 3
+    )

@@ -1,4 +1,6 @@
-"""docs/fit.md is what its lines make, has every line with its speed, and the line that matters most still holds."""
+"""docs/fit.md is what its lines make, has every line with its speed, and the line that matters most
+still holds.
+"""
 
 import json
 import re
@@ -10,7 +12,10 @@ from benchmarks.fit import CARDS, METHODS, MODELS, Line, page
 from tests.house.files import ROOT
 
 FAR = longest.read(ROOT / "docs" / "longest.json")
-LINES = [Line(**fields) for _, fields in json.loads((ROOT / "docs" / "fit.json").read_text(encoding="utf-8"))]
+LINES = [
+    Line(**fields)
+    for _, fields in json.loads((ROOT / "docs" / "fit.json").read_text(encoding="utf-8"))
+]
 
 
 def test_the_page_is_made_of_all_lines():
@@ -18,12 +23,16 @@ def test_the_page_is_made_of_all_lines():
     assert {(line.model, line.method, line.cards) for line in LINES} == wanted
     text = (ROOT / "docs" / "fit.md").read_text(encoding="utf-8")
     made_with = re.search(r"with torch (\S+)\.\n", text)
-    assert made_with is not None and text == page(LINES, FAR).replace(torch.__version__, made_with[1])
+    assert made_with is not None and text == page(LINES, FAR).replace(
+        torch.__version__, made_with[1]
+    )
 
 
 def test_every_line_that_fits_has_its_speed_and_more_cards_are_faster():
     speeds = {
-        (line.model, line.method, line.cards): line.tokens_per_second for line in LINES if line.settings is not None
+        (line.model, line.method, line.cards): line.tokens_per_second
+        for line in LINES
+        if line.settings is not None
     }
     assert all(speed > 0 for speed in speeds.values())
     for (model, method, cards), speed in speeds.items():

@@ -1,4 +1,6 @@
-"""benchmarks/gpu_check.py ladder and cards without a GPU: lines, comparisons, dry runs, what runs out."""
+"""benchmarks/gpu_check.py ladder and cards without a GPU: lines, comparisons, dry runs, what runs
+out.
+"""
 
 import dataclasses
 import json
@@ -27,7 +29,8 @@ def test_every_key_of_the_section_memory_is_a_lever() -> None:
         "activation_offload_prefetch_layers",
         "host_memory_limit_gib",
     }  # how far ahead, and how much at most, of the others
-    # A dense model has no experts, and streams what it trains by three keys at once: gpu_check.py plan has both.
+    # A dense model has no experts, and streams what it trains by three keys at once: gpu_check.py
+    # plan has both.
     told_elsewhere |= {"stream_layers"}
     assert {field.name for field in dataclasses.fields(MemoryConfig)} <= keys | told_elsewhere
 
@@ -36,12 +39,15 @@ def tiny_rungs(*changes: str) -> list[Rung]:
     """The plain line of the demo, and one for each of these overrides."""
     case = ConfigCase("demo/full", (*TINY, "batch_size=2"))
     added = [
-        Rung("full", PLAIN, (word,), dataclasses.replace(case, overrides=(*case.overrides, word))) for word in changes
+        Rung("full", PLAIN, (word,), dataclasses.replace(case, overrides=(*case.overrides, word)))
+        for word in changes
     ]
     return [Rung("full", PLAIN, (), case), *added]
 
 
-def test_the_dry_run_compares_with_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rungs = tiny_rungs("memory.optimizer_offload=true", "matmul_dtype=fp8")
     monkeypatch.setattr(gpu_ladder, "rungs", lambda gpu, methods: rungs)
     assert gpu_check.main(["ladder", "--output", str(tmp_path)]) == 0
@@ -52,17 +58,34 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(tmp_path: Path, monkeyp
             assert row["planned"][phase]["requested"] == peaks["requested"] > 0
     assert "refused" in rows[2]["planned"]
     text = (tmp_path / "gpu-ladder-dry-run-cpu.md").read_text()
-    assert "Nothing was measured on a GPU" in text and "refused: matmul_dtype: found fp8 for cpu" in text
+    assert (
+        "Nothing was measured on a GPU" in text
+        and "refused: matmul_dtype: found fp8 for cpu" in text
+    )
     rows[1]["planned"][STEADY]["requested"] -= 1
     assert [gpu_ladder.is_wrong(row, False) for row in rows] == [False, True, False]
-    assert gpu_ladder.is_wrong({"failed": "why"}, False) and gpu_ladder.is_wrong({"planned": {"failed": "why"}}, True)
+    assert gpu_ladder.is_wrong({"failed": "why"}, False) and gpu_ladder.is_wrong(
+        {"planned": {"failed": "why"}}, True
+    )
 
 
-def line(basis: str, words: tuple[str, ...], planned: dict[str, Any], **found: Any) -> dict[str, Any]:
+def line(
+    basis: str, words: tuple[str, ...], planned: dict[str, Any], **found: Any
+) -> dict[str, Any]:
     """A row as the report has it. planned: in GiB and tokens/s."""
-    rung = Rung("full", basis, words, ConfigCase("llama3/8B_full", words), removed=basis != PLAIN and bool(words))
+    rung = Rung(
+        "full",
+        basis,
+        words,
+        ConfigCase("llama3/8B_full", words),
+        removed=basis != PLAIN and bool(words),
+    )
     sizes = {name: int(size * GIB) for name, size in planned.items() if name != "tokens_per_second"}
-    figures = sizes | {"tokens_per_second": planned["tokens_per_second"], "verdict": "fits", "host": 0}
+    figures = sizes | {
+        "tokens_per_second": planned["tokens_per_second"],
+        "verdict": "fits",
+        "host": 0,
+    }
     against = [*rung.against[:2], list(rung.against[2])]
     shown = {
         "method": "full",
@@ -79,7 +102,9 @@ def line(basis: str, words: tuple[str, ...], planned: dict[str, Any], **found: A
         "rows": 1,
         "row_tokens": 2048,
     }
-    steady = dict.fromkeys(("active", "allocated", "reserved", "reserved_expandable"), sizes["active"])
+    steady = dict.fromkeys(
+        ("active", "allocated", "reserved", "reserved_expandable"), sizes["active"]
+    )
     return shown | {"planned": figures | {FIRST: steady, STEADY: steady}, **found}
 
 
@@ -112,5 +137,12 @@ def test_lines_are_compared_with_their_basis_and_bases_with_plain() -> None:
     assert f"{own}| 50.00 GiB | -11.00 GiB | 50.00 GiB | 0 B | 450 | 0.50 x |" in text
     own = "| shipped | 1 x 2048 | 20.00 GiB | -40.00 GiB | 21.00 GiB | 0 B | 500 | 0.50 x "
     assert f"{own}| 20.00 GiB | -41.00 GiB | 20.00 GiB | 0 B | 300 | 0.33 x |" in text
-    assert "| `a=0` | 1 x 2048 | 24.00 GiB | +4.00 GiB | 25.00 GiB | 0 B | 600 | 1.20 x | out of memory, step |" in text
-    assert "| 1.20 x | no time left |" in text and "worst -1.64%" in text and "skipped: 1 of 5 lines" in text
+    assert (
+        "| `a=0` | 1 x 2048 | 24.00 GiB | +4.00 GiB | 25.00 GiB | 0 B | 600 | 1.20 x | out of"
+        " memory, step |" in text
+    )
+    assert (
+        "| 1.20 x | no time left |" in text
+        and "worst -1.64%" in text
+        and "skipped: 1 of 5 lines" in text
+    )

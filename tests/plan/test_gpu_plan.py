@@ -1,4 +1,6 @@
-"""benchmarks/gpu_check.py plan without a GPU: cases, report, dry run. The replications: commands, imitated stacks."""
+"""benchmarks/gpu_check.py plan without a GPU: cases, report, dry run. The replications: commands,
+imitated stacks.
+"""
 
 import dataclasses
 import json
@@ -40,7 +42,15 @@ def row(error: float, *, expandable: bool = False) -> dict[str, Any]:
 def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     device = {"type": "cuda", "name": "A Card", "memory_gib": 24, "driver": "1"}
     versions = dict.fromkeys(("torch", "python", "system"), "")
-    return {"kind": "", "date": "", "command": "", "hardware": "", "device": device, "versions": versions, "rows": rows}
+    return {
+        "kind": "",
+        "date": "",
+        "command": "",
+        "hardware": "",
+        "device": device,
+        "versions": versions,
+        "rows": rows,
+    }
 
 
 def test_goals_are_met_or_missed() -> None:
@@ -48,7 +58,9 @@ def test_goals_are_met_or_missed() -> None:
     good = [row(0.005, expandable=index % 2 == 1) for index in range(19)]
     assert {round(error, 6) for found in good for *_, error in errors_of(found)} == {0.005}
     lines = summary(report_of([*good, row(-0.5)]))
-    assert lines[1].startswith("allocated: 20 figures, half within 0.50%, 95 % within 0.50%, worst -50.00%")
+    assert lines[1].startswith(
+        "allocated: 20 figures, half within 0.50%, 95 % within 0.50%, worst -50.00%"
+    )
     assert lines[1].endswith("met") and lines[2].endswith("met") and len(lines) == 3
     lines = summary(report_of([*good, row(-0.02), row(0.02)]))
     assert lines[1].endswith("MISSED") and lines[2].endswith("met")
@@ -60,7 +72,10 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
     monkeypatch.setattr(gpu_plan, "jobs", lambda gpu: [Job("peaks", TINY)])
     assert gpu_check.main(["plan", "--output", str(tmp_path)]) == 0
     assert "allocated: not measured" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-plan-dry-run-cpu.json", "gpu-plan-dry-run-cpu.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "gpu-plan-dry-run-cpu.json",
+        "gpu-plan-dry-run-cpu.md",
+    ]
     assert "Nothing was measured on a GPU" in (tmp_path / "gpu-plan-dry-run-cpu.md").read_text()
     (found,) = json.loads((tmp_path / "gpu-plan-dry-run-cpu.json").read_text())["rows"]
     assert [error for *_, error in errors_of(found)] == [0, 0]

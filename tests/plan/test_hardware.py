@@ -1,4 +1,6 @@
-"""The table of devices: its own consistency, spellings, sizes, and errors that name the nearest device."""
+"""The table of devices: its own consistency, spellings, sizes, and errors that name the nearest
+device.
+"""
 
 import os
 
@@ -57,18 +59,29 @@ def test_every_card_is_found_by_the_name_that_cuda_reports() -> None:
 
 
 def test_rows_are_sound() -> None:
-    spellings = [name.replace("-", "") for card in HARDWARE.values() for name in (card.name, *card.aliases)]
+    spellings = [
+        name.replace("-", "") for card in HARDWARE.values() for name in (card.name, *card.aliases)
+    ]
     for card in HARDWARE.values():
-        assert card.flops["bf16"] == card.flops["fp16"] >= card.flops["tf32"] >= card.flops["fp32"] > 0, card.name
+        assert (
+            card.flops["bf16"] == card.flops["fp16"] >= card.flops["tf32"] >= card.flops["fp32"] > 0
+        ), card.name
         assert 14 * GIB < card.memory < 200 * GIB and 1e11 < card.bandwidth < 1e13, card.name
-        assert card.link.bandwidth > card.inter_node_bandwidth > 0 and card.link.latency > 0, card.name
-        assert card.architecture in ("sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120") and not card.generic
+        assert card.link.bandwidth > card.inter_node_bandwidth > 0 and card.link.latency > 0, (
+            card.name
+        )
+        assert (
+            card.architecture in ("sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
+            and not card.generic
+        )
     assert len(set(HARDWARE)) == len(HARDWARE)
     repeated = {name for name in spellings if spellings.count(name) > 1}
     assert not repeated
 
 
-@pytest.mark.parametrize("spelling", ["rtx4090", "RTX 4090", "4090", "rtx-4090", "nvidia_geforce_rtx_4090"])
+@pytest.mark.parametrize(
+    "spelling", ["rtx4090", "RTX 4090", "4090", "rtx-4090", "nvidia_geforce_rtx_4090"]
+)
 def test_spellings(spelling: str) -> None:
     assert find_hardware(spelling) is HARDWARE["rtx4090"]
 
@@ -76,7 +89,9 @@ def test_spellings(spelling: str) -> None:
 def test_a_size_is_no_more_than_any_card_sold_with_it_has() -> None:
     for name, size in SOLD.items():
         assert find_hardware(f"{size}GB").memory <= HARDWARE[name].memory + 1, name
-    assert any(HARDWARE[name].memory < (SHARE_REPORTED + 0.001) * size * GIB for name, size in SOLD.items())
+    assert any(
+        HARDWARE[name].memory < (SHARE_REPORTED + 0.001) * size * GIB for name, size in SOLD.items()
+    )
 
 
 def test_sizes() -> None:
@@ -107,7 +122,8 @@ def test_the_cpu_is_this_machine() -> None:
 )  # fmt: skip
 def test_another_makers_device_is_refused_with_the_reason(typed: str, maker: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^device: '{typed}' is {maker}'s, .* NVIDIA's GPUs .*; give a size as 24GB"
+        ConfigError,
+        match=rf"^device: '{typed}' is {maker}'s, .* NVIDIA's GPUs .*; give a size as 24GB",
     ):
         find_hardware(typed)
 
@@ -123,7 +139,9 @@ def test_another_makers_device_is_refused_with_the_reason(typed: str, maker: str
     ],
 )
 def test_an_unknown_name_gets_the_nearest(typed: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^device: '{typed}' is not known; .*; did you mean {meant}\?$"):
+    with pytest.raises(
+        ConfigError, match=rf"^device: '{typed}' is not known; .*; did you mean {meant}\?$"
+    ):
         find_hardware(typed)
 
 
@@ -131,7 +149,9 @@ def test_a_name_that_is_like_none_gets_the_list() -> None:
     with pytest.raises(ConfigError) as caught:
         find_hardware("quantum\x1b[2J")
     line = str(caught.value)
-    assert "did you mean" not in line and "rtx4090" in line and "24GB" in line and "\x1b" not in line
+    assert (
+        "did you mean" not in line and "rtx4090" in line and "24GB" in line and "\x1b" not in line
+    )
 
 
 def test_fit() -> None:

@@ -1,4 +1,6 @@
-"""A plan that takes more host memory than the config allows does not fit, however much the device has left."""
+"""A plan that takes more host memory than the config allows does not fit, however much the device
+has left.
+"""
 
 from typing import Any
 
@@ -12,7 +14,11 @@ def planned(allowed: float) -> tuple[str, int, str]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.verdict import reason_text
 
-    overrides = ("device=auto", "memory.optimizer_offload=true", f"memory.host_memory_limit_gib={allowed}")
+    overrides = (
+        "device=auto",
+        "memory.optimizer_offload=true",
+        f"memory.host_memory_limit_gib={allowed}",
+    )
     kind, cfg, wanted = settings("demo/full", 2, *overrides)
     plan: Any = make_plan(kind, cfg, wanted)[0]
     return plan.verdict, plan.margin, reason_text(plan)
@@ -27,7 +33,9 @@ def test_what_the_config_allows_decides(allowed: float, verdict: str):
     if verdict == "fits":
         assert not reason
     else:
-        assert reason.startswith("memory.host_memory_limit_gib allows 0.001 GiB for 2 ranks of a machine, which take ")
+        assert reason.startswith(
+            "memory.host_memory_limit_gib allows 0.001 GiB for 2 ranks of a machine, which take "
+        )
         assert reason.endswith(": too little, a run is refused")
 
 
@@ -46,7 +54,9 @@ def test_a_cpu_has_no_host_beside_it():
 
 
 def offloaded() -> tuple[int, int, list[int]]:
-    """Most bytes on the host of a plan with everything there, as a run judges it, and the parameters' bytes."""
+    """Most bytes on the host of a plan with everything there, as a run judges it, and the
+    parameters' bytes.
+    """
     import torch
 
     from recipe_lib.models import build_meta, preset_config, spec_from_config
@@ -61,7 +71,9 @@ def offloaded() -> tuple[int, int, list[int]]:
 
 
 def test_gradients_that_are_sent_to_the_host_are_pinned():
-    """As parameters are, in blocks of powers of two; AdamW's two states are not. A plan has a few numbers besides."""
+    """As parameters are, in blocks of powers of two; AdamW's two states are not. A plan has a few
+    numbers besides.
+    """
     planned_bytes, judged, sizes = apart(offloaded)
     pinned = sum(next(2**power for power in range(64) if 2**power >= size) for size in sizes)
     assert judged == 2 * pinned + 2 * sum(sizes)

@@ -1,4 +1,6 @@
-"""The page of a plan: stands alone, is well formed, escapes what it is given, and its timeline loses no peak."""
+"""The page of a plan: stands alone, is well formed, escapes what it is given, and its timeline
+loses no peak.
+"""
 
 import dataclasses
 import re
@@ -20,7 +22,9 @@ EVIL = "<script>alert('a') & \"b\"</script>"
 
 
 class Page(HTMLParser):
-    """Checks that every tag is closed in order; collects tags, attributes, text; (level, bytes, text) of the tree."""
+    """Checks that every tag is closed in order; collects tags, attributes, text; (level, bytes,
+    text) of the tree.
+    """
 
     def __init__(self, text: str):
         super().__init__()
@@ -39,7 +43,11 @@ class Page(HTMLParser):
             self.open.append(tag)
         if (title := dict(attrs).get("title")) and dict(attrs).get("class") == "number":
             self.tree.append(
-                (self.open.count("details") - ("summary" in self.open), int(title.split()[0].replace(",", "")), "")
+                (
+                    self.open.count("details") - ("summary" in self.open),
+                    int(title.split()[0].replace(",", "")),
+                    "",
+                )
             )
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -56,7 +64,9 @@ class Page(HTMLParser):
 
 def test_a_receipt_is_quoted_on_the_page():
     quote = quote_line(made_receipt(config=EVIL))
-    assert f"receipt{quote}" in re.sub(r"\n\s*", "", Page(render_html(hand_made(receipt=quote))).text)
+    assert f"receipt{quote}" in re.sub(
+        r"\n\s*", "", Page(render_html(hand_made(receipt=quote))).text
+    )
     assert "receipt" not in Page(render_html(hand_made())).text
 
 
@@ -95,7 +105,10 @@ def spoilt(plan: Plan) -> Plan:
                 for name, item in value.items()
             }
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {entry.name: change(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+            fields = {
+                entry.name: change(getattr(value, entry.name))
+                for entry in dataclasses.fields(value)
+            }
             return dataclasses.replace(value, **fields)
         return value
 
@@ -108,7 +121,13 @@ def test_numbers_of_the_plan_are_shown():
     plan = hand_made()
     text = Page(render_html(plan)).text
     for peak in plan.heaviest.peaks:
-        for size in (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable, peak.host):
+        for size in (
+            peak.active,
+            peak.allocated,
+            peak.reserved,
+            peak.reserved_expandable,
+            peak.host,
+        ):
             assert format_bytes(size) in text
     for shown in (
         "FITS",
@@ -123,12 +142,18 @@ def test_numbers_of_the_plan_are_shown():
 
 def boxes(chart: str) -> list[tuple[float, float, float]]:
     """(x, y, width) of each box of a schedule."""
-    found = [element for element in ElementTree.fromstring(chart) if element.get("class", "").startswith("box")]
+    found = [
+        element
+        for element in ElementTree.fromstring(chart)
+        if element.get("class", "").startswith("box")
+    ]
     return [tuple(float(element.attrib[name]) for name in ("x", "y", "width")) for element in found]  # type: ignore[misc]
 
 
 def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
-    """A row for each rank, a box for each action, as wide as it is long, and the rank's wait left open."""
+    """A row for each rank, a box for each action, as wide as it is long, and the rank's wait left
+    open.
+    """
     pipeline = hand_made_pipeline(ranks=2, micro_batches=3)
     text = render_html(hand_made(pipeline=pipeline))
     assert "schedule of the pipeline" in text and "idle 25.0%" in text and "layers 16-31" in text
@@ -161,7 +186,9 @@ def test_tree_adds_up(extra: int):
     assert lines[0][:2] == (0, plan.heaviest.peak.active)
     summed = 0
     for at, (level, num_bytes, text) in enumerate(lines):
-        last = next((below for below in range(at + 1, len(lines)) if lines[below][0] <= level), len(lines))
+        last = next(
+            (below for below in range(at + 1, len(lines)) if lines[below][0] <= level), len(lines)
+        )
         inside = [line for line in lines[at + 1 : last] if line[0] == level + 1]
         if inside:
             summed += 1
@@ -235,18 +262,26 @@ def test_many_short_phases_stay_within_the_points():
 
 
 def test_areas_are_stacked():
-    """The top of the highest area at its highest is the peak, that of each lower kind the sum up to it."""
+    """The top of the highest area at its highest is the peak, that of each lower kind the sum up to
+    it.
+    """
     trace = hand_made_trace(steps=3, per_phase=20)
     chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
     areas = {area.get("class"): area.get("d") for area in chart.iter("path")}
-    assert set(areas) == {f"k{STORAGE_KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")}
+    assert set(areas) == {
+        f"k{STORAGE_KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")
+    }
     base = float(re.match(r"M[\d.]+,([\d.]+)", areas["k0"])[1])
-    height = {kind: base - min(map(float, re.findall(r"V([\d.]+)", path))) for kind, path in areas.items()}
+    height = {
+        kind: base - min(map(float, re.findall(r"V([\d.]+)", path))) for kind, path in areas.items()
+    }
     shown, _ = points(trace)
     highest = max(point.total for point in shown)
     for kind, found in height.items():
         most = max(sum(point.kinds[: int(kind[1:]) + 1]) for point in shown)
-        assert found / height[f"k{STORAGE_KINDS.index('logits')}"] == pytest.approx(most / highest, abs=0.002)
+        assert found / height[f"k{STORAGE_KINDS.index('logits')}"] == pytest.approx(
+            most / highest, abs=0.002
+        )
 
 
 def test_the_limit_is_on_the_axis_or_said_to_be_above_it():
@@ -261,8 +296,12 @@ def test_the_limit_is_on_the_axis_or_said_to_be_above_it():
         limits = [line for line in chart.iter("line") if line.get("class") == "limit"]
         if times < 3:
             (line,) = limits
-            (name,) = [text.text for text in chart.iter("text") if text.get("class") == "limit-name"]
-            (peak,) = [dot for dot in chart.iter("circle") if dot.get("r") == "3.5" and dot in list(chart)]
+            (name,) = [
+                text.text for text in chart.iter("text") if text.get("class") == "limit-name"
+            ]
+            (peak,) = [
+                dot for dot in chart.iter("circle") if dot.get("r") == "3.5" and dot in list(chart)
+            ]
             assert 60 <= float(line.get("y1")) <= 336 and name.startswith("usable ")
             assert (float(line.get("y1")) <= float(peak.get("cy"))) == (times >= 1)
             assert "Dashed across: the" in figure.note and "above this axis" not in figure.note
@@ -280,7 +319,11 @@ def test_names_of_phases_stay_in_the_picture():
         trace.storages.append(Storage(MIB))
         trace.events.append((ALLOC, len(trace.storages) - 1))
     chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
-    named = {text.text: float(text.get("x")) for text in chart.findall("text") if text.text in trace.phases}
+    named = {
+        text.text: float(text.get("x"))
+        for text in chart.findall("text")
+        if text.text in trace.phases
+    }
     assert set(named) == set(trace.phases)
     assert all(0 <= x and x + 7 * len(name) <= 1000 for name, x in named.items())
 
@@ -288,7 +331,11 @@ def test_names_of_phases_stay_in_the_picture():
 def test_axes_have_their_names():
     figures = [draw_timeline(hand_made(), hand_made_trace()), draw_pipeline(hand_made_pipeline())]
     names = [
-        [text.text for text in ElementTree.fromstring(figure.svg).iter("text") if text.get("class") == "name"]
+        [
+            text.text
+            for text in ElementTree.fromstring(figure.svg).iter("text")
+            if text.get("class") == "name"
+        ]
         for figure in figures
     ]
     assert names == [
@@ -298,7 +345,9 @@ def test_axes_have_their_names():
 
 
 def test_wide_parts_scroll_in_their_own_box():
-    """A phone's page is not wider than the phone: each table is in a box that scrolls, and no word is broken in one."""
+    """A phone's page is not wider than the phone: each table is in a box that scrolls, and no word
+    is broken in one.
+    """
     text = render_html(hand_made(pipeline=hand_made_pipeline()), hand_made_trace())
     assert text.count("<table") == text.count('<div class="scroll"><table') > 5
     assert text.count('<div class="view wide">') == 2

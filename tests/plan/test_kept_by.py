@@ -1,4 +1,6 @@
-"""Kept activations and shapes of submodules, by closed formulas of `docs/tensor_parallel.md`; parents stay the sums."""
+"""Kept activations and shapes of submodules, by closed formulas of `docs/tensor_parallel.md`;
+parents stay the sums.
+"""
 
 import json
 from pathlib import Path
@@ -27,7 +29,8 @@ CASES = {
     "biased": (2, "parallel.tensor=2", "qwen"),
     "checkpointed": (2, "parallel.tensor=2", "memory.activation_checkpointing=full"),
 }
-# Linears of a layer: (rows, columns), which of the two tensor parallel divides, what is kept of it for a token.
+# Linears of a layer: (rows, columns), which of the two tensor parallel divides, what is kept of it
+# for a token.
 LINEARS = {
     "self_attn.q_proj": ((QUERIES, WIDTH), 0, QUERIES),
     "self_attn.k_proj": ((KEYS, WIDTH), 0, KEYS),
@@ -56,11 +59,21 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Laye
 def measure(folder: Path, name: str) -> dict[str, LayerRow]:
     from recipe_lib.plan.build_plan import make_plan
 
-    shape = {**SHAPE, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    shape = {
+        **SHAPE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+    }
     qwen = {**shape, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     ranks, *overrides = CASES[name]
     (folder / f"{name}.json").write_text(json.dumps(qwen if "qwen" in overrides else shape))
-    more = [*TYPED, "dtype=bf16", f"model.preset={folder / f'{name}.json'}", "gradient_accumulation_steps=1"]
+    more = [
+        *TYPED,
+        "dtype=bf16",
+        f"model.preset={folder / f'{name}.json'}",
+        "gradient_accumulation_steps=1",
+    ]
     more += [override for override in overrides if override != "qwen"]
     recipe_class, cfg, wanted = settings("demo/full", ranks, *more)
     return {row.module: row for row in make_plan(recipe_class, cfg, wanted)[0].layers}
@@ -72,31 +85,42 @@ def kept(rows: dict[str, LayerRow], layer: int, module: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded", "both", "biased"])
-def test_each_projection_keeps_its_output_or_input(layers: dict[str, dict[str, LayerRow]], name: str):
-    """(2 d + 2 q + 2 k + 2 f) N / t: queries, keys and values are the outputs of q, k and v, the attended tokens the
-    input of o, gate and up outputs; the stream before either norm is the layer's; the last layer's output is the
-    final norm's concern, and the first one's input the embedding's. fp32: one number for each head and token of
-    attention, one for each token of a norm."""
+def test_each_projection_keeps_its_output_or_input(
+    layers: dict[str, dict[str, LayerRow]], name: str
+):
+    """(2 d + 2 q + 2 k + 2 f) N / t: queries, keys and values are the outputs of q, k and v, the
+    attended tokens the input of o, gate and up outputs; the stream before either norm is the
+    layer's; the last layer's output is the final norm's concern, and the first one's input the
+    embedding's. fp32: one number for each head and token of attention, one for each token of a
+    norm.
+    """
     tokens = ROWS * TOKENS
     for layer in range(LAYERS):
         rows = layers[name]
         for module, (_, _, width) in LINEARS.items():
             assert kept(rows, layer, module) == SIZE * width * tokens // TENSOR, module
-        own = kept(rows, layer, "self_attn") - sum(kept(rows, layer, one) for one in LINEARS if "self_attn" in one)
+        own = kept(rows, layer, "self_attn") - sum(
+            kept(rows, layer, one) for one in LINEARS if "self_attn" in one
+        )
         gathered = SIZE * WIDTH * tokens  # of no projection alone
         assert own == 4 * HEADS * tokens // TENSOR + RANDOM + (gathered if name == "both" else 0)
-        assert kept(rows, layer, "mlp") == 2 * SIZE * MLP * tokens // TENSOR + (gathered if name == "both" else 0)
+        assert kept(rows, layer, "mlp") == 2 * SIZE * MLP * tokens // TENSOR + (
+            gathered if name == "both" else 0
+        )
         assert kept(rows, layer, "input_layernorm") == 4 * tokens // TENSOR
         everything = SIZE * (2 * WIDTH + 2 * QUERIES + 2 * KEYS + 2 * MLP) * tokens // TENSOR
-        everything += RANDOM + 4 * (HEADS + 2) * tokens // TENSOR + (2 * gathered if name == "both" else 0)
+        everything += (
+            RANDOM + 4 * (HEADS + 2) * tokens // TENSOR + (2 * gathered if name == "both" else 0)
+        )
         assert kept(rows, layer, "") == everything
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "one by one"])
 def test_without_tensor_parallel(layers: dict[str, dict[str, LayerRow]], name: str):
-    """Each norm also keeps what it gives q, k and v; gate its output, and where no chain is fused what the activation
-    makes of it; the product is what down reads."""
+    """Each norm also keeps what it gives q, k and v; gate its output, and where no chain is fused
+    what the activation makes of it; the product is what down reads.
+    """
     tokens, rows = ROWS * TOKENS, layers[name]
     gate = 2 * MLP if name == "one by one" else MLP
     expected = {"q_proj": QUERIES, "k_proj": KEYS, "v_proj": KEYS, "o_proj": QUERIES}
@@ -127,11 +151,18 @@ def test_shapes_are_those_of_the_shard(layers: dict[str, dict[str, LayerRow]]):
     assert biased == {"weight": [KEYS // TENSOR, WIDTH], "bias": [KEYS // TENSOR]}
 
 
-def traced(*ops: tuple[str, int, tuple[int, ...], tuple[int, ...]], storages: list[Storage]) -> Trace:
+def traced(
+    *ops: tuple[str, int, tuple[int, ...], tuple[int, ...]], storages: list[Storage]
+) -> Trace:
     """ops: (module, flops, reads, makes)."""
     trace = Trace(storages=storages)
-    trace.ops = [Op("op", part="forward", module=one[0], flops=one[1], reads=one[2], makes=one[3]) for one in ops]
-    trace.events = [(ALLOC, at) for at in range(len(storages))] + [(OP, at) for at in range(len(ops))]
+    trace.ops = [
+        Op("op", part="forward", module=one[0], flops=one[1], reads=one[2], makes=one[3])
+        for one in ops
+    ]
+    trace.events = [(ALLOC, at) for at in range(len(storages))] + [
+        (OP, at) for at in range(len(ops))
+    ]
     return trace
 
 
@@ -150,16 +181,30 @@ def modules(trace: Trace) -> list[Any]:
 
 def test_a_sum_with_the_stream_stays_the_layer_s():
     """It is as large as what the norm gave; a product with a small vector is the norm's."""
-    storages = [activation("layer"), activation("layer.norm"), weight("layer.norm.weight"), activation("layer")]
+    storages = [
+        activation("layer"),
+        activation("layer.norm"),
+        weight("layer.norm.weight"),
+        activation("layer"),
+    ]
     assert modules(traced(("layer", 0, (0, 1), (3,)), storages=storages))[2] == "layer"
-    storages = [activation("m", 10), activation("layer.norm"), weight("layer.norm.weight"), activation("layer")]
+    storages = [
+        activation("m", 10),
+        activation("layer.norm"),
+        weight("layer.norm.weight"),
+        activation("layer"),
+    ]
     assert modules(traced(("layer", 0, (0, 1), (3,)), storages=storages))[2] == "layer.norm"
 
 
 def test_what_two_children_read_stays_and_nothing_leaves_its_parent():
     q, k, shared = weight("a.q.weight"), weight("a.k.weight"), activation("a")
     ops = [("a", 9, (2, 0), (3,)), ("a", 9, (2, 1), (4,))]
-    assert modules(traced(*ops, storages=[q, k, shared, activation("a"), activation("a")])) == ["a", "a.q", "a.k"]
+    assert modules(traced(*ops, storages=[q, k, shared, activation("a"), activation("a")])) == [
+        "a",
+        "a.q",
+        "a.k",
+    ]
     other = activation("b")  # made elsewhere, read by q alone
     assert modules(traced(("a", 9, (2, 0), ()), storages=[q, k, other])) == ["b"]
 

@@ -1,4 +1,6 @@
-"""A plan says of tensors that kernels cannot count in 32 bits, from the first element that is too many."""
+"""A plan says of tensors that kernels cannot count in 32 bits, from the first element that is too
+many.
+"""
 
 import pytest
 
@@ -18,8 +20,12 @@ def trace_with(num_bytes: int, **fields: object) -> Trace:
 def test_the_border_is_the_first_element_too_many() -> None:
     assert LIMIT - 1 == 2_147_483_647  # the largest number of 32 bits with a sign
     assert large_tensor_notes(trace_with(2 * LIMIT - 2, kind="temporary"), 2) == []
-    (note,) = large_tensor_notes(trace_with(2 * LIMIT, kind="temporary", module="model.layers.1.self_attn"), 2)
-    assert note.startswith("model.layers.1.self_attn makes a tensor of 2,147,483,648 elements (4.00 GiB): ")
+    (note,) = large_tensor_notes(
+        trace_with(2 * LIMIT, kind="temporary", module="model.layers.1.self_attn"), 2
+    )
+    assert note.startswith(
+        "model.layers.1.self_attn makes a tensor of 2,147,483,648 elements (4.00 GiB): "
+    )
     assert "parallel.context" in note and "max_seq_len" in note
     assert large_tensor_notes(trace_with(2 * LIMIT, kind="temporary"), 4) == []  # half as many
 

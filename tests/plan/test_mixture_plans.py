@@ -11,11 +11,21 @@ from tests.plan.apart import apart, settings
 from tests.plan.mixtures import CHOICES, EXPERTS, write_mixture
 
 TOKENS, ROWS, LAYERS, WIDTH, INNER = 64, 2, 2, 32, 32
-TYPED = (f"max_seq_len={TOKENS}", f"batch_size={ROWS}", "dtype=bf16", "device=auto", "~validation.source")
+TYPED = (
+    f"max_seq_len={TOKENS}",
+    f"batch_size={ROWS}",
+    "dtype=bf16",
+    "device=auto",
+    "~validation.source",
+)
 
 
-def planned(folder: Path, *more: str, device: str = "rtx4090", ranks: int = 1, **changed: Any) -> tuple[Plan, int]:
-    """A plan of full fine-tuning, and the model's operations in a step. changed: keys of the model's config.json."""
+def planned(
+    folder: Path, *more: str, device: str = "rtx4090", ranks: int = 1, **changed: Any
+) -> tuple[Plan, int]:
+    """A plan of full fine-tuning, and the model's operations in a step. changed: keys of the
+    model's config.json.
+    """
 
     def work() -> tuple[Plan, int]:
         from recipe_lib.plan.build_plan import make_plan
@@ -34,8 +44,9 @@ def planned(folder: Path, *more: str, device: str = "rtx4090", ranks: int = 1, *
 
 @pytest.mark.slow
 def test_operations_are_those_of_the_experts_that_compute_a_token(tmp_path: Path) -> None:
-    """Twice as many experts are more work for the router alone; twice as many choices are two more experts a token.
-    Forward once, backward twice."""
+    """Twice as many experts are more work for the router alone; twice as many choices are two more
+    experts a token. Forward once, backward twice.
+    """
     plan, flops = planned(tmp_path)
     more_experts, of_more = planned(tmp_path, num_experts=2 * EXPERTS)
     more_choices, of_choices = planned(tmp_path, num_experts_per_tok=2 * CHOICES)
@@ -43,7 +54,11 @@ def test_operations_are_those_of_the_experts_that_compute_a_token(tmp_path: Path
     assert of_more - flops == router
     assert of_choices - flops == 3 * LAYERS * ROWS * TOKENS * CHOICES * 2 * (3 * WIDTH * INNER)
     assert more_experts.layers[-1].parameters == plan.layers[-1].parameters
-    assert plan.time is not None and more_choices.time is not None and plan.time.mfu < more_choices.time.mfu
+    assert (
+        plan.time is not None
+        and more_choices.time is not None
+        and plan.time.mfu < more_choices.time.mfu
+    )
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -52,9 +67,13 @@ def lines_of(plan: Plan) -> list[str]:
 
 @pytest.mark.slow
 def test_a_plan_says_what_the_router_changes(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path, "parallel.pipeline=2", "gradient_accumulation_steps=2", device="h100", ranks=2)
+    plan, _ = planned(
+        tmp_path, "parallel.pipeline=2", "gradient_accumulation_steps=2", device="h100", ranks=2
+    )
     (line,) = lines_of(plan)
-    assert line.startswith(f"each token is computed by {CHOICES} of {EXPERTS} experts and none is dropped: all bytes")
+    assert line.startswith(
+        f"each token is computed by {CHOICES} of {EXPERTS} experts and none is dropped: all bytes"
+    )
     assert "times are those of even loads" in line and f"go to the same {CHOICES}" in line
     time = plan.time
     assert time is not None and time.same_experts is not None
@@ -64,7 +83,9 @@ def test_a_plan_says_what_the_router_changes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_of_experts_without_rows_are_not_read(tmp_path: Path) -> None:
-    """Of many large experts and few tokens, reading the weights is what takes time; gradients of all are written."""
+    """Of many large experts and few tokens, reading the weights is what takes time; gradients of
+    all are written.
+    """
     large = {"num_experts": 64, "moe_intermediate_size": 16384}
     plan, _ = planned(tmp_path, device="h100", **large)
     assert plan.time is not None and plan.time.same_experts is not None

@@ -16,7 +16,9 @@ from tests.plan.made_receipts import made_receipt, made_run
 from tests.plan.plans import hand_made
 
 CARD = find_hardware("rtx4090")
-SETTINGS = PlanSettings(hardware=CARD, sequence=Sequence(512, "max_seq_len"), recipe="lora_finetune_distributed")
+SETTINGS = PlanSettings(
+    hardware=CARD, sequence=Sequence(512, "max_seq_len"), recipe="lora_finetune_distributed"
+)
 
 
 def test_only_the_same_card_and_recipe_count():
@@ -56,8 +58,14 @@ def test_of_equal_ones_the_last():
 
 
 def test_the_quote():
-    run = "2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved, measured "
-    assert quote_line(made_receipt()) == f"{run}15.43 GiB (-1.4%); 1.7 K tokens/s planned, 1.9 K measured"
+    run = (
+        "2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved,"
+        " measured "
+    )
+    assert (
+        quote_line(made_receipt())
+        == f"{run}15.43 GiB (-1.4%); 1.7 K tokens/s planned, 1.9 K measured"
+    )
     assert quote_line(made_receipt(rates=(1700.0, None))) == f"{run}15.43 GiB (-1.4%)"
 
 
@@ -72,7 +80,9 @@ def test_the_report_quotes_it_above_the_verdict(full: bool):
 def describe(*overrides: str, ranks: int = 1, config: str = "llama3/8B_lora") -> ReceiptRun:
     cfg = load_config(config, overrides, LoraFinetuneConfig)
     shaped, _ = plannable(cfg)
-    return describe_run(cfg, shaped, replace(SETTINGS, ranks=ranks, config=config, overrides=overrides))
+    return describe_run(
+        cfg, shaped, replace(SETTINGS, ranks=ranks, config=config, overrides=overrides)
+    )
 
 
 def test_the_settings_of_a_run():
@@ -85,7 +95,10 @@ def test_the_settings_of_a_run():
         ranks=4,
     )
     assert (plain.card, plain.card_memory, plain.ranks) == ("rtx4090", CARD.memory, 4)
-    assert plain.settings["model"] == "meta-llama/Meta-Llama-3-8B" and plain.settings["sequence"] == "512"
+    assert (
+        plain.settings["model"] == "meta-llama/Meta-Llama-3-8B"
+        and plain.settings["sequence"] == "512"
+    )
     assert plain.settings["mesh"] == "data_replicate 2 x data_shard 2"
     shared = describe("parallel.context=2", "parallel.strategy=ddp", "max_seq_len=512", ranks=4)
     assert shared.settings["mesh"] == "data_replicate 2 x context 2"

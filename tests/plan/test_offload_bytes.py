@@ -1,4 +1,5 @@
-"""What sending activations to the host leaves on the device, and takes there: a simulation against closed formulas.
+"""What sending activations to the host leaves on the device, and takes there: a simulation against
+closed formulas.
 
 The model is Llama 3 8B with 4 layers, in bf16, with the kernels that CUDA has.
 """
@@ -25,11 +26,16 @@ TOKENS = 192
 HEADS = 32
 RTX4090 = find_hardware("rtx4090")
 
-# What a layer keeps of each token, bytes. Widths: inputs and outputs of both norms, queries and attention, keys and
-# values, gate, up and product; in fp32 the log-sum-exp of attention. All is a tensor of its own.
-TENSORS = [TOKENS * width * BF16 for width in [WIDTH] * 4 + [QUERIES] * 2 + [KEYS] * 2 + [MLP_WIDTH] * 3]
+# What a layer keeps of each token, bytes. Widths: inputs and outputs of both norms, queries and
+# attention, keys and values, gate, up and product; in fp32 the log-sum-exp of attention. All is a
+# tensor of its own.
+TENSORS = [
+    TOKENS * width * BF16 for width in [WIDTH] * 4 + [QUERIES] * 2 + [KEYS] * 2 + [MLP_WIDTH] * 3
+]
 TENSORS.append(TOKENS * HEADS * 4)
-SMALL = 2 * TOKENS * 4 + 24  # scales of the norms, seed and offset of attention: less than a KiB each, they stay
+SMALL = (
+    2 * TOKENS * 4 + 24
+)  # scales of the norms, seed and offset of attention: less than a KiB each, they stay
 INPUT = TOKENS * WIDTH * BF16
 OFFLOAD = "memory.activation_offload=true"
 CASES: dict[str, tuple[str, ...]] = {
@@ -53,17 +59,27 @@ def power_of_two(size: int) -> int:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("offload")
-    model = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
+    model = json.loads(
+        (ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text()
+    )
     (folder / "model.json").write_text(json.dumps(model | {"num_hidden_layers": LAYERS}))
-    return run_ranks(lambda: {name: read(folder, case) for name, case in CASES.items()}, 1, process_group=False)[0]
+    return run_ranks(
+        lambda: {name: read(folder, case) for name, case in CASES.items()}, 1, process_group=False
+    )[0]
 
 
 def read(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Of the second step of a rank of two. kept: by layers on the device, the most at a time; at head: when the output
-    projection begins; left: at the end. all: bytes on the device when it begins. host: the most there. copied: by way,
-    stream and part. copying: seconds of that on a 4090, and those that no kernel hides."""
+    """Of the second step of a rank of two. kept: by layers on the device, the most at a time; at
+    head: when the output projection begins; left: at the end. all: bytes on the device when it
+    begins. host: the most there. copied: by way, stream and part. copying: seconds of that on a
+    4090, and those that no kernel hides.
+    """
     module = recipe_module(FULL)
-    settings = [f"model.preset={folder / 'model.json'}", f"output_dir={folder / 'none'}", f"recipe={FULL}"]
+    settings = [
+        f"model.preset={folder / 'model.json'}",
+        f"output_dir={folder / 'none'}",
+        f"recipe={FULL}",
+    ]
     settings += ["tokenizer.path=unread", "data.source=unread", f"max_seq_len={TOKENS}", *overrides]
     cfg = load_config(PLAIN, settings, module.Config)
     shape = SimpleNamespace(tokens=TOKENS, documents=1)
@@ -78,7 +94,8 @@ def read(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
         "copying": [time.copies, time.copies_exposed],
         "on host": time.on_host,
         "waits": sum(
-            kind == WAIT and trace.syncs[number].stream == HOST for kind, number in trace.phase_events(STEADY)
+            kind == WAIT and trace.syncs[number].stream == HOST
+            for kind, number in trace.phase_events(STEADY)
         ),
     }
 
@@ -95,7 +112,12 @@ def kept_by_layers(trace: Trace) -> dict[str, int]:
             alive += change
             if storage.kind == "activations" and storage.module.startswith("model.layers"):
                 kept += change
-        elif event == OP and phase == STEADY and trace.ops[number].module == "lm_head" and not at_head:
+        elif (
+            event == OP
+            and phase == STEADY
+            and trace.ops[number].module == "lm_head"
+            and not at_head
+        ):
             at_head, everything = kept, alive
         most = max(most, kept) if phase == STEADY else most
     return {"kept": most, "at head": at_head, "all": everything, "left": kept}
@@ -121,7 +143,9 @@ def test_the_formula_is_what_layers_keep_without_it(found: dict[str, dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_the_device_holds_the_present_layer_and_those_ahead(ahead: int, found: dict[str, dict[str, Any]]) -> None:
+def test_the_device_holds_the_present_layer_and_those_ahead(
+    ahead: int, found: dict[str, dict[str, Any]]
+) -> None:
     case = found[f"none, {ahead}"]
     assert case["at head"] == INPUT + ahead * sum(TENSORS) + LAYERS * SMALL
     assert case["kept"] == (ahead + 1) * sum(TENSORS) + LAYERS * SMALL
@@ -137,9 +161,14 @@ def test_with_checkpointing_it_is_the_inputs(found: dict[str, dict[str, Any]]) -
     assert case["host"] == (LAYERS - 1) * power_of_two(INPUT)
 
 
-def test_what_is_sent_comes_back_once_beside_the_computation(found: dict[str, dict[str, Any]]) -> None:
+def test_what_is_sent_comes_back_once_beside_the_computation(
+    found: dict[str, dict[str, Any]],
+) -> None:
     sent = (LAYERS - 1) * sum(TENSORS)
-    assert found["none, 1"]["copied"] == [["to_host", False, "forward", sent], ["to_device", False, "backward", sent]]
+    assert found["none, 1"]["copied"] == [
+        ["to_host", False, "forward", sent],
+        ["to_device", False, "backward", sent],
+    ]
     alone, exposed = found["none, 1"]["copying"]
     assert alone == pytest.approx(2 * sent / RTX4090.host_bandwidth, rel=0.05)
     assert 0 <= exposed < alone
@@ -147,13 +176,17 @@ def test_what_is_sent_comes_back_once_beside_the_computation(found: dict[str, di
 
 
 def test_the_host_steps_after_it_has_the_gradients(found: dict[str, dict[str, Any]]) -> None:
-    """A fused AdamW reads a parameter, its gradient and two states, and writes all but the gradient; clipping reads
-    gradients for their norm, and reads and writes them: ten times the bytes of a rank's bf16 parameters."""
+    """A fused AdamW reads a parameter, its gradient and two states, and writes all but the
+    gradient; clipping reads gradients for their norm, and reads and writes them: ten times the
+    bytes of a rank's bf16 parameters.
+    """
     layer = 2 * WIDTH * (QUERIES + KEYS) + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
     parameters = 2 * 128_256 * WIDTH + LAYERS * layer + WIDTH
     case = found["on the host"]
     assert case["waits"] >= 1
-    assert case["on host"] == pytest.approx(10 * BF16 * parameters / 2 / HOST_MEMORY_OF_ONE, rel=1e-3)
+    assert case["on host"] == pytest.approx(
+        10 * BF16 * parameters / 2 / HOST_MEMORY_OF_ONE, rel=1e-3
+    )
     assert all(other["on host"] < 1e-4 for name, other in found.items() if name != "on the host")
 
 

@@ -1,4 +1,6 @@
-"""What optimizers of few bits, with master weights, and Muon hold and take: a simulation's bytes against formulas."""
+"""What optimizers of few bits, with master weights, and Muon hold and take: a simulation's bytes
+against formulas.
+"""
 
 import json
 import math
@@ -39,8 +41,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Taken:
-    """Of the second step. states: bytes. beside: the most that the optimizer took besides, at a time. exchanged: bytes
-    of all-to-alls and gathers in the optimizer, by mesh dimension."""
+    """Of the second step. states: bytes. beside: the most that the optimizer took besides, at a
+    time. exchanged: bytes of all-to-alls and gathers in the optimizer, by mesh dimension.
+    """
 
     states: int
     beside: int
@@ -79,11 +82,15 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Taken]:
         write_models(folder)
         found = {}
         for name, case in CASES.items():
-            test_closed_forms.read = lambda traced, name=name: read(traced, device=name != "on host")
+            test_closed_forms.read = lambda traced, name=name: read(
+                traced, device=name != "on host"
+            )
             found[name] = vars(test_closed_forms.trace(case, folder))
         return found
 
-    return {name: Taken(**fields) for name, fields in run_ranks(work, 1, process_group=False)[0].items()}
+    return {
+        name: Taken(**fields) for name, fields in run_ranks(work, 1, process_group=False)[0].items()
+    }
 
 
 def model(vocabulary: int = VOCABULARY) -> Shapes:
@@ -93,14 +100,18 @@ def model(vocabulary: int = VOCABULARY) -> Shapes:
 
 def write_models(folder: Path) -> None:
     """One layer of Llama 3 8B, with few words."""
-    shipped = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
+    shipped = json.loads(
+        (ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text()
+    )
     for name, vocabulary in (("even", VOCABULARY), ("odd", VOCABULARY + 1)):
         changed = shipped | {"num_hidden_layers": 1, "vocab_size": vocabulary}
         (folder / f"{name}.json").write_text(json.dumps(changed))
 
 
 def of_rows(shapes: Shapes, ranks: int, each: Callable[[int, int], int], rank: int = 0) -> int:
-    """The sum over a rank's parts of `each(elements, columns)`; FSDP gives the last ranks fewer rows."""
+    """The sum over a rank's parts of `each(elements, columns)`; FSDP gives the last ranks fewer
+    rows.
+    """
     total = 0
     for rows, columns in shapes:
         length = math.ceil(rows / ranks)
@@ -109,16 +120,24 @@ def of_rows(shapes: Shapes, ranks: int, each: Callable[[int, int], int], rank: i
 
 
 def coded(bits: int, elements: int, columns: int) -> int:
-    """Bytes of a state: codes and a scale for each block of a matrix, 4 B for each element of a norm."""
+    """Bytes of a state: codes and a scale for each block of a matrix, 4 B for each element of a
+    norm.
+    """
     block = math.gcd(columns, {8: 256, 4: 128}[bits])
     return elements * bits // 8 + 4 * elements // block if columns > 1 else 4 * elements
 
 
 @pytest.mark.parametrize(("bits", "rank"), [(8, 0), (4, 1)])
-def test_states_of_few_bits_are_codes_and_scales(taken: dict[str, Taken], bits: int, rank: int) -> None:
-    expected = of_rows(model(), 2, lambda elements, columns: 2 * coded(bits, elements, columns), rank)
+def test_states_of_few_bits_are_codes_and_scales(
+    taken: dict[str, Taken], bits: int, rank: int
+) -> None:
+    expected = of_rows(
+        model(), 2, lambda elements, columns: 2 * coded(bits, elements, columns), rank
+    )
     assert taken[str(bits)].states == expected
-    matrices = of_rows([shape for shape in model() if shape[1] > 1], 2, lambda elements, _: elements)
+    matrices = of_rows(
+        [shape for shape in model() if shape[1] > 1], 2, lambda elements, _: elements
+    )
     assert expected < matrices * 2 * bits / 8 * 1.07
 
 
@@ -132,8 +151,13 @@ def test_master_weights_have_4_bytes_and_rounding_none(taken: dict[str, Taken]) 
 
 
 def test_uneven_parts_and_parts_of_columns(taken: dict[str, Taken]) -> None:
-    odd = [(VOCABULARY + 1, columns) if rows == VOCABULARY else (rows, columns) for rows, columns in model()]
-    assert taken["odd"].states == of_rows(odd, 8, lambda elements, columns: 2 * coded(8, elements, columns), 7)
+    odd = [
+        (VOCABULARY + 1, columns) if rows == VOCABULARY else (rows, columns)
+        for rows, columns in model()
+    ]
+    assert taken["odd"].states == of_rows(
+        odd, 8, lambda elements, columns: 2 * coded(8, elements, columns), 7
+    )
     matrices = [shape for shape in model() if shape[1] > 1]
     norms = [shape for shape in model() if shape[1] == 1]
     expected = of_rows(matrices, 4, lambda elements, columns: 2 * coded(8, elements, columns))
@@ -141,13 +165,16 @@ def test_uneven_parts_and_parts_of_columns(taken: dict[str, Taken]) -> None:
 
 
 def test_adapters_have_short_blocks_where_their_rows_are_short(taken: dict[str, Taken]) -> None:
-    assert taken["adapters"].states == of_rows(ADAPTERS, 2, lambda elements, columns: 2 * coded(8, elements, columns))
+    assert taken["adapters"].states == of_rows(
+        ADAPTERS, 2, lambda elements, columns: 2 * coded(8, elements, columns)
+    )
 
 
 @pytest.mark.parametrize("name", ["8", "4", "odd", "tensor", "master", "master in fp32", "chance"])
 def test_a_step_takes_a_fixed_number_of_bytes(taken: dict[str, Taken], name: str) -> None:
-    """16 B for an element of a piece, whatever the model: the two means, one of them being encoded, or rounded by
-    chance; or the weights, and what is drawn for them. Means that are kept in fp32 take 8 B: gradient and its square.
+    """16 B for an element of a piece, whatever the model: the two means, one of them being encoded,
+    or rounded by chance; or the weights, and what is drawn for them. Means that are kept in fp32
+    take 8 B: gradient and its square.
     """
     assert 8 * CHUNK_ELEMENTS <= taken[name].beside <= 20 * CHUNK_ELEMENTS
 
@@ -164,7 +191,8 @@ def test_muon_has_one_state_of_a_matrix_and_two_of_the_rest(taken: dict[str, Tak
 
 
 def test_muon_exchanges_each_matrix_twice_and_holds_one(taken: dict[str, Taken]) -> None:
-    """A rank sends its parts of as many matrices as there are ranks, receives one whole matrix, and sends it back.
+    """A rank sends its parts of as many matrices as there are ranks, receives one whole matrix, and
+    sends it back.
 
     Of the largest, `[m, n]`: three in bf16 beside what is sent, and two of m^2.
     """

@@ -1,4 +1,6 @@
-"""Plans of users' recipes, whose micro-batches need not be alike, against real runs on a CPU, to the byte."""
+"""Plans of users' recipes, whose micro-batches need not be alike, against real runs on a CPU, to
+the byte.
+"""
 
 import sys
 from pathlib import Path
@@ -26,7 +28,13 @@ CASES = [(step.__name__, count) for step, counts in STEPS.items() for count in c
 
 
 def config(count: int, *overrides: str) -> Any:
-    words = [*BASE, f"model.preset={TIED}", f"gradient_accumulation_steps={count}", "output_dir=none", *overrides]
+    words = [
+        *BASE,
+        f"model.preset={TIED}",
+        f"gradient_accumulation_steps={count}",
+        "output_dir=none",
+        *overrides,
+    ]
     return load_config(PLAIN, words, recipe_module(FULL).Config)
 
 
@@ -66,7 +74,9 @@ QUICK = [("sums_losses", 3), ("keeps_each", 8)]
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{case[1]}")
-def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], case: tuple[str, int]) -> None:
+def test_peaks_are_those_of_the_real_run(
+    runs: tuple[dict[str, Any], dict[str, Any]], case: tuple[str, int]
+) -> None:
     name, count = case
     assert runs[0][f"{name} {count}"] == runs[1][f"{name} {count}"]
 
@@ -78,7 +88,9 @@ def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
 
 
 def looked_at(recipe_file: Path) -> dict[str, Any]:
-    """What is said of steps that there is no time to simulate whole; micro-batches of copies of the shipped file."""
+    """What is said of steps that there is no time to simulate whole; micro-batches of copies of the
+    shipped file.
+    """
     found = {}
     simulated_micro_batches.MAX_EVENTS = 1
     for name in ("keeps_each", "alike", "sums_losses"):
@@ -89,7 +101,9 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
     for name, copy in (("copy", text + "# mine\n"), ("changed copy", changed)):
         recipe_file.write_text(copy, encoding="utf-8")
         planned = load_module(recipe_file)
-        found[name] = simulate(recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True).traced
+        found[name] = simulate(
+            recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True
+        ).traced
         del sys.modules[planned.__name__]
     return found
 
@@ -104,11 +118,14 @@ def test_what_is_not_simulated_is_said(
     left = 4 * 40_000
     assert (traced, untraced) == (2, 6 * left)
     assert runs[1][f"{kept[0]} {kept[1]}"][STEADY] <= peak + untraced + left
-    assert said == (
-        "2 of a step's 8 micro-batches are simulated; each left 156.25 KiB more than the one before, and so are the "
-        "others taken to do"
+    assert (
+        said
+        == "2 of a step's 8 micro-batches are simulated; each left 156.25 KiB more than the one"
+        " before, and so are the others taken to do"
     )
-    assert found["alike"][:2] == [2, 0] and found["alike"][2].endswith("the others are taken to be like them")
+    assert found["alike"][:2] == [2, 0] and found["alike"][2].endswith(
+        "the others are taken to be like them"
+    )
     assert found["sums_losses"][1] > 0
     assert (found["copy"], found["changed copy"]) == (2, 4)
 
@@ -121,7 +138,13 @@ def test_micro_batches_of_shipped_recipes_stand_for_each_other() -> None:
         found = []
         for name, overrides in SHIPPED:
             module = recipe_module(name)
-            words = [*BASE, *overrides, f"recipe={name}", f"model.preset={TIED}", "gradient_accumulation_steps=4"]
+            words = [
+                *BASE,
+                *overrides,
+                f"recipe={name}",
+                f"model.preset={TIED}",
+                "gradient_accumulation_steps=4",
+            ]
             cfg = load_config(PLAIN, words, module.Config)
             found.append(simulate(recipe_class(module), cfg, SHAPE, ranks=2, phases=()).traced)
         return found

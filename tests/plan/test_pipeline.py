@@ -1,4 +1,6 @@
-"""Plans of pipelines against closed forms, against the whole trace of all micro-batches, and against one rank."""
+"""Plans of pipelines against closed forms, against the whole trace of all micro-batches, and
+against one rank.
+"""
 
 import json
 import sys
@@ -12,7 +14,12 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import with_transfers
 from recipe_lib.plan.result import Plan
-from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, orders_of, peers_of, stand_ins
+from recipe_lib.plan.tracing.pipeline_actions import (
+    enough_micro_batches,
+    orders_of,
+    peers_of,
+    stand_ins,
+)
 from tests.plan.apart import apart, settings
 from tests.selection import selected
 
@@ -31,18 +38,31 @@ SHAPE = {
     "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.02,
 }  # fmt: skip
-TYPED = (f"batch_size={ROWS}", f"max_seq_len={TOKENS}", "device=auto", "dtype=fp32", "~validation.source")
+TYPED = (
+    f"batch_size={ROWS}",
+    f"max_seq_len={TOKENS}",
+    "device=auto",
+    "dtype=fp32",
+    "~validation.source",
+)
 SCHEDULES = ("1f1b", "zbv")
 
 
 def typed(folder: Path, *more: str) -> tuple[str, ...]:
     """Overrides of the small model."""
     (folder / "shape.json").write_text(json.dumps(SHAPE))
-    return (*TYPED, f"model.preset={folder / 'shape.json'}", f"gradient_accumulation_steps={COUNT}", *more)
+    return (
+        *TYPED,
+        f"model.preset={folder / 'shape.json'}",
+        f"gradient_accumulation_steps={COUNT}",
+        *more,
+    )
 
 
 def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
-    """Plans of the schedules, of one rank; and of each place the peaks and operators with all micro-batches traced."""
+    """Plans of the schedules, of one rank; and of each place the peaks and operators with all
+    micro-batches traced.
+    """
     from recipe_lib.plan.build_plan import make_plan, simulate_rank
     from recipe_lib.plan.timing.cost import model_flops
     from recipe_lib.plan.trace import OP
@@ -56,12 +76,16 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
         return total
 
     recipe_class, cfg, wanted = settings("demo/full", 1, *typed(folder))
-    found: dict[str, Any] = {"flops": model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)}
+    found: dict[str, Any] = {
+        "flops": model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)
+    }
     for schedule in schedules:
         more = (f"parallel.pipeline={PLACES}", f"parallel.pipeline_schedule={schedule}")
         recipe_class, cfg, wanted = settings("demo/full", PLACES, *typed(folder, *more))
         short = [simulate_rank(recipe_class, cfg, wanted, rank) for rank in range(PLACES)]
-        whole = [simulate_rank(recipe_class, cfg, wanted, rank, traced=COUNT) for rank in range(PLACES)]
+        whole = [
+            simulate_rank(recipe_class, cfg, wanted, rank, traced=COUNT) for rank in range(PLACES)
+        ]
         found[schedule] = {
             "plan": make_plan(recipe_class, cfg, wanted)[0],
             "flops": sum(model_flops(one.trace, STEADY) for one in short),
@@ -73,15 +97,21 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     return apart(
-        measure, tmp_path_factory.mktemp("shape"), list(dict.fromkeys(["zbv", *selected(request, "schedule")]))
+        measure,
+        tmp_path_factory.mktemp("shape"),
+        list(dict.fromkeys(["zbv", *selected(request, "schedule")])),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_few_micro_batches_have_the_peak_and_the_operators_of_all(found: dict[str, Any], schedule: str):
+def test_few_micro_batches_have_the_peak_and_the_operators_of_all(
+    found: dict[str, Any], schedule: str
+):
     few, all_of_them = found[schedule]["peaks"]
     assert few == all_of_them
     few, all_of_them = found[schedule]["operators"]
@@ -117,7 +147,9 @@ def test_parameters_and_states_of_a_stage(found: dict[str, Any], schedule: str):
         assert kinds["parameters"] == 4 * elements
         tensors = layers * 9 + (place.place == 0) + 2 * (place.place == last)
         assert kinds["optimizer"] == 2 * 4 * elements + 4 * tensors  # a step counter each
-    assert sum(place.parameters for place in places) == LAYERS * LAYER + 2 * VOCABULARY * WIDTH + WIDTH
+    assert (
+        sum(place.parameters for place in places) == LAYERS * LAYER + 2 * VOCABULARY * WIDTH + WIDTH
+    )
     assert [row.module for row in plan.layers if row.module.count(".") == 2] == [
         f"model.layers.{number}" for number in range(LAYERS)
     ]
@@ -125,7 +157,9 @@ def test_parameters_and_states_of_a_stage(found: dict[str, Any], schedule: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(found: dict[str, Any], schedule: str):
+def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(
+    found: dict[str, Any], schedule: str
+):
     plan: Plan = found[schedule]["plan"]
     assert plan.pipeline is not None
     turns = 2 if schedule == "zbv" else 1
@@ -159,13 +193,18 @@ def test_the_time_line_has_every_action_once(found: dict[str, Any], schedule: st
     busy = sum(span.end - span.start for span in pipeline.spans)
     assert pipeline.bubble == pytest.approx(1 - busy / (PLACES * pipeline.seconds))
     assert [place.compute for place in pipeline.places] == pytest.approx(
-        [sum(span.end - span.start for span in pipeline.spans if span.place == at) for at in range(PLACES)]
+        [
+            sum(span.end - span.start for span in pipeline.spans if span.place == at)
+            for at in range(PLACES)
+        ]
     )
     assert plan.time is not None and plan.time.step > pipeline.seconds
     assert plan.time.tokens_per_step == ROWS * TOKENS * COUNT
     for at in range(PLACES):
         spans = sorted((span.start, span.end) for span in pipeline.spans if span.place == at)
-        assert all(first[1] <= second[0] + 1e-12 for first, second in zip(spans, spans[1:], strict=False))
+        assert all(
+            first[1] <= second[0] + 1e-12 for first, second in zip(spans, spans[1:], strict=False)
+        )
 
 
 @pytest.mark.slow
@@ -182,7 +221,9 @@ def test_a_pipeline_of_a_plan_is_read_again(found: dict[str, Any]):
 
 
 def test_what_stands_for_the_rest_is_counted_once():
-    """Each action of a shorter step is used, none of another stage or kind; GPipe, which holds all, has no shorter."""
+    """Each action of a shorter step is used, none of another stage or kind; GPipe, which holds all,
+    has no shorter.
+    """
     for schedule in ("1f1b", "zbv", "interleaved_1f1b", "interleaved_zero_bubble"):
         parallel = ParallelConfig(pipeline=4, pipeline_schedule=schedule)
         for place in range(4):
@@ -191,7 +232,9 @@ def test_what_stands_for_the_rest_is_counted_once():
             stands = stand_ins(parallel, place, few, 40)
             assert stands is not None
             assert {one.micro_batch for one in stands.values()} == set(range(few))
-            assert all((one.stage, one.kind) == (other.stage, other.kind) for one, other in stands.items())
+            assert all(
+                (one.stage, one.kind) == (other.stage, other.kind) for one, other in stands.items()
+            )
     assert enough_micro_batches(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 40) == 40
     assert stand_ins(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 39, 40) is None
 
@@ -213,7 +256,9 @@ def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "stages of the pipeline" in text and f"heaviest of {PLACES} planned" in text
     assert f"zbv, {COUNT} micro-batches of {ROWS} sequences; bubble " in text
     page = (tmp_path / "plan.html").read_text()
-    boxes = page.partition('aria-label="what each rank computes over a step"')[2].partition("</svg>")[0]
+    boxes = page.partition('aria-label="what each rank computes over a step"')[2].partition(
+        "</svg>"
+    )[0]
     assert boxes.count('class="box') == PLACES * 2 * 3 * COUNT
 
 
@@ -222,7 +267,18 @@ def command(overrides: tuple[str, ...], page: str) -> int:
 
     schedule = (f"parallel.pipeline={PLACES}", "parallel.pipeline_schedule=zbv")
     more = (*schedule, "--sequence", "max", "--full", "--html", page)
-    code = run(["--nproc_per_node", str(PLACES), "--config", "demo/full", "--device", "rtx4090", *overrides, *more])
+    code = run(
+        [
+            "--nproc_per_node",
+            str(PLACES),
+            "--config",
+            "demo/full",
+            "--device",
+            "rtx4090",
+            *overrides,
+            *more,
+        ]
+    )
     sys.stdout.flush()
     return code
 

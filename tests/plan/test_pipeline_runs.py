@@ -1,4 +1,6 @@
-"""What a simulation says of the ranks of a pipeline against real runs of two on a CPU, to the byte."""
+"""What a simulation says of the ranks of a pipeline against real runs of two on a CPU, to the
+byte.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,8 @@ from tests.selection import selected, slow_but
 ZBV = "parallel.pipeline_schedule=zbv"
 ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
 RECOMPUTED = "memory.activation_checkpointing=full"
-# Recipe, overrides. Of all but the pairs the simulation traces fewer micro-batches than the run has.
+# Recipe, overrides. Of all but the pairs the simulation traces fewer micro-batches than the run
+# has.
 CASES: dict[str, tuple[str, ...]] = {
     "zbv, zero-1, recomputed": (FULL, "gradient_accumulation_steps=6", ZBV, ONCE, KEPT, RECOMPUTED),
     "1f1b, adapters, pairs": (DPO, "gradient_accumulation_steps=3", PAIRS),
@@ -38,7 +41,10 @@ def runs(
     names = selected(request, "name")
 
     def simulated() -> list[dict[str, Any]]:
-        return [{name: run(name, folder, place * ranks_of(name) // 2) for name in names} for place in range(2)]
+        return [
+            {name: run(name, folder, place * ranks_of(name) // 2) for name in names}
+            for place in range(2)
+        ]
 
     def real(names: list[str]) -> dict[str, Any]:
         return {name: run(name, folder, None) for name in names}
@@ -69,7 +75,15 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     if rank is not None:
-        found = simulate(recipe_class(module), cfg, shape, rank=rank, ranks=ranks_of(case), phases=(), like_cpu=True)
+        found = simulate(
+            recipe_class(module),
+            cfg,
+            shape,
+            rank=rank,
+            ranks=ranks_of(case),
+            phases=(),
+            like_cpu=True,
+        )
     else:
         with start_world(cfg) as world, collectives_let_go():
             assert dist.get_world_size() == ranks_of(case)

@@ -1,4 +1,6 @@
-"""A plan as JSON: written, read back as the same plan, refused where it is another one; and its reference page."""
+"""A plan as JSON: written, read back as the same plan, refused where it is another one; and its
+reference page.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,12 @@ def as_json(plan: Plan) -> dict:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"receipt": "2026-11-20, rtx4090"}, {"time": None, "advice": [], "layers": [], "communication": []}]
+    "fields",
+    [
+        {},
+        {"receipt": "2026-11-20, rtx4090"},
+        {"time": None, "advice": [], "layers": [], "communication": []},
+    ],
 )
 def test_a_plan_reads_back(fields: dict, tmp_path: Path):
     plan = hand_made(**fields)
@@ -57,7 +64,9 @@ def test_new_keys_are_passed_over_and_defaults_filled_in():
 @pytest.mark.parametrize("number", [SCHEMA_VERSION + 1, 0, str(SCHEMA_VERSION), None])
 def test_another_schema_is_refused(number: object):
     content = as_json(hand_made()) | {"schema": number}
-    with pytest.raises(ConfigError, match=f"old.json: found schema {number}, expected {SCHEMA_VERSION}"):
+    with pytest.raises(
+        ConfigError, match=f"old.json: found schema {number}, expected {SCHEMA_VERSION}"
+    ):
         Plan.from_json(content, "old.json")
 
 
@@ -71,9 +80,18 @@ def test_another_schema_is_refused(number: object):
         (lambda plan: plan.update(mesh=[4]), r"x.json: mesh: found '\[4\]', expected dict"),
         (lambda plan: plan.update(mesh={"a": "b"}), "x.json: mesh.a: found 'b', expected int"),
         (lambda plan: plan.update(device=3), "x.json: device: found '3', expected an object"),
-        (lambda plan: plan["rank_plans"][0]["peaks"][1].pop("host"), r"rank_plans\[0\]: peaks\[1\]: found no `host`"),
-        (lambda plan: plan["time"].update(step="1 s"), "x.json: time: step: found '1 s', expected float"),
-        (lambda plan: plan["time"].update(mfu=True), "x.json: time: mfu: found 'True', expected float"),
+        (
+            lambda plan: plan["rank_plans"][0]["peaks"][1].pop("host"),
+            r"rank_plans\[0\]: peaks\[1\]: found no `host`",
+        ),
+        (
+            lambda plan: plan["time"].update(step="1 s"),
+            "x.json: time: step: found '1 s', expected float",
+        ),
+        (
+            lambda plan: plan["time"].update(mfu=True),
+            "x.json: time: mfu: found 'True', expected float",
+        ),
         (lambda plan: plan.update(rank_plans=[]), "x.json: found a plan without peaks"),
     ],
 )
@@ -121,7 +139,9 @@ def test_the_page_describes_every_key():
             words = keys[entry.name]
             may_be_left_out = {entry.default, entry.default_factory} != {dataclasses.MISSING}
             assert words.endswith("(may be left out)") == may_be_left_out, entry.name
-            assert (" or null" in words) == (type(None) in get_args(declared[entry.name])), entry.name
+            assert (" or null" in words) == (type(None) in get_args(declared[entry.name])), (
+                entry.name
+            )
             innermost = find_innermost(declared[entry.name])
             word = WORDS.get(innermost) or f"[{innermost.__name__}](#{innermost.__name__.lower()})"
             assert word in words, entry.name
@@ -130,7 +150,9 @@ def test_the_page_describes_every_key():
 def test_the_page_describes_what_is_written():
     """Every object of a plan with all its parts has a section with just its keys."""
     sections = read_page()
-    traffic = DimensionPlan("data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(1, 8, 6)], [Volume(1, 8, 6)])
+    traffic = DimensionPlan(
+        "data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(1, 8, 6)], [Volume(1, 8, 6)]
+    )
     plan = as_json(hand_made(pipeline=hand_made_pipeline(), dimensions=[traffic]))
     pipeline = plan["pipeline"]
     objects = {"Plan": {key: value for key, value in plan.items() if key != "schema"}, "DeviceFacts": plan["device"],

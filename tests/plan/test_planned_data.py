@@ -48,7 +48,9 @@ def test_what_no_data_was_read_for_is_none():
         ([0, 1, 3, 4], 1, [1, 2, 2, 1, 1]),  # the last of three reduces the gradients
     ],
 )
-def test_the_last_micro_batch_stands_for_all_later_ones(marks: list[int], unlike: int, repeats: list[int]):
+def test_the_last_micro_batch_stands_for_all_later_ones(
+    marks: list[int], unlike: int, repeats: list[int]
+):
     trace = Trace(ops=[Op("aten::mm") for _ in range(5)], phases=["step"])
     trace.events = [(PHASE, 0), *((OP, number) for number in range(5))]
     passes = Passes(lambda: (0, 0), [[(1 + mark, 0) for mark in marks]])

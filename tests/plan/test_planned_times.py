@@ -1,4 +1,6 @@
-"""Published training speeds: every row says where it is from and what ran, and has a plan of those settings."""
+"""Published training speeds: every row says where it is from and what ran, and has a plan of those
+settings.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ ROWS = [row for source in SOURCES for row in source.rows]
 def test_commands_are_those_of_tune_plan() -> None:
     for row in ROWS:
         words = row.command.split()[2:]
-        assert plan_request.read([word for word in words if word != "model.path=FOLDER"]).config == [row.config]
+        assert plan_request.read(
+            [word for word in words if word != "model.path=FOLDER"]
+        ).config == [row.config]
 
 
 def test_a_row_is_planned(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Rows of other planners: the page has every row of the data, its means are those of its rows, and the imitated stack
-issues the operators of the libraries that it stands for."""
+"""Rows of other planners: the page has every row of the data, its means are those of its rows, and
+the imitated stack issues the operators of the libraries that it stands for.
+"""
 
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def test_the_page_has_every_row() -> None:
                 said = ["", ""]
                 if theirs is not None:
                     said = [f"{theirs / unit:.{digits}f}", f"{theirs / measured - 1:+.2%}"]
-                expected.append([row["name"], METRICS[metric], f"{measured / unit:.{digits}f}", *said])
+                expected.append(
+                    [row["name"], METRICS[metric], f"{measured / unit:.{digits}f}", *said]
+                )
                 count += 1
             assert group["source"] and group["stack"] and group["notes"]
             planner_peers.run_of(group, row)
@@ -56,7 +59,11 @@ def test_means_are_those_of_the_rows() -> None:
         for place, (mean, worst) in ((4, sides[:2]), (6, sides[2:])):
             errors = [float(line[place].rstrip("%")) for line in lines if line[place]]
             if errors:
-                assert float(mean.rstrip("%")) == pytest.approx(sum(map(abs, errors)) / len(errors), abs=0.0101)
-                assert float(worst.rstrip("%")) in errors and abs(float(worst.rstrip("%"))) == max(map(abs, errors))
+                assert float(mean.rstrip("%")) == pytest.approx(
+                    sum(map(abs, errors)) / len(errors), abs=0.0101
+                )
+                assert float(worst.rstrip("%")) in errors and abs(float(worst.rstrip("%"))) == max(
+                    map(abs, errors)
+                )
             else:
                 assert (mean, worst) == ("", "")

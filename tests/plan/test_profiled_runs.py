@@ -1,7 +1,8 @@
-"""Planned memory of runs that are not compiled against what torch's profiler counts in real ones on a CPU.
+"""Planned memory of runs that are not compiled against what torch's profiler counts in real ones on
+a CPU.
 
-Of a tied embedding and a wide vocabulary, whose two gradients are most of what is there when they are summed: autograd
-adds one to the other in place, which it does not do under a tracer.
+Of a tied embedding and a wide vocabulary, whose two gradients are most of what is there when they
+are summed: autograd adds one to the other in place, which it does not do under a tracer.
 """
 
 import json
@@ -25,7 +26,9 @@ CASES: dict[str, tuple[int, *tuple[str, ...]]] = {
     "fsdp": (2, "parallel.strategy=fsdp", "memory.activation_checkpointing=full"),
 }
 BATCHES = 1024  # bytes of a step's tokens, labels and positions, which a device gets by a copy
-RANDOM_STATES = 2 * 5056  # bytes that a CPU keeps of two layers to compute them again; torch 2.15 has its peak there
+RANDOM_STATES = (
+    2 * 5056
+)  # bytes that a CPU keeps of two layers to compute them again; torch 2.15 has its peak there
 
 
 def wide(case: tuple[int, *tuple[str, ...]], folder: Path) -> tuple[Any, ...]:
@@ -62,6 +65,8 @@ def test_gradients_are_summed_as_a_run_sums_them(name: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4"])
 def test_no_tracer_is_in_the_way(name: str, tmp_path: Path) -> None:
-    """A CPU keeps its state of random numbers for what is computed again, 5,056 bytes; a device gets its batches."""
+    """A CPU keeps its state of random numbers for what is computed again, 5,056 bytes; a device
+    gets its batches.
+    """
     planned, measured = both_peaks(CASES_TRACED[name], tmp_path)
     assert planned == pytest.approx(measured, abs=10_000)

@@ -1,4 +1,6 @@
-"""The figures of one rank as torch counts them, and what a verdict says of steps that were not simulated whole."""
+"""The figures of one rank as torch counts them, and what a verdict says of steps that were not
+simulated whole.
+"""
 
 from typing import Any
 
@@ -13,16 +15,26 @@ from tests.plan.plans import hand_made
 
 
 def test_active_and_allocated_are_whole_blocks_and_requested_is_not():
-    """torch hands out multiples of 512 bytes, and takes 2 MiB at a time for blocks of up to 1 MiB."""
+    """torch hands out multiples of 512 bytes, and takes 2 MiB at a time for blocks of up to 1
+    MiB.
+    """
     trace = Trace(storages=[Storage(100), Storage(700), Storage(3, device=False)], phases=["step"])
     trace.events = [(PHASE, 0), (ALLOC, 0), (ALLOC, 1), (ALLOC, 2)]
     (peak,) = rank_plan(0, Simulated(trace, [], {}, {}, 1, True)).peaks
-    assert (peak.requested, peak.active, peak.allocated, peak.reserved, peak.host) == (800, 1536, 1536, 2 * 2**20, 3)
+    assert (peak.requested, peak.active, peak.allocated, peak.reserved, peak.host) == (
+        800,
+        1536,
+        1536,
+        2 * 2**20,
+        3,
+    )
 
 
 def test_an_estimate_is_called_one_in_the_first_line():
     said = "2 of a step's 8 micro-batches are simulated; the others are taken to be like them"
-    first = " ".join(render(hand_made(estimate=said, verdict=RISKY), width=120).split("\n\n")[0].split())
+    first = " ".join(
+        render(hand_made(estimate=said, verdict=RISKY), width=120).split("\n\n")[0].split()
+    )
     assert first.startswith("RISKY") and first.endswith(f"; an estimate: {said}")
     assert "an estimate" not in render(hand_made(), width=120)
 
@@ -30,7 +42,12 @@ def test_an_estimate_is_called_one_in_the_first_line():
 def test_growth_that_is_not_simulated_never_fits():
     rank = hand_made().heaviest
     room = 10**6 + max(peak.requested for peak in rank.peaks)
-    assert [lowered(FITS, more, rank, room) for more in (0, 1, 10**6, 10**6 + 1)] == [FITS, RISKY, RISKY, DOES_NOT_FIT]
+    assert [lowered(FITS, more, rank, room) for more in (0, 1, 10**6, 10**6 + 1)] == [
+        FITS,
+        RISKY,
+        RISKY,
+        DOES_NOT_FIT,
+    ]
     one = Simulated(Trace(), [], {}, {}, 1, False, grows=5, untraced=7, estimate="2 of 8")
     later = "the second step left 5 B more than the first, and so are the later ones taken to do"
     assert not_simulated(one, 12) == (7 + 10 * 5, f"2 of 8; {later}")
@@ -38,7 +55,9 @@ def test_growth_that_is_not_simulated_never_fits():
 
 
 def left_over() -> tuple[int, int, str]:
-    """Of a plan in which a GiB is not simulated: margin, usable bytes that are not reserved, verdict."""
+    """Of a plan in which a GiB is not simulated: margin, usable bytes that are not reserved,
+    verdict.
+    """
     from recipe_lib.plan import build_plan
 
     build_plan.not_simulated = lambda found, steps: (GIB, "a GiB is left out")

@@ -1,8 +1,10 @@
-"""What a simulation says of memory against what the same tracer sees in real runs on a CPU, to the byte.
+"""What a simulation says of memory against what the same tracer sees in real runs on a CPU, to the
+byte.
 
-Simulated and real runs are in processes of their own: a process does not forget a simulated device. The simulation has
-a CPU's kernels here. A real CPU has one memory, the simulation two: compared is the device's. What passes through the
-host's in the simulation, batches and tables on their way to the device, is freed before a step is at its peak.
+Simulated and real runs are in processes of their own: a process does not forget a simulated device.
+The simulation has a CPU's kernels here. A real CPU has one memory, the simulation two: compared is
+the device's. What passes through the host's in the simulation, batches and tables on their way to
+the device, is freed before a step is at its peak.
 """
 
 import json
@@ -26,7 +28,17 @@ from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import DISTILL, DPO, FULL, LORA, PLAIN, REWARD, ROOT, recipe_class, recipe_module
+from tests.recipes.runs import (
+    DISTILL,
+    DPO,
+    FULL,
+    LORA,
+    PLAIN,
+    REWARD,
+    ROOT,
+    recipe_class,
+    recipe_module,
+)
 from tests.selection import selected, slow_except
 
 TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
@@ -71,15 +83,41 @@ CASES = GRID | {
         "parallel.accumulate_grad_in_fp32=true",
         "gradient_accumulation_steps=2",
     ),
-    "adapters everywhere": (2, LORA, UNTIED, "lora.target_modules=[q,v,embedding,head]", "data.packing=true"),
+    "adapters everywhere": (
+        2,
+        LORA,
+        UNTIED,
+        "lora.target_modules=[q,v,embedding,head]",
+        "data.packing=true",
+    ),
     "foreach, one rank": (1, FULL, TIED, "optimizer.implementation=foreach"),
     "nf4": (2, LORA, TIED, "lora.quantize_base=nf4", "lora.dropout=0.1"),
     "pairs": (2, DPO, TIED, PAIRS),
     "labeled answers": (2, DPO, TIED, *KTO, "gradient_accumulation_steps=2"),
     "rewards": (2, REWARD, TIED, PAIRS),
-    "teacher": (2, DISTILL, UNTIED, TEACHER, "distill.divergence=jensen_shannon", "gradient_accumulation_steps=2"),
-    "8 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=8", "optimizer.stochastic_rounding=true"),
-    "transformers": (2, FULL, TIED, "model.implementation=transformers", "memory.activation_checkpointing=full"),
+    "teacher": (
+        2,
+        DISTILL,
+        UNTIED,
+        TEACHER,
+        "distill.divergence=jensen_shannon",
+        "gradient_accumulation_steps=2",
+    ),
+    "8 bits": (
+        2,
+        FULL,
+        TIED,
+        "dtype=bf16",
+        "optimizer.state_bits=8",
+        "optimizer.stochastic_rounding=true",
+    ),
+    "transformers": (
+        2,
+        FULL,
+        TIED,
+        "model.implementation=transformers",
+        "memory.activation_checkpointing=full",
+    ),
     "shared sequences, checkpointed": (
         2,
         FULL,
@@ -114,8 +152,17 @@ CASES = GRID | {
 }
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
-# Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
-COMPARED += ["foreach, one rank", "pairs", "8 bits", "teacher", "rewards", "sinks", "rounded weights, muon"]
+# Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for
+# two turns of it.
+COMPARED += [
+    "foreach, one rank",
+    "pairs",
+    "8 bits",
+    "teacher",
+    "rewards",
+    "sinks",
+    "rounded weights, muon",
+]
 COMPARED += ["shared sequences, checkpointed"]
 QUICK = ["full memory_efficient selective 1", "nf4", "pairs"]
 
@@ -146,7 +193,11 @@ def runs(
     cases = {name: CASES[name] for name in selected(request, "name")}
 
     def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:
-        return {name: run(case, folder, simulated) for name, case in cases.items() if ranks in (None, case[0])}
+        return {
+            name: run(case, folder, simulated)
+            for name, case in cases.items()
+            if ranks in (None, case[0])
+        }
 
     simulated = run_ranks(trace, 1, True, process_group=False)[0]
     real = run_ranks(trace, 1, False, 1)[0] | run_ranks(trace, 2, False, 2)[0]
@@ -163,7 +214,11 @@ def config_of(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
     ]
     module = recipe_module(name)
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
-    return recipe_class(module), cfg, SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)
+    return (
+        recipe_class(module),
+        cfg,
+        SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS),
+    )
 
 
 def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
@@ -171,34 +226,49 @@ def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
     recipe, cfg, shape = config_of(case, folder)
     if simulated:
         found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
-        if cfg.model.implementation == "transformers":  # whose buffers come to be on the host, here the run's device
+        if (
+            cfg.model.implementation == "transformers"
+        ):  # whose buffers come to be on the host, here the run's device
             for storage in found.trace.storages:
                 storage.device |= storage.phase == 0
     else:
         with start_world(cfg) as world, collectives_let_go():
             found = trace_real_run(recipe, cfg, world, shape)
-    return {"peaks": found.trace.active_peaks(), "events": events(found.trace), "repeats": found.repeats}
+    return {
+        "peaks": found.trace.active_peaks(),
+        "events": events(found.trace),
+        "repeats": found.repeats,
+    }
 
 
 def events(trace: Trace) -> list[Event]:
     """Allocations and releases with their bytes."""
-    return [(kind, trace.storages[number].bytes) for kind, number in trace.events if kind in (ALLOC, FREE)]
+    return [
+        (kind, trace.storages[number].bytes)
+        for kind, number in trace.events
+        if kind in (ALLOC, FREE)
+    ]
 
 
 def collectives_let_go() -> AbstractContextManager[None]:
-    """gloo's threads hold a collective's tensors for a moment after its end; here a collective ends when they do not.
+    """gloo's threads hold a collective's tensors for a moment after its end; here a collective ends
+    when they do not.
 
     Else the moment of a release would be chance, and a peak now and then a buffer higher.
     """
 
     def waits(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            tensors = [
+                value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+            ]
             before = [holders(tensor) for tensor in tensors]
             found = operation(*args, **kwargs)
             found = found if isinstance(found, torch.Tensor) else None  # a Work would hold them too
             deadline = time.monotonic() + 10
-            while [holders(tensor) for tensor in tensors] != before or (found is not None and is_shared(found)):
+            while [holders(tensor) for tensor in tensors] != before or (
+                found is not None and is_shared(found)
+            ):
                 assert time.monotonic() < deadline, "a collective's tensors are still held"
                 time.sleep(0)
             return found
@@ -210,7 +280,9 @@ def collectives_let_go() -> AbstractContextManager[None]:
 
 @contextmanager
 def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Each collective of torch.distributed, and those of shared sequences, is what `wrap` makes of it."""
+    """Each collective of torch.distributed, and those of shared sequences, is what `wrap` makes of
+    it.
+    """
     places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
     places += [(gathered, name) for name in ("_exchange", "_gather", "all_reduce")]
     originals = [getattr(owner, name) for owner, name in places]
@@ -224,7 +296,9 @@ def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def is_shared(new: torch.Tensor) -> bool:
-    """Whether what an operation has just made, or its memory, has another holder in C++ than a tensor alone has."""
+    """Whether what an operation has just made, or its memory, has another holder in C++ than a
+    tensor alone has.
+    """
     return (holders(new)[0], holders(new)[2]) != (1, 2)
 
 
@@ -236,7 +310,9 @@ def holders(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, QUICK))
-def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], name: str) -> None:
+def test_peaks_are_those_of_the_real_run(
+    runs: tuple[dict[str, Any], dict[str, Any]], name: str
+) -> None:
     simulated, real = runs[0][name], runs[1][name]
     assert real["repeats"] and simulated["repeats"]
     found = {phase: simulated["peaks"][phase] for phase in (FIRST, STEADY)}
@@ -248,6 +324,13 @@ def test_every_allocation_and_release_is_that_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], name: str
 ) -> None:
     simulated, real = (side[name]["events"] for side in runs)
-    alike = next((count for count, pair in enumerate(zip(simulated, real, strict=False)) if pair[0] != pair[1]), 0)
+    alike = next(
+        (
+            count
+            for count, pair in enumerate(zip(simulated, real, strict=False))
+            if pair[0] != pair[1]
+        ),
+        0,
+    )
     around = slice(max(0, alike - 10), alike + 20)
     assert simulated == real, f"apart from event {alike} on: {simulated[around]}, {real[around]}"

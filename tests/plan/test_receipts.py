@@ -1,4 +1,6 @@
-"""The file of receipts: what a line says, and that runs at once, torn lines and other versions do it no harm."""
+"""The file of receipts: what a line says, and that runs at once, torn lines and other versions do
+it no harm.
+"""
 
 import json
 import multiprocessing
@@ -20,7 +22,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_line_is_read_back_and_is_for_this_user_alone(file: Path):
-    receipts = [made_receipt(), made_receipt(planned=20.0, settings={}, time="2026-11-21T10:00:00+00:00")]
+    receipts = [
+        made_receipt(),
+        made_receipt(planned=20.0, settings={}, time="2026-11-21T10:00:00+00:00"),
+    ]
     assert [append_receipt(file, receipt) for receipt in receipts] == [True, False]
     assert read_receipts(file) == (receipts, 0)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -50,7 +55,9 @@ def test_runs_that_end_at_once_do_not_mix_their_lines(file: Path):
     receipts, unreadable = read_receipts(file)
     assert unreadable == 0
     for config in ("a", "b"):
-        found = [receipt.run.settings["text"] for receipt in receipts if receipt.run.config == config]
+        found = [
+            receipt.run.settings["text"] for receipt in receipts if receipt.run.config == config
+        ]
         assert found == [f"{number} " * 1000 for number in range(50)]
 
 
@@ -58,7 +65,9 @@ def test_a_line_is_one_write(file: Path, monkeypatch: pytest.MonkeyPatch):
     """Appending in one piece is what keeps lines whole."""
     written = []
     write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: written.append(data) or write(descriptor, data))
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, data: written.append(data) or write(descriptor, data)
+    )
     append_receipt(file, made_receipt())
     assert written == [file.read_bytes()]
 
@@ -100,7 +109,9 @@ def test_a_line_of_something_else_is_passed_over(change, file: Path):
     assert unreadable == 1
 
 
-@pytest.mark.parametrize("left", [b'{"format": 1, "ti', b"\xff\xfe", b"[" * 100_000, b"[]", b"3", b"\n\n  \n\x00"])
+@pytest.mark.parametrize(
+    "left", [b'{"format": 1, "ti', b"\xff\xfe", b"[" * 100_000, b"[]", b"3", b"\n\n  \n\x00"]
+)
 def test_a_line_that_was_cut_off_costs_no_other(left: bytes, file: Path):
     append_receipt(file, made_receipt())
     with open(file, "ab") as other:
@@ -133,7 +144,10 @@ def test_errors_are_those_of_the_figures(file: Path):
 def test_no_secret_is_written(file: Path, monkeypatch: pytest.MonkeyPatch):
     token = "hf_" + "aB3dE6gH9j" * 4
     monkeypatch.setenv("MY_TOKEN", "correct-horse-battery-staple")
-    append_receipt(file, made_receipt(config=f"{token}.yaml", settings={"loss": "correct-horse-battery-staple"}))
+    append_receipt(
+        file,
+        made_receipt(config=f"{token}.yaml", settings={"loss": "correct-horse-battery-staple"}),
+    )
     text = file.read_text()
     assert token not in text and "battery" not in text and text.count("[secret]") == 2
 
@@ -155,7 +169,9 @@ def test_the_folder_is_the_specification_s(state, home, place, monkeypatch: pyte
     assert receipts_file() == Path(place, "receipts.jsonl")
 
 
-def test_without_a_home_nothing_is_written_to_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_home_nothing_is_written_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match="no home folder"):
         append_receipt(Path("~/.local/state/tune-recipes/receipts.jsonl"), made_receipt())
@@ -163,8 +179,12 @@ def test_without_a_home_nothing_is_written_to_the_working_folder(tmp_path: Path,
 
 
 def test_the_receipt_of_a_run():
-    """Of its first rank; a step's time is typical, which the first one's is not; of versions those that matter."""
-    figures, summary, steps = left_by_a_run(first={"active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB})
+    """Of its first rank; a step's time is typical, which the first one's is not; of versions those
+    that matter.
+    """
+    figures, summary, steps = left_by_a_run(
+        first={"active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB}
+    )
     receipt = make_receipt(figures, summary, steps)
     assert receipt.planned == {
         "active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB, "seconds": 2.0, "tokens_per_second": 2048.0,
@@ -186,7 +206,9 @@ def test_the_receipt_of_a_run():
 def test_a_figure_that_a_summary_lacks(
     lost: str, is_kept: bool, is_absent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is no traceback after a run that went well, and without reserved memory there is nothing to compare."""
+    """It is no traceback after a run that went well, and without reserved memory there is nothing
+    to compare.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("TUNE_RECEIPTS", raising=False)
     (tmp_path / "metrics.jsonl").touch()
@@ -200,7 +222,11 @@ def test_a_figure_that_a_summary_lacks(
 
 def test_of_one_step_no_time_is_known():
     figures, summary, steps = left_by_a_run()
-    assert set(make_receipt(figures, summary, steps[:2]).errors) == {"active", "allocated", "reserved"}
+    assert set(make_receipt(figures, summary, steps[:2]).errors) == {
+        "active",
+        "allocated",
+        "reserved",
+    }
 
 
 def test_the_list(file: Path):
@@ -208,24 +234,43 @@ def test_the_list(file: Path):
                 made_receipt(planned=11.0, measured=10.0, ranks=4, time="2026-11-21T10:00:00+00:00")]  # fmt: skip
     text = render_receipts(receipts, 3, file, width=120)
     header, *rows = [line.split() for line in text.split("\n\n")[0].splitlines()]
-    assert header == ["date", "card", "ranks", "config", "recipe", "planned", "measured", "error", "tokens/s"]
+    assert header == [
+        "date",
+        "card",
+        "ranks",
+        "config",
+        "recipe",
+        "planned",
+        "measured",
+        "error",
+        "tokens/s",
+    ]
     run = ["llama3/8B_lora", "lora_finetune_distributed"]
     assert rows == [
         ["2026-11-20", "rtx4090", "1", *run, "15.00", "GiB", "20.00", "GiB", "-25.0%"],
         ["2026-11-21", "rtx4090", "4", *run, "11.00", "GiB", "10.00", "GiB", "+10.0%", "-11%"],
     ]
     below = " ".join(text.split("\n\n")[1].split())
-    assert below.startswith("2 receipts; error of reserved memory: 17.5% mean absolute, -25.0% worst in ")
+    assert below.startswith(
+        "2 receipts; error of reserved memory: 17.5% mean absolute, -25.0% worst in "
+    )
     assert "3 lines of it cannot be read" in below
 
 
 def test_a_list_of_none_is_a_line_that_says_where_they_would_be(file: Path):
     text = render_receipts([], 0, file)
-    assert text.count("\n") == 1 and str(file) in text and "tune run" in text and "TUNE_RECEIPTS=off" in text
+    assert (
+        text.count("\n") == 1
+        and str(file) in text
+        and "tune run" in text
+        and "TUNE_RECEIPTS=off" in text
+    )
 
 
 @pytest.mark.parametrize("line", ["{}", "", "x" * 300, '{"format": 1}'])
-def test_a_long_file_is_read_from_its_newest_end(file: Path, line: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_file_is_read_from_its_newest_end(
+    file: Path, line: str, monkeypatch: pytest.MonkeyPatch
+):
     append_receipt(file, made_receipt(config="old"))
     with open(file, "a") as out:
         out.write(f"{line}\n" * 2**13)

@@ -1,4 +1,5 @@
-"""What a plan says of checkpointing under a budget, of MLPs in pieces and of the loss's kernels, to the byte.
+"""What a plan says of checkpointing under a budget, of MLPs in pieces and of the loss's kernels, to
+the byte.
 
 The model is Llama 3 8B with few layers, on one rank, in bf16.
 """
@@ -32,7 +33,10 @@ def budget(gib: float) -> tuple[str, ...]:
 
 
 CASES: dict[str, tuple[str, ...]] = {str(gib): budget(gib) for gib in BUDGETS}
-CASES |= {f"{chunks} pieces": (FULLY, f"memory.mlp_tiles={chunks}", "lora.target_modules=[q]") for chunks in (2, 8)}
+CASES |= {
+    f"{chunks} pieces": (FULLY, f"memory.mlp_tiles={chunks}", "lora.target_modules=[q]")
+    for chunks in (2, 8)
+}
 CASES |= {
     "chunked": (FULLY, "memory.loss_chunks=4"),
     "chunked one by one": (FULLY, "memory.loss_chunks=4", "fused_kernels=false"),
@@ -44,23 +48,36 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
     """Of each case: bytes that layers keep; the most beyond those in an MLP, and in the head."""
     folder = tmp_path_factory.mktemp("recompute")
     (folder / "few.json").write_text(json.dumps(MODEL))
-    return apart(lambda: {name: read(trace(folder, *overrides)) for name, overrides in CASES.items()})
+    return apart(
+        lambda: {name: read(trace(folder, *overrides)) for name, overrides in CASES.items()}
+    )
 
 
 def trace(folder: Path, *overrides: str) -> Trace:
     name = LORA if "lora.target_modules=[q]" in overrides else FULL  # the MLPs' weights are frozen
     module = recipe_module(name)
-    common = [f"model.preset={folder / 'few.json'}", f"output_dir={folder / 'none'}", "tokenizer.path=unread"]
-    common += ["data.source=unread", f"max_seq_len={TOKENS}", "batch_size=1", "dtype=bf16", f"recipe={name}"]
+    common = [
+        f"model.preset={folder / 'few.json'}",
+        f"output_dir={folder / 'none'}",
+        "tokenizer.path=unread",
+    ]
+    common += [
+        "data.source=unread",
+        f"max_seq_len={TOKENS}",
+        "batch_size=1",
+        "dtype=bf16",
+        f"recipe={name}",
+    ]
     cfg = load_config(PLAIN, [*common, *overrides], module.Config)
     shape = SimpleNamespace(tokens=TOKENS, documents=1)
     return simulate(recipe_class(module), cfg, shape, phases=()).trace
 
 
 def read(trace: Trace) -> dict[str, int]:
-    """kept: when the head begins, of what layers made in forward. head: the most at its allocations, above what was
-    there before it. inner: by bytes of a tensor, the most at allocations of that size behind the head, above what was
-    there before the first of them."""
+    """kept: when the head begins, of what layers made in forward. head: the most at its
+    allocations, above what was there before it. inner: by bytes of a tensor, the most at
+    allocations of that size behind the head, above what was there before the first of them.
+    """
     steady, phase = trace.phases.index(STEADY), -1
     alive, start = 0, -1
     layers: dict[int, int] = {}
@@ -69,12 +86,19 @@ def read(trace: Trace) -> dict[str, int]:
     for event, number in trace.events:
         if event == PHASE:
             phase = number
-        elif event == OP and phase == steady and start < 0 and trace.ops[number].module.startswith("lm_head"):
+        elif (
+            event == OP
+            and phase == steady
+            and start < 0
+            and trace.ops[number].module.startswith("lm_head")
+        ):
             found["kept"], start = sum(layers.values()), alive
         elif event in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
             alive += storage.bytes if event == ALLOC else -storage.bytes
-            if storage.part == "forward" and storage.module.startswith(("model.layers.", "model.embed_tokens")):
+            if storage.part == "forward" and storage.module.startswith(
+                ("model.layers.", "model.embed_tokens")
+            ):
                 layers[number] = storage.bytes if event == ALLOC else 0
             if event == ALLOC and phase == steady and start >= 0:
                 if storage.module == "lm_head" and storage.part == "forward":
@@ -87,11 +111,13 @@ def read(trace: Trace) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gib", BUDGETS)
-def test_layers_keep_what_the_budget_has_room_for(found: dict[str, dict[str, int]], gib: float) -> None:
+def test_layers_keep_what_the_budget_has_room_for(
+    found: dict[str, dict[str, int]], gib: float
+) -> None:
     model = build_meta(spec_from_config(MODEL, "few"), DTYPES["bf16"])
     choice = choose(layer_costs(model, 1, TOKENS, 1, "cuda", fused=True), gib, [{0: 1}])
-    # Beside what the layers keep there is the last one's result, which the norm behind it keeps. Of the random state of
-    # attention no more is known than that it is small.
+    # Beside what the layers keep there is the last one's result, which the norm behind it keeps. Of
+    # the random state of attention no more is known than that it is small.
     kept = found[str(gib)]["kept"] - HIDDEN
     assert kept <= choice.bytes <= kept + 128 * LAYERS
     assert 0.9 * gib * GIB < choice.bytes <= gib * GIB
@@ -100,7 +126,9 @@ def test_layers_keep_what_the_budget_has_room_for(found: dict[str, dict[str, int
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [2, 8])
 def test_an_mlp_in_pieces_holds_one(found: dict[str, dict[str, int]], pieces: int) -> None:
-    """With frozen weights, in backward: gate, up, gradients of their product and of both; and a piece's result."""
+    """With frozen weights, in backward: gate, up, gradients of their product and of both; and a
+    piece's result.
+    """
     inner = TOKENS * MLP_WIDTH * BF16 // pieces
     assert found[f"{pieces} pieces"][f"inner {inner}"] == 5 * inner + HIDDEN // pieces
 
@@ -112,7 +140,9 @@ def test_an_mlp_in_pieces_holds_one(found: dict[str, dict[str, int]], pieces: in
         ("chunked one by one", TOKENS // 4, BF16 + FP32),
     ],
 )
-def test_kernels_of_the_loss(found: dict[str, dict[str, int]], kernel: str, rows: int, size: int) -> None:
+def test_kernels_of_the_loss(
+    found: dict[str, dict[str, int]], kernel: str, rows: int, size: int
+) -> None:
     """The weight's gradient, and logits of so many tokens, of so many bytes each."""
     expected = VOCABULARY * WIDTH * BF16 + rows * VOCABULARY * size
     assert expected <= found[kernel]["head"] < expected + 20_000

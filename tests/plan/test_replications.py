@@ -1,4 +1,6 @@
-"""The replications: commands of `tune plan`, Megatron's imitated stacks by formula, and memory that FSDP1 marks."""
+"""The replications: commands of `tune plan`, Megatron's imitated stacks by formula, and memory that
+FSDP1 marks.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,11 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
     assert sum(entry.goal for entry in rows) >= 8
     for run in {entry.run for entry in rows if isinstance(entry.run, Run)}:
         read = plan_request.read(run.command.split()[2:])
-        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.keys, str(run.tokens))
+        assert (read.config, tuple(read.overrides), read.sequence) == (
+            [run.config],
+            run.keys,
+            str(run.tokens),
+        )
         schema = RecipeFile.find(run.recipe).schema()
         assert load_config(run.config, run.keys, schema).max_seq_len == run.tokens
 
@@ -36,9 +42,15 @@ def test_the_model_has_as_many_parameters_as_their_tool_prints() -> None:
     assert found == 6_642_245_632 + 2 * 4096 + 32 * 2 * 4096
 
 
-@pytest.mark.parametrize(("marked", "waits", "active"), [(False, False, 1), (True, False, 2), (True, True, 1)])
-def test_marked_memory_is_active_until_its_stream_is_done(marked: bool, waits: bool, active: int) -> None:
-    """A block of another stream is freed while the first still works for a second; then one more is taken."""
+@pytest.mark.parametrize(
+    ("marked", "waits", "active"), [(False, False, 1), (True, False, 2), (True, True, 1)]
+)
+def test_marked_memory_is_active_until_its_stream_is_done(
+    marked: bool, waits: bool, active: int
+) -> None:
+    """A block of another stream is freed while the first still works for a second; then one more is
+    taken.
+    """
     size, hardware = 2**21, find_hardware("a100-80gb")
     trace = MarkedTrace(
         storages=[Storage(size, stream=1), Storage(size, stream=1)],
@@ -47,7 +59,16 @@ def test_marked_memory_is_active_until_its_stream_is_done(marked: bool, waits: b
         phases=[STEP, "after"],
     )
     trace.marks[0] |= {0} if marked else set()
-    trace.events = [(PHASE, 0), (ALLOC, 0), (OP, 0), (RECORD, 0), (FREE, 0), (ALLOC, 1), (FREE, 1), (PHASE, 1)]
+    trace.events = [
+        (PHASE, 0),
+        (ALLOC, 0),
+        (OP, 0),
+        (RECORD, 0),
+        (FREE, 0),
+        (ALLOC, 1),
+        (FREE, 1),
+        (PHASE, 1),
+    ]
     if waits:
         trace.events[5:5] = [(WAIT, 1), (HOST_WAIT, 0)]
     held = held_with_marks(trace, STEP, hardware)

@@ -1,4 +1,6 @@
-"""The report of a plan: every figure in it can be worked out again, and the branches of the tree add up."""
+"""The report of a plan: every figure in it can be worked out again, and the branches of the tree
+add up.
+"""
 
 import dataclasses
 import re
@@ -40,7 +42,9 @@ def tree(text: str) -> list[tuple[int, str, int, str, int]]:
     rows = []
     for line in section(text, "live at the peak"):
         found = re.fullmatch(
-            r"( *)(\S.*?) +(-?[\d,]+\.\d\d) (GiB|MiB|KiB) +(?:(-?[\d.]+)%)?(?: +([\d,]+) tensors?)?", line
+            r"( *)(\S.*?) +(-?[\d,]+\.\d\d) (GiB|MiB|KiB) +(?:(-?[\d.]+)%)?(?: +([\d,]+)"
+            r" tensors?)?",
+            line,
         )
         if found:
             count = int((found[6] or "0").replace(",", ""))
@@ -89,7 +93,10 @@ def test_tree_adds_up_to_the_peak(depth: int, width: int):
 
 
 def test_layers_alike_are_one_line():
-    rows = {name: (number, count) for _, name, number, _, count in tree(render(hand_made(), depth=3, width=100))}
+    rows = {
+        name: (number, count)
+        for _, name, number, _, count in tree(render(hand_made(), depth=3, width=100))
+    }
     assert rows["model.layers.0-31"] == (round(LAYERS * (LAYER // 4) * 100 / GIB), 2 * LAYERS)
     assert "model.layers.0" not in rows and "model.layers.31.mlp" not in rows
     # Only layer 31 has more activations than the others, and says in what.
@@ -98,7 +105,10 @@ def test_layers_alike_are_one_line():
 
 
 def test_small_branches_are_folded():
-    alive = [Alive("temporary", f"block.{name}", "", 1000 + 7 * at, 1) for at, name in enumerate("abcdefghijklmnopqrs")]
+    alive = [
+        Alive("temporary", f"block.{name}", "", 1000 + 7 * at, 1)
+        for at, name in enumerate("abcdefghijklmnopqrs")
+    ]
     alive.append(Alive("temporary", "large", "", 10 * GIB, 1))
     plan = with_alive(alive)
     text = render(plan, depth=2, width=90)
@@ -116,7 +126,9 @@ def test_what_blocks_take_beyond_their_tensors_is_a_line():
 
 
 def test_a_small_plan_is_told_in_smaller_units():
-    plan = with_alive([Alive("parameters", "", "a.weight", 3 * MIB, 2), Alive("batch", "", "tokens", 777, 1)])
+    plan = with_alive(
+        [Alive("parameters", "", "a.weight", 3 * MIB, 2), Alive("batch", "", "tokens", 777, 1)]
+    )
     text = render(plan, width=80)
     check_tree(text, plan)
     assert tree(text)[0][2:4] == (300, "MiB")
@@ -126,7 +138,14 @@ def with_alive(alive: list[Alive]) -> Plan:
     """A plan of one phase with these storages."""
     active = sum(found.bytes for found in alive)
     return hand_made(
-        rank_plans=[RankPlan(0, {}, [PhasePeak("step", active, active, active, active, 0, requested=active)], alive)]
+        rank_plans=[
+            RankPlan(
+                0,
+                {},
+                [PhasePeak("step", active, active, active, active, 0, requested=active)],
+                alive,
+            )
+        ]
     )
 
 
@@ -135,9 +154,12 @@ def with_alive(alive: list[Alive]) -> Plan:
 def test_headline_adds_up(margin: int, width: int):
     verdict = DOES_NOT_FIT if margin < 0 else RISKY
     plan = hand_made(margin=margin, verdict=verdict)
-    text = " ".join(line.strip() for line in render(plan, width=width).split("\n\n")[0].splitlines())
+    text = " ".join(
+        line.strip() for line in render(plan, width=width).split("\n\n")[0].splitlines()
+    )
     found = re.fullmatch(
-        r"(RISKY|DOES NOT FIT)  ?(\d+) x (\S+) \((\S+) GiB each\)  ?peak reserved (\S+) \+ outside torch (\S+)"
+        r"(RISKY|DOES NOT FIT)  ?(\d+) x (\S+) \((\S+) GiB each\)  ?peak reserved (\S+) \+ outside"
+        r" torch (\S+)"
         r" = (\S+) GiB, (margin|exceeds by) (\S+) GiB",
         text,
     )
@@ -172,9 +194,10 @@ def test_why_and_what_to_do(verdict: str, usable: int, says: str):
     assert "--advice" not in ending(text)[1]  # it was asked for
     plan.advice, plan.next_lever = [], "optimizer.state_bits=8 lowers it"
     for full in (False, True):
-        assert ending(render(plan, width=120, full=full))[1] == (
-            "next: optimizer.state_bits=8 lowers it; --advice says what each lever gains; --search looks for the "
-            "fastest settings that fit"
+        assert (
+            ending(render(plan, width=120, full=full))[1]
+            == "next: optimizer.state_bits=8 lowers it; --advice says what each lever gains;"
+            " --search looks for the fastest settings that fit"
         )
     plan.verdict = FITS
     assert not re.search(r"^  why |--search", render(plan, width=120), re.MULTILINE)
@@ -199,7 +222,8 @@ def test_the_last_lines_repeat_the_first_one_s_verdict_and_margin(margin: int):
 def test_a_lever_that_was_tried_comes_before_one_that_was_not():
     plan = hand_made(verdict=DOES_NOT_FIT, margin=-GIB, next_lever="batch_size=1 lowers it")
     assert ending(render(plan))[1].startswith(
-        "next: memory.checkpointing=full: 2.00 GiB less at the peak, a step 0.31 s longer, fits; --search"
+        "next: memory.checkpointing=full: 2.00 GiB less at the peak, a step 0.31 s longer, fits;"
+        " --search"
     )
     plan.verdict, plan.margin = FITS, GIB  # nothing that was tried makes it faster
     assert ending(render(plan))[1] == "next: batch_size=1 lowers it"
@@ -221,20 +245,28 @@ def test_the_short_report_has_what_decides_and_says_what_it_leaves_out():
 
 def test_the_short_tree_sums_small_kinds_up():
     plan = hand_made()
-    plan.heaviest.alive += [Alive("workspace", "", "", 7777, 1), Alive("logits", "", "", 123_456, 2)]
+    plan.heaviest.alive += [
+        Alive("workspace", "", "", 7777, 1),
+        Alive("logits", "", "", 123_456, 2),
+    ]
     plan.heaviest.peak.active += 7777 + 123_456
     rows = tree(render(plan, full=False, width=100))
     kinds = [rows[child] for child in children(rows, 0)]
     assert kinds[-1][1].endswith(" smaller") and max(indent for indent, *_ in rows) == kinds[0][0]
     assert rows[0][2] == sum(row[2] for row in kinds) and rows[0][4] == sum(row[4] for row in kinds)
-    check_tree(render(plan, full=False, width=100, depth=3), plan)  # who asks for levels gets all of them
+    check_tree(
+        render(plan, full=False, width=100, depth=3), plan
+    )  # who asks for levels gets all of them
 
 
 def test_nothing_is_said_twice():
     """Why a length is taken, where a note says so as well; that times are not calibrated."""
     reason = "meta/x: no such folder, and not in the hub cache"
     plan = hand_made(assumptions=[f"{reason}; fetch it", "Row length 512."])
-    plan.sequence = {"tokens": 512, "source": f"max_seq_len, as the dataset is not available: {reason}"}
+    plan.sequence = {
+        "tokens": 512,
+        "source": f"max_seq_len, as the dataset is not available: {reason}",
+    }
     plan.time = dataclasses.replace(plan.time, error="not calibrated: good for ranking only")
     text = " ".join(render(plan, width=120).split())
     assert text.count("not in the hub cache") == 1 and "as the dataset is not available" in text
@@ -266,14 +298,23 @@ def test_outside_torch_adds_up_and_names_its_options():
     lines = section(render(plan, width=80), "outside PyTorch's allocator")
     numbers = [hundredths(SIZE.search(line)[1]) for line in lines]
     assert numbers[0] == sum(numbers[1:]) == round(plan.outside.total * 100 / GIB)
-    assert [re.search(r"--\w+-gib", line)[0] for line in lines[1:]] == ["--context-gib", "--nccl-gib", "--reserve-gib"]
+    assert [re.search(r"--\w+-gib", line)[0] for line in lines[1:]] == [
+        "--context-gib",
+        "--nccl-gib",
+        "--reserve-gib",
+    ]
 
 
 def test_several_ranks():
     plan = hand_made()
     first = plan.rank_plans[0]
-    peaks = [dataclasses.replace(peak, reserved=peak.reserved + GIB, host=peak.host + GIB) for peak in first.peaks]
-    plan.rank_plans.append(dataclasses.replace(first, rank=3, coordinates={"data_shard": 3}, peaks=peaks))
+    peaks = [
+        dataclasses.replace(peak, reserved=peak.reserved + GIB, host=peak.host + GIB)
+        for peak in first.peaks
+    ]
+    plan.rank_plans.append(
+        dataclasses.replace(first, rank=3, coordinates={"data_shard": 3}, peaks=peaks)
+    )
     text = render(plan, width=100)
     header, *lines = section(text, "ranks")
     assert [line.split()[0] for line in lines] == ["0", "3"]
@@ -283,14 +324,20 @@ def test_several_ranks():
         assert [found[0] for found in SIZE.finditer(line)] == [format_bytes(size) for size in sizes]
     assert "memory by phase, rank 3 (data_shard 3), heaviest of 2 planned" in text
     host = " ".join(section(text, "host memory"))
-    assert [found[0] for found in SIZE.finditer(host)] == [format_bytes(6 * GIB + 3), format_bytes(4 * (6 * GIB + 3))]
+    assert [found[0] for found in SIZE.finditer(host)] == [
+        format_bytes(6 * GIB + 3),
+        format_bytes(4 * (6 * GIB + 3)),
+    ]
 
 
 def test_layers_total_counts_no_module_twice():
     plan = hand_made()
     *lines, total, note = section(render(plan, width=120), "layers")
     own = [row for row in plan.layers if ".mlp" not in row.module]
-    sums = [format_bytes(sum(getattr(row, name) for row in own)) for name in ("bytes", "local_bytes", "kept")]
+    sums = [
+        format_bytes(sum(getattr(row, name) for row in own))
+        for name in ("bytes", "local_bytes", "kept")
+    ]
     assert [found[0] for found in SIZE.finditer(total)][2:] == sums  # after two counts, in billions
     assert format_count(sum(row.parameters for row in own)) in total
     named = {line.split()[0]: line for line in lines}
@@ -301,20 +348,29 @@ def test_layers_total_counts_no_module_twice():
 
 
 def test_modules_are_named_at_80_columns():
-    """A module inside another is shortened and indented below it, so that its name fits; one layer that keeps more for
-    backward than the others stands with them."""
+    """A module inside another is shortened and indented below it, so that its name fits; one layer
+    that keeps more for backward than the others stands with them.
+    """
     plan = hand_made()
     plan.layers[1].kept += 1000
     lines = section(render(plan, width=80), "layers")
     names = [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines[1:-1]]
-    assert names == ["  model.embed_tokens", "  model.layers.0-31", "    mlp", "  model.norm", "  total"]
+    assert names == [
+        "  model.embed_tokens",
+        "  model.layers.0-31",
+        "    mlp",
+        "  model.norm",
+        "  total",
+    ]
 
 
 def test_communication_totals():
     plan = hand_made()
     header, *lines = section(render(plan, width=120), "communication")
     each = LAYERS * (LAYER * 3 // 4)
-    rows = {" ".join(line.split()[:2]): [found[0] for found in SIZE.finditer(line)] for line in lines}
+    rows = {
+        " ".join(line.split()[:2]): [found[0] for found in SIZE.finditer(line)] for line in lines
+    }
     for name in ("all_gather forward", "all_gather backward", "reduce_scatter backward"):
         assert rows[name] == [format_bytes(LAYER), format_bytes(LAYERS * LAYER), format_bytes(each)]
     assert rows["data_shard: ranks"] == [format_bytes(3 * LAYERS * LAYER), format_bytes(3 * each)]
@@ -334,7 +390,9 @@ def test_time_says_what_it_is_worth():
     plan = hand_made()
     text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
     assert "4.00 s, -50 % to +20 %" in text
-    assert "1.25 s: matmuls 80%, attention 10%, memory-bound 10%" in text and "1,234 operators" in text
+    assert (
+        "1.25 s: matmuls 80%, attention 10%, memory-bound 10%" in text and "1,234 operators" in text
+    )
     assert "bound by communication" in text and "1,000 steps, 1h06m" in text
     plan.time = dataclasses.replace(
         plan.time, calibrated=True, error="+-12 %", communication=1.5, launch=2.0, total=None
@@ -355,9 +413,20 @@ def test_advice():
 
 def test_parts_that_were_not_planned_are_left_out():
     text = render(
-        hand_made(time=None, communication=[], layers=[], advice=[], assumptions=[], not_modeled=[]), width=80
+        hand_made(
+            time=None, communication=[], layers=[], advice=[], assumptions=[], not_modeled=[]
+        ),
+        width=80,
     )
-    for title in ("time of a step", "communication", "layers", "what one change", "assumed", "not modeled", "ranks"):
+    for title in (
+        "time of a step",
+        "communication",
+        "layers",
+        "what one change",
+        "assumed",
+        "not modeled",
+        "ranks",
+    ):
         assert not re.search(f"^{title}", text, re.MULTILINE), title
 
 
@@ -368,7 +437,10 @@ def test_lines_fit(width: int, length: int):
     plan = hand_made(assumptions=["word " * length], overrides=["a" * length])
     for row in [*plan.layers, *plan.communication]:
         row.module = row.module.replace("model", "m" * length)
-    alive = [dataclasses.replace(found, label=f"{'m' * length}.{found.label}") for found in alive_storages()]
+    alive = [
+        dataclasses.replace(found, label=f"{'m' * length}.{found.label}")
+        for found in alive_storages()
+    ]
     plan.heaviest.alive = alive
     plan.heaviest.peak.module = "m" * length
     text = render(plan, depth=5, width=width)
@@ -378,7 +450,9 @@ def test_lines_fit(width: int, length: int):
 
 def test_control_characters_are_written_out():
     evil = "a\x1b[2Jb\nc\u202e"
-    plan = hand_made(model=evil, overrides=[evil], assumptions=[evil], versions={evil: evil}, mesh={evil: 4})
+    plan = hand_made(
+        model=evil, overrides=[evil], assumptions=[evil], versions={evil: evil}, mesh={evil: 4}
+    )
     plan.heaviest.alive[0].label = plan.heaviest.peak.module = plan.layers[0].module = evil
     plan.advice[0].override = plan.advice[0].note = plan.communication[0].dim = evil
     text = render(plan, depth=4, width=100)

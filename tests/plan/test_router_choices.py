@@ -1,4 +1,6 @@
-"""What a router chooses changes no byte: real runs whose tokens spread over all experts, or all go to the same two."""
+"""What a router chooses changes no byte: real runs whose tokens spread over all experts, or all go
+to the same two.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +40,10 @@ def local_parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def routed(recipe: type, spread: bool) -> tuple[type, list[int]]:
-    """The recipe with weights that are numbers, and how many experts had a row in each call. spread: over all experts;
-    else the router's weights are 0, and of equal logits the same two are chosen for every token."""
+    """The recipe with weights that are numbers, and how many experts had a row in each call.
+    spread: over all experts; else the router's weights are 0, and of equal logits the same two are
+    chosen for every token.
+    """
     loads: list[int] = []
     original = mixture.group_tokens
 
@@ -71,7 +75,9 @@ def routed(recipe: type, spread: bool) -> tuple[type, list[int]]:
 
 
 def peaks(case: tuple[Any, ...], folder: Path, router: str) -> tuple[dict[str, int], set[int]]:
-    """The peaks of both steps, and the numbers of experts that had rows. router: `spread`, `same`, or `planned`."""
+    """The peaks of both steps, and the numbers of experts that had rows. router: `spread`, `same`,
+    or `planned`.
+    """
     recipe, cfg, shape = config_of(case, folder)
     if router == "planned":
         found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
@@ -93,6 +99,8 @@ def test_peaks_are_the_same_whatever_the_router_chooses(name: str, tmp_path: Pat
     for model in MIXTURES:
         write_mixture(tmp_path, model)
     planned = run_ranks(peaks, 1, case, tmp_path, "planned", process_group=False)[0]
-    spread, same = (run_ranks(peaks, case[0], case, tmp_path, router)[0] for router in ("spread", "same"))
+    spread, same = (
+        run_ranks(peaks, case[0], case, tmp_path, router)[0] for router in ("spread", "same")
+    )
     assert same[1] == {CHOICES} and spread[1] and min(spread[1]) == EXPERTS
     assert planned[0] == spread[0] == same[0]

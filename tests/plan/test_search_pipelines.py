@@ -1,4 +1,6 @@
-"""The search among pipelines: what it tries, what it finds where ranks cannot reach each other, how it estimates."""
+"""The search among pipelines: what it tries, what it finds where ranks cannot reach each other, how
+it estimates.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -17,19 +19,30 @@ FIXED = ("memory.cpu_offload", "lora.quantize_base", "parallel.reshard_after_for
 
 
 def searched(folder: Path) -> dict[str, Any]:
-    """What is found for four cards on which the model does not fit whole, what is typed for it; and an estimate."""
+    """What is found for four cards on which the model does not fit whole, what is typed for it; and
+    an estimate.
+    """
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trials import override_text, quick
 
-    recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *wide_model(folder, *STEP), device="rtx4090")
+    recipe_class, cfg, plain = settings(
+        "llama3/8B_lora", 4, *wide_model(folder, *STEP), device="rtx4090"
+    )
     hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
     wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
     result = search(recipe_class, cfg, wanted, want=1, fixed=FIXED)
-    once = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "parallel.pipeline=2")
+    once = (
+        "parallel.reduce_gradients=step",
+        "parallel.reshard_after_forward=false",
+        "parallel.pipeline=2",
+    )
     recipe_class, cfg, plain = settings(
-        "llama3/8B_full", 4, *wide_model(folder, *once, "gradient_accumulation_steps=5"), device="rtx4090"
+        "llama3/8B_full",
+        4,
+        *wide_model(folder, *once, "gradient_accumulation_steps=5"),
+        device="rtx4090",
     )
     whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
     assert whole.time is not None
@@ -63,8 +76,12 @@ def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
     assert found["zero-1"][1] == pytest.approx(1, abs=0.02)
 
 
-def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (), **more: bool) -> list[dict[str, Any]]:
-    """The pipelines that are looked at, each checked to keep the rows of a step with every size of micro-batch."""
+def tried(
+    ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (), **more: bool
+) -> list[dict[str, Any]]:
+    """The pipelines that are looked at, each checked to keep the rows of a step with every size of
+    micro-batch.
+    """
     from recipe_lib.config.mesh import mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
@@ -79,7 +96,9 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
         for size in sizes(cfg, changes):
             other = changed(cfg, changes | micro_batch(cfg, changes, size))
             assert other is not None
-            assert batch_per_step(other) * data_ranks(other, ranks) == batch_per_step(cfg) * data_ranks(cfg, ranks)
+            assert batch_per_step(other) * data_ranks(other, ranks) == batch_per_step(
+                cfg
+            ) * data_ranks(cfg, ranks)
             assert other.gradient_accumulation_steps >= other.parallel.pipeline
             assert mesh_shape(other.parallel, ranks)["pipeline"] == changes["parallel.pipeline"]
     return every
@@ -87,7 +106,11 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
 
 def test_which_pipelines_are_tried():
     """The demo has four layers: ZBV, with two stages on a rank, can be at most two ranks long."""
-    key, schedule, copies = "parallel.pipeline", "parallel.pipeline_schedule", "parallel.data_replicate"
+    key, schedule, copies = (
+        "parallel.pipeline",
+        "parallel.pipeline_schedule",
+        "parallel.data_replicate",
+    )
     reduce, reshard = "parallel.reduce_gradients", "parallel.reshard_after_forward"
     found = tried(4, "rtx4090")
     assert [(one[key], one[schedule], one[copies], one.get(reduce)) for one in found] == [
@@ -109,7 +132,11 @@ def test_which_pipelines_are_tried():
         other = tried(4, "rtx4090", f"parallel.strategy={strategy}")
         assert other == [one | {"parallel.strategy": "fsdp"} for one in found]
     begun = tried(
-        4, "rtx4090", "parallel.pipeline=4", "gradient_accumulation_steps=8", "parallel.pipeline_microbatches=8"
+        4,
+        "rtx4090",
+        "parallel.pipeline=4",
+        "gradient_accumulation_steps=8",
+        "parallel.pipeline_microbatches=8",
     )
     assert {one[key] for one in begun} == {2, 4}
     assert all(one["parallel.pipeline_microbatches"] is None for one in begun)
@@ -117,7 +144,12 @@ def test_which_pipelines_are_tried():
 
 @pytest.mark.parametrize(
     ("ranks", "device", "fixed"),
-    [(4, "h100", ()), (1, "rtx4090", ()), (4, "rtx4090", ("parallel.pipeline",)), (4, "rtx4090", ("batch_size",))],
+    [
+        (4, "h100", ()),
+        (1, "rtx4090", ()),
+        (4, "rtx4090", ("parallel.pipeline",)),
+        (4, "rtx4090", ("batch_size",)),
+    ],
 )
 def test_where_no_pipeline_is_tried(ranks: int, device: str, fixed: tuple[str, ...]):
     assert tried(ranks, device, fixed=fixed) == []

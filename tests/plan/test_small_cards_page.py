@@ -1,4 +1,6 @@
-"""docs/small_cards.md: its commands are those that are planned, its figures hold, and what they are to show."""
+"""docs/small_cards.md: its commands are those that are planned, its figures hold, and what they are
+to show.
+"""
 
 import re
 
@@ -18,6 +20,8 @@ def test_the_page_has_every_line() -> None:
 
 
 def test_what_is_promised_of_a_full_70b_stands_on_the_page() -> None:
-    (line,) = [text for text in PAGE.splitlines() if text.startswith(f"| {LINES[5].what} | 24 GB |")]
+    (line,) = [
+        text for text in PAGE.splitlines() if text.startswith(f"| {LINES[5].what} | 24 GB |")
+    ]
     sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", line)]
     assert sizes[0] <= MOST[LINES[5]][0] and sizes[2] <= MOST[LINES[5]][1]

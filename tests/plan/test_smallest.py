@@ -1,4 +1,6 @@
-"""The smallest card that a plan's peak has room on, and the search for the fewest ranks, against trying all."""
+"""The smallest card that a plan's peak has room on, and the search for the fewest ranks, against
+trying all.
+"""
 
 import pytest
 
@@ -48,11 +50,16 @@ def test_fp8_asks_for_a_card_that_multiplies_it():
 
 def test_a_line_says_so():
     text = render(hand_made(smallest_cards=["a10", "l4"]), width=100)
-    assert "  smallest card    a10 or l4 (21.95 GiB) has room for this peak\n" in text and "fewest" not in text
+    assert (
+        "  smallest card    a10 or l4 (21.95 GiB) has room for this peak\n" in text
+        and "fewest" not in text
+    )
     assert "smallest card    none of the known cards has room for this peak" in render(hand_made())
     text = render(hand_made(smallest_cards=["b200"], tried_ranks=[2, 4], fewest_ranks=4), width=100)
     assert "  fewest rtx4090   4; planned with 2, 4\n" in text
-    assert "fewest rtx4090   more than these; planned with 8" in render(hand_made(tried_ranks=[8]), width=100)
+    assert "fewest rtx4090   more than these; planned with 8" in render(
+        hand_made(tried_ranks=[8]), width=100
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 16, 256])
@@ -60,7 +67,9 @@ def test_a_line_says_so():
 def test_few_trials_find_what_all_would(ranks: int, needed: int):
     """Numbers of ranks are 2, 4, 8 ...; a run on 6 has the smaller ones of them before it."""
     tried = []
-    found = find_fewest(ranks, 2, ranks >= needed, lambda number: tried.append(number) or number >= needed)
+    found = find_fewest(
+        ranks, 2, ranks >= needed, lambda number: tried.append(number) or number >= needed
+    )
     numbers = [2**power for power in range(1, 30)]
     if ranks >= needed:
         assert found == next((number for number in numbers if needed <= number < ranks), ranks)
@@ -82,19 +91,32 @@ def measure() -> tuple[int | None, list[int], dict[int, str]]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search.advice import add_fewest_ranks
 
-    more = ("model.preset=smollm2/135M", "device=auto", "max_seq_len=64", "batch_size=1", "dtype=fp32")
+    more = (
+        "model.preset=smollm2/135M",
+        "device=auto",
+        "max_seq_len=64",
+        "batch_size=1",
+        "dtype=fp32",
+    )
     plans = {}
     for ranks in (2, 4, 8):
-        recipe_class, cfg, wanted = settings("demo/full", ranks, *more, "~validation.source", device="3GB")
+        recipe_class, cfg, wanted = settings(
+            "demo/full", ranks, *more, "~validation.source", device="3GB"
+        )
         plans[ranks] = make_plan(recipe_class, cfg, wanted)[0]
     add_fewest_ranks(plans[8], recipe_class, cfg, wanted)
-    return plans[8].fewest_ranks, plans[8].tried_ranks, {ranks: plan.verdict for ranks, plan in plans.items()}
+    return (
+        plans[8].fewest_ranks,
+        plans[8].tried_ranks,
+        {ranks: plan.verdict for ranks, plan in plans.items()},
+    )
 
 
 @pytest.mark.slow
 def test_the_fewest_ranks_are_those_of_whole_plans():
-    """135 M numbers with gradients and AdamW's states in fp32 are 2.0 GiB, of 1.4 that a card of 3 GB leaves in a
-    group: on two ranks it is close."""
+    """135 M numbers with gradients and AdamW's states in fp32 are 2.0 GiB, of 1.4 that a card of 3
+    GB leaves in a group: on two ranks it is close.
+    """
     found, tried, verdicts = apart(measure)
     assert verdicts == {2: "risky", 4: "fits", 8: "fits"}
     assert (found, tried) == (4, [2, 4])

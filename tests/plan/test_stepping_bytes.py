@@ -1,11 +1,23 @@
-"""What stepping in backward, and states on the host, leave on the device: a simulation's bytes against formulas."""
+"""What stepping in backward, and states on the host, leave on the device: a simulation's bytes
+against formulas.
+"""
 
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.plan.test_closed_forms import BF16, LAYER, VOCABULARY, WIDTH, Found, model, part, trace, write_models
+from tests.plan.test_closed_forms import (
+    BF16,
+    LAYER,
+    VOCABULARY,
+    WIDTH,
+    Found,
+    model,
+    part,
+    trace,
+    write_models,
+)
 from tests.recipes.runs import FULL
 
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
@@ -36,7 +48,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 
         def __missing__(self, name: str) -> Found:
             ranks, overrides = CASES[name]
-            traced = run_ranks(lambda: vars(trace((ranks, 0, FULL, *overrides), folder)), 1, process_group=False)
+            traced = run_ranks(
+                lambda: vars(trace((ranks, 0, FULL, *overrides), folder)), 1, process_group=False
+            )
             self[name] = Found(**traced[0])
             return self[name]
 
@@ -45,7 +59,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 
 @pytest.mark.slow
 def test_one_gradient_at_a_time(found: dict[str, Found]) -> None:
-    """On one rank a parameter's; on two those that FSDP reduces together, of which a rank keeps half."""
+    """On one rank a parameter's; on two those that FSDP reduces together, of which a rank keeps
+    half.
+    """
     assert found["plain"].most["gradients"] == part(model(), 1) * BF16
     assert found["in backward"].most["gradients"] == found["both"].most["gradients"] == MATRIX
     assert found["in backward, two"].most["gradients"] == MATRIX // 2
@@ -54,8 +70,9 @@ def test_one_gradient_at_a_time(found: dict[str, Found]) -> None:
 
 @pytest.mark.slow
 def test_states_of_three_parameters_at_most(found: dict[str, Found]) -> None:
-    """One leaving, one stepped, one arriving: behind the embedding q and k, in backward behind the output projection
-    the last norm and the last layer's down. Muon has one state of that one."""
+    """One leaving, one stepped, one arriving: behind the embedding q and k, in backward behind the
+    output projection the last norm and the last layer's down. Muon has one state of that one.
+    """
     assert found["plain"].most["optimizer"] == part(model(), 1) * BF16 * 2 + COUNTERS
     q, k = 4096 * NORM, 1024 * NORM
     assert found["on host"].most["optimizer"] == 2 * (MATRIX + q + k) + COUNTERS
@@ -65,8 +82,9 @@ def test_states_of_three_parameters_at_most(found: dict[str, Found]) -> None:
 
 @pytest.mark.slow
 def test_peaks_are_what_is_left(found: dict[str, Found]) -> None:
-    """States on the host: the peak is the optimizer's step. Stepped in backward too: the embedding's, while those of
-    the first layer's q leave."""
+    """States on the host: the peak is the optimizer's step. Stepped in backward too: the
+    embedding's, while those of the first layer's q leave.
+    """
     parameters = part(model(), 1) * BF16
     left = found["on host"].peak - 2 * parameters - found["on host"].most["optimizer"]
     assert 0 <= left < 4096  # the batch, the loss
@@ -75,8 +93,12 @@ def test_peaks_are_what_is_left(found: dict[str, Found]) -> None:
     assert found["both, two"].peak < found["in backward, two"].peak - part(model(), 2) * BF16
 
 
-def test_streamed_layers_leave_one_matrix_with_its_gradient_and_states(found: dict[str, Found]) -> None:
-    """At the output projection's step, with the last layer on its way; the last norm is not streamed."""
+def test_streamed_layers_leave_one_matrix_with_its_gradient_and_states(
+    found: dict[str, Found],
+) -> None:
+    """At the output projection's step, with the last layer on its way; the last norm is not
+    streamed.
+    """
     layer = part(LAYER, 1) * BF16
     left = found["streamed"].peak - 4 * MATRIX - layer - NORM
     assert 0 <= left < MATRIX // 40

@@ -1,7 +1,8 @@
-"""Plans of runs with streamed layers against real runs on a CPU, and their host bytes against what a run judges.
+"""Plans of runs with streamed layers against real runs on a CPU, and their host bytes against what
+a run judges.
 
-A real CPU has one memory, so that what is compared is device and host together; torch's rounding of pinned memory,
-which a CPU does not have, is left out of the plan here.
+A real CPU has one memory, so that what is compared is device and host together; torch's rounding of
+pinned memory, which a CPU does not have, is left out of the plan here.
 """
 
 from pathlib import Path
@@ -22,7 +23,11 @@ from tests.recipes.runs import DISTILL, FULL, LORA
 from tests.selection import slow_except
 
 WIDTH = 32
-STEPPING = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
+STEPPING = (
+    "memory.optimizer_in_backward=true",
+    "memory.optimizer_offload=true",
+    "clip_grad_norm=null",
+)
 NF4, RECOMPUTE = "lora.quantize_base=nf4", "memory.activation_checkpointing=full"
 CASES: dict[str, tuple[Any, ...]] = {
     "qlora, checkpointed": (1, LORA, TIED, NF4, RECOMPUTE),
@@ -50,14 +55,18 @@ def add_streaming(name: str) -> tuple[Any, ...]:
 
 
 def planned(folder: Path, name: str) -> dict[str, Any]:
-    """Of a plan: peaks of both memories together without rounding; the host's with it, and what a run judges."""
+    """Of a plan: peaks of both memories together without rounding; the host's with it, and what a
+    run judges.
+    """
     with_a_host()
     recipe, cfg, shape = config_of(add_streaming(name), folder)
     judged: list[int] = []
 
     class Judged(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
-            judged.append(sum(offloaded_bytes(self.model, cfg, getattr(self, "teacher", None)).values()))
+            judged.append(
+                sum(offloaded_bytes(self.model, cfg, getattr(self, "teacher", None)).values())
+            )
             return super().train_step(batches)
 
     def run() -> Any:
@@ -69,7 +78,12 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
     for storage in exact.trace.storages:
         storage.device = True
     host = rounded.active_peaks(device=False)[STEADY]
-    return {"peaks": exact.trace.active_peaks(), "repeats": exact.repeats, "host": host, "judged": judged[0]}
+    return {
+        "peaks": exact.trace.active_peaks(),
+        "repeats": exact.repeats,
+        "host": host,
+        "judged": judged[0],
+    }
 
 
 def measured(folder: Path, name: str) -> dict[str, Any]:
@@ -81,7 +95,9 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, QUICK))
-def test_peaks_are_those_of_the_real_run_and_host_bytes_those_that_it_judges(tmp_path: Path, name: str) -> None:
+def test_peaks_are_those_of_the_real_run_and_host_bytes_those_that_it_judges(
+    tmp_path: Path, name: str
+) -> None:
     if CASES[name][2] in MIXTURES:
         write_mixture(tmp_path, CASES[name][2])
     plan = run_ranks(planned, 1, tmp_path, name, process_group=False)[0]
@@ -90,6 +106,7 @@ def test_peaks_are_those_of_the_real_run_and_host_bytes_those_that_it_judges(tmp
     assert {phase: plan["peaks"][phase] for phase in (FIRST, STEADY)} == {
         phase: real["peaks"][phase] for phase in (FIRST, STEADY)
     }
-    # The final norm's states are too small to be sent; values of an external model's buffers are kept.
+    # The final norm's states are too small to be sent; values of an external model's buffers are
+    # kept.
     small = 2 * WIDTH * 4 if CASES[name][1] == FULL else -64 if name == "transformers" else 0
     assert plan["host"] == plan["judged"] - small

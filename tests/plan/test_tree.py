@@ -51,7 +51,9 @@ def test_every_node_is_the_sum_of_its_branches(alive: list[Alive], extra: int):
     for kind in STORAGE_KINDS:
         assert shown.get(kind, 0) == sum(found.bytes for found in alive if found.kind == kind)
     assert shown.get("rounded up to blocks", 0) == extra
-    assert [kind for kind in STORAGE_KINDS if kind in shown] == [name for name in shown if name in STORAGE_KINDS]
+    assert [kind for kind in STORAGE_KINDS if kind in shown] == [
+        name for name in shown if name in STORAGE_KINDS
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +90,9 @@ def test_layers_that_hold_the_same_are_joined():
 
 def test_experts_are_joined_inside_of_layers_that_are():
     alive = [
-        Alive("parameters", "", f"a.{layer}.experts.{expert}.up", 5, 1) for layer in range(3) for expert in range(8)
+        Alive("parameters", "", f"a.{layer}.experts.{expert}.up", 5, 1)
+        for layer in range(3)
+        for expert in range(8)
     ]
     kind = alive_tree(rank_of(alive)).children[0]
     assert [(node.name, node.bytes) for node in kind.children] == [("a.0-2.experts.0-7.up", 120)]
@@ -96,7 +100,10 @@ def test_experts_are_joined_inside_of_layers_that_are():
 
 def test_a_full_name_says_where_a_storage_belongs():
     """Not the module that ran when it was made: gathers are made ahead."""
-    alive = [Alive("gathered", "model.layers.1", "model.layers.2", 7, 1), Alive("batch", "", "", 5, 1)]
+    alive = [
+        Alive("gathered", "model.layers.1", "model.layers.2", 7, 1),
+        Alive("batch", "", "", 5, 1),
+    ]
     names = [kind.children[0].name for kind in alive_tree(rank_of(alive)).children]
     assert names == ["model.layers.2", "outside of modules"]
 
@@ -112,4 +119,6 @@ def test_numbers():
 def test_a_module_and_a_parameter_of_one_name_are_one_branch():
     alive = [Alive("gathered", "model.norm", "", 7, 1), Alive("gathered", "", "model.norm", 5, 1)]
     kind = alive_tree(rank_of(alive)).children[0]
-    assert [(node.name, node.bytes, node.count) for node in kind.children] == [("model.norm", 12, 2)]
+    assert [(node.name, node.bytes, node.count) for node in kind.children] == [
+        ("model.norm", 12, 2)
+    ]

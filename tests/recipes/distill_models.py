@@ -25,7 +25,9 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_models(folder: Path) -> dict[str, str]:
-    """Folders of a student and of teachers by name, made by transformers, each with the demo's tokenizer."""
+    """Folders of a student and of teachers by name, made by transformers, each with the demo's
+    tokenizer.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     kinds: dict[str, dict[str, Any]] = {
@@ -45,17 +47,28 @@ def write_models(folder: Path) -> dict[str, str]:
 def write_rows(folder: Path) -> Path:
     """Prompts and answers of different lengths."""
     path = folder / "rows.jsonl"
-    rows = [{"prompt": f"Cat {at}: " * (1 + at % 3), "completion": "it sleeps. " * (1 + at % 4)} for at in range(24)]
+    rows = [
+        {"prompt": f"Cat {at}: " * (1 + at % 3), "completion": "it sleeps. " * (1 + at % 4)}
+        for at in range(24)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
-    """Command line of a run; the word `validation` adds data for it, `{tied}` is the folder of that model."""
+    """Command line of a run; the word `validation` adds data for it, `{tied}` is the folder of that
+    model.
+    """
     models = {name: str(folder / name) for name in ("student", "teacher", "tied", "padded")}
-    validation = (f"validation.source={folder / 'rows.jsonl'}",) if "validation" in overrides else ()
+    validation = (
+        (f"validation.source={folder / 'rows.jsonl'}",) if "validation" in overrides else ()
+    )
     teacher = () if "~distill.teacher" in overrides else (f"distill.teacher={models['teacher']}",)
-    overrides = tuple(word.format(**models) for word in overrides if word not in ("validation", "~distill.teacher"))
+    overrides = tuple(
+        word.format(**models)
+        for word in overrides
+        if word not in ("validation", "~distill.teacher")
+    )
     return latest(
         "--config",
         str(Path(__file__).parent / "plain.yaml"),

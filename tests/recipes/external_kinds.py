@@ -1,4 +1,6 @@
-"""Tiny models of architectures that transformers saves in ways of its own, for the tests of this folder."""
+"""Tiny models of architectures that transformers saves in ways of its own, for the tests of this
+folder.
+"""
 
 from typing import Any
 
@@ -17,7 +19,13 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
            "image_size": 28, "patch_size": 14}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -27,7 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "apertus": {},
     # A router derived from nn.Linear whose forward returns two tensors; experts of 3 dimensions.
     "llama4_text": EXPERTS | {"intermediate_size_mlp": 48, "layer_types": ["chunked_attention", "full_attention"]},
-    # An infinite number in config.json; state-space layers, the first one with experts under other names in files.
+    # An infinite number in config.json; state-space layers, the first one with experts under other
+    # names in files.
     "granitemoehybrid": EXPERTS | _MAMBA | {"shared_intermediate_size": 16, "layer_types": ["mamba", "attention"]},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1,
@@ -50,6 +59,10 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 def import_models(*kinds: str) -> None:
-    """Import transformers' classes of these architectures, so that ranks, which are forks, need not."""
+    """Import transformers' classes of these architectures, so that ranks, which are forks, need
+    not.
+    """
     for kind in kinds:
-        assert transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(transformers.AutoConfig.for_model(kind))]
+        assert transformers.MODEL_FOR_CAUSAL_LM_MAPPING[
+            type(transformers.AutoConfig.for_model(kind))
+        ]

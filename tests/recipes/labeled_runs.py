@@ -1,4 +1,6 @@
-"""Runs of seconds on rows with labels: answers that are wanted or not, pairs with margins, and texts of classes."""
+"""Runs of seconds on rows with labels: answers that are wanted or not, pairs with margins, and
+texts of classes.
+"""
 
 import json
 from collections.abc import Sequence
@@ -54,7 +56,10 @@ def write_classes(folder: Path) -> Path:
     names = [list(kinds)[at % 3] for at in range(24)]
     return write(
         folder / "classes.jsonl",
-        [{"text": f"{at}: {kinds[name] * (1 + at % 4)}", "label": name} for at, name in enumerate(names)],
+        [
+            {"text": f"{at}: {kinds[name] * (1 + at % 4)}", "label": name}
+            for at, name in enumerate(names)
+        ],
     )
 
 
@@ -89,8 +94,12 @@ def validated(data: Path) -> list[str]:
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
 
-def train(data: Path, recipe: str, ranks: int, overrides: tuple[str, ...]) -> list[dict[str, float]]:
-    """What each line of a run has recorded; with saved states, of a second run that goes on after the first step."""
+def train(
+    data: Path, recipe: str, ranks: int, overrides: tuple[str, ...]
+) -> list[dict[str, float]]:
+    """What each line of a run has recorded; with saved states, of a second run that goes on after
+    the first step.
+    """
     output = data.parent / "run"
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     together = ("parallel.tensor", "parallel.context", "parallel.pipeline")
@@ -106,7 +115,9 @@ def train(data: Path, recipe: str, ranks: int, overrides: tuple[str, ...]) -> li
         dist.barrier()  # a rank that is there first would find the folder in use
     lines = metrics(output)
     dist.barrier()
-    return [{name: value for name, value in line.items() if name.startswith(COMPARED)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name.startswith(COMPARED)} for line in lines
+    ]
 
 
 def train_all(

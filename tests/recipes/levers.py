@@ -1,7 +1,9 @@
-"""The levers of a run, with the values that they are tried with, and which of these are refused together.
+"""The levers of a run, with the values that they are tried with, and which of these are refused
+together.
 
-`test_levers` runs what is made from this table: each value, and few runs of many levers at once in which every pair of
-values that is not refused meets. `docs/levers.md` shows it (`python -m benchmarks.levers --output docs/levers.md`).
+`test_levers` runs what is made from this table: each value, and few runs of many levers at once in
+which every pair of values that is not refused meets. `docs/levers.md` shows it (`python -m
+benchmarks.levers --output docs/levers.md`).
 """
 
 from dataclasses import dataclass
@@ -10,15 +12,17 @@ from itertools import combinations
 STEPS = 2
 ROWS = 8  # rows of a step, over all ranks
 LOSS = "smoothed_for_tests"
-MOST = 12  # levers of one run: if all were in all runs, one that hides what another does would hide it everywhere
+# Levers of one run: if all were in all runs, one that hides what another does would hide it
+# everywhere
+MOST = 12
 FINE = 1e-6  # tolerance where nothing is rounded but sums in another order
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A lever's value. overrides: `{folder}` stands for the tests' own files. basis: overrides of the run of one
-    process that it is compared with; none: of the plain run. tolerance: relative, of the losses. ranks: least number to
-    try it on.
+    """A lever's value. overrides: `{folder}` stands for the tests' own files. basis: overrides of
+    the run of one process that it is compared with; none: of the plain run. tolerance: relative, of
+    the losses. ranks: least number to try it on.
     """
 
     lever: str
@@ -45,7 +49,8 @@ def _other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
     return Setting(lever, overrides, overrides, tolerance)
 
 
-# bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into the losses.
+# bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into
+# the losses.
 BF16 = 1e-2
 # So do sums that are rounded to 8 or 4 bits, or to bf16, afterwards.
 LOW_BITS = 1e-3
@@ -69,7 +74,11 @@ LEVERS = [
     _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
     _same("checkpointing", "memory.activation_checkpointing=full"),
     _same("checkpointing", "memory.activation_checkpointing=selective"),
-    _same("checkpointing", "memory.activation_checkpointing=budget", "memory.activation_budget_gib=0.01"),
+    _same(
+        "checkpointing",
+        "memory.activation_checkpointing=budget",
+        "memory.activation_budget_gib=0.01",
+    ),
     _same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
     _same(
         "activation offload",
@@ -79,7 +88,9 @@ LEVERS = [
     ),
     _same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
     _same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
-    Setting("in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
+    Setting(
+        "in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)
+    ),
     _same("MLP chunks", "memory.mlp_tiles=3"),
     _same("strategy", "parallel.strategy=ddp"),
     _same("loss chunks", "memory.loss_chunks=5"),
@@ -127,30 +138,47 @@ LEVERS = [
     _other("loss", f"loss={LOSS}"),
 ]
 
-# Keys that act before the first batch or beside the training, each with why no pair with it can matter.
+# Keys that act before the first batch or beside the training, each with why no pair with it can
+# matter.
 NOT_LEVERS = {
-    "memory.stream_layers": "frozen layers with every lever: test_adapter_levers; trained ones: test_layer_stream_runs",
-    "router_aux_loss_coef": "of models with experts; tests/recipes/test_mixture_runs, tests/models/test_mixture",
+    "memory.stream_layers": (
+        "frozen layers with every lever: test_adapter_levers; trained ones: test_layer_stream_runs"
+    ),
+    "router_aux_loss_coef": (
+        "of models with experts; tests/recipes/test_mixture_runs, tests/models/test_mixture"
+    ),
     "fused_kernels": "there are none on a CPU; test_fused_runs",
     "qat_start_step": "when rounding begins; test_qat_runs",
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",
-    "model.implementation": "another model; test_external_runs runs those of transformers on one rank and on two",
+    "model.implementation": (
+        "another model; test_external_runs runs those of transformers on one rank and on two"
+    ),
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
     "validation.split": "which rows of the hub there are; tests/data/test_dataset",
     "validation.max_new_tokens": "of a plugin's metric; test_validation_metrics",
-    "parallel.tensor_regather_in_backward": "both values with every kind of model; tests/parallel/test_tensor",
-    "parallel.tensor_replicate_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
-    "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
+    "parallel.tensor_regather_in_backward": (
+        "both values with every kind of model; tests/parallel/test_tensor"
+    ),
+    "parallel.tensor_replicate_kv_heads": (
+        "for models with few kv heads; tests/parallel/test_tensor"
+    ),
+    "parallel.pipeline_schedule": (
+        "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs"
+    ),
     "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
     "parallel.pipeline_balance": "which rank has which layers; tests/parallel/pipeline",
     "parallel.pipeline_layers_per_stage": "which rank has which layers; tests/parallel/pipeline",
-    "parallel.pipeline_max_deferred_weight_grads": "the order of a step's work; tests/parallel/pipeline",
+    "parallel.pipeline_max_deferred_weight_grads": (
+        "the order of a step's work; tests/parallel/pipeline"
+    ),
     "checkpoint.extra_parameters": "whether a file has what a recipe adds; test_extra_runs",
     "parallel.heartbeat_timeout_seconds": "when a run ends; tests/recipes/test_heartbeat",
     "lr_scheduler.*": "one number a step, a function of the step alone",
-    "memory.host_memory_limit_gib": "a limit, looked at before; tests/memory/test_host, tests/training/test_host_needs",
+    "memory.host_memory_limit_gib": (
+        "a limit, looked at before; tests/memory/test_host, tests/training/test_host_needs"
+    ),
     "optimizer.lr": "a number of the optimizer's formula",
     "optimizer.betas": "a number of the optimizer's formula",
     "optimizer.eps": "a number of the optimizer's formula",
@@ -185,7 +213,10 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
         {"optimizer.name=sgd", "optimizer.implementation=fused"},
         "sharded parameters, for which torch has no such kernel",
     ),
-    ({TENSOR, f"loss={LOSS}"}, "it is called with the logits of the whole vocabulary, which no rank has"),
+    (
+        {TENSOR, f"loss={LOSS}"},
+        "it is called with the logits of the whole vocabulary, which no rank has",
+    ),
     ({IN_BACKWARD, "clip_grad_norm=0.1"}, "before the norm of all gradients is known"),
     ({IN_BACKWARD, "gradient_accumulation_steps=2"}, "each backward would be a separate step"),
     ({IN_BACKWARD, PIPELINE}, "a pipeline adds up the gradients of several micro-batches"),
@@ -208,7 +239,13 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ),
     ({"compile=true", "memory.mlp_tiles=3"}, "could compute the tiles together again"),
 )
-HALVING = {TENSOR, PIPELINE, "parallel.context=2", "parallel.data_replicate=2", "parallel.data_shard=2"}
+HALVING = {
+    TENSOR,
+    PIPELINE,
+    "parallel.context=2",
+    "parallel.data_replicate=2",
+    "parallel.data_shard=2",
+}
 
 
 def refusal(settings: "Settings") -> str | None:
@@ -231,19 +268,28 @@ def pairs() -> list[Settings]:
     return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
 
 
-# Tried in one run of several levers each: compiling takes seconds, four ranks as long as two runs of two.
+# Tried in one run of several levers each: compiling takes seconds, four ranks as long as two runs
+# of two.
 COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or setting.ranks == 4)
 BESIDE = 6  # levers of such a run
 
 
 def met(row: Settings) -> set[Settings]:
-    """The pairs that a run of these settings says something about: those that its tolerance is not too wide for."""
+    """The pairs that a run of these settings says something about: those that its tolerance is not
+    too wide for.
+    """
     widest = max(setting.tolerance for setting in row)
-    return {pair for pair in combinations(row, 2) if max(setting.tolerance for setting in pair) == widest}
+    return {
+        pair
+        for pair in combinations(row, 2)
+        if max(setting.tolerance for setting in pair) == widest
+    }
 
 
 def joined_by_one(row: Settings) -> list[Settings]:
-    """The row with each setting of another lever that does not widen its tolerance and is not refused with it."""
+    """The row with each setting of another lever that does not widen its tolerance and is not
+    refused with it.
+    """
     levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
     others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
     longer = [tuple(sorted((*row, one), key=LEVERS.index)) for one in others if one not in COSTLY]
@@ -251,14 +297,16 @@ def joined_by_one(row: Settings) -> list[Settings]:
 
 
 def together() -> list[Settings]:
-    """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array), but for
-    the costly settings, each of which is in one run.
+    """Runs of several levers, so that every pair that is not refused is met by one of them (a
+    covering array), but for the costly settings, each of which is in one run.
 
-    Each begins with a pair that none has met yet; then the setting joins that meets most new pairs, if there is one
-    and the run is not refused for it.
+    Each begins with a pair that none has met yet; then the setting joins that meets most new pairs,
+    if there is one and the run is not refused for it.
     """
     rows: list[Settings] = []
-    left = dict.fromkeys(pair for pair in pairs() if not refusal(pair) and not set(pair) & set(COSTLY))
+    left = dict.fromkeys(
+        pair for pair in pairs() if not refusal(pair) and not set(pair) & set(COSTLY)
+    )
 
     def new(row: Settings) -> int:
         return sum(pair in left for pair in met(row))
@@ -301,7 +349,9 @@ def basis(settings: Settings) -> tuple[str, ...]:
 
 def on_one_rank(settings: Settings) -> Settings:
     """Those of the settings that one process can have."""
-    return tuple(setting for setting in settings if setting.ranks == 2 and setting.lever != "shards")
+    return tuple(
+        setting for setting in settings if setting.ranks == 2 and setting.lever != "shards"
+    )
 
 
 def title(settings: Settings) -> str:

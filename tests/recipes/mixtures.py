@@ -1,4 +1,6 @@
-"""Tiny mixtures of experts for whole runs: `config.json` of each family, with sizes that two ranks can share."""
+"""Tiny mixtures of experts for whole runs: `config.json` of each family, with sizes that two ranks
+can share.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "num_hidden_layers": 4,
     },
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "olmoe": {
         "architectures": ["OlmoeForCausalLM"],
         "num_experts": 5,

@@ -1,4 +1,6 @@
-"""Runs of seconds whose batches are padded further, by every kind of batch, model and division among ranks."""
+"""Runs of seconds whose batches are padded further, by every kind of batch, model and division
+among ranks.
+"""
 
 import json
 import math
@@ -14,19 +16,47 @@ from recipe_lib.config.mesh import MODEL_DIMS
 from tests.recipes.distill_models import write_models
 from tests.recipes.labeled_runs import write_answers, write_classes, write_margins
 from tests.recipes.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT, done, latest, metrics, parameters, run_here
+from tests.recipes.runs import (
+    DISTILL,
+    DPO,
+    FULL,
+    LORA,
+    REWARD,
+    ROOT,
+    done,
+    latest,
+    metrics,
+    parameters,
+    run_here,
+)
 
 STEPS, SEQUENCES, LONGEST = 2, 4, 128
 # Of a line of metrics.jsonl, what is measured and not computed.
-MEASURED = ("seconds", "tokens_per_second", "peak_memory", "memory_kind", "communication", "scaling", "host_memory")
-FURTHER = "data.pad_to_multiple_of=120"  # of sequences of 10 to 100 tokens, and of packs of up to LONGEST
+MEASURED = (
+    "seconds",
+    "tokens_per_second",
+    "peak_memory",
+    "memory_kind",
+    "communication",
+    "scaling",
+    "host_memory",
+)
+FURTHER = (  # of sequences of 10 to 100 tokens, and of packs of up to LONGEST
+    "data.pad_to_multiple_of=120"
+)
 ACCUMULATED = "gradient_accumulation_steps=2"
-ALONE = ("batch_size=1", "gradient_accumulation_steps=4", "validation.batch_size=1")  # no longer neighbor
+ALONE = (
+    "batch_size=1",
+    "gradient_accumulation_steps=4",
+    "validation.batch_size=1",
+)  # no longer neighbor
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of batch. recipe: that takes it. rows: the file of samples. words: of the command line."""
+    """A kind of batch. recipe: that takes it. rows: the file of samples. words: of the command
+    line.
+    """
 
     recipe: str
     rows: str
@@ -46,12 +76,15 @@ KINDS = {
     "distillation": Kind(DISTILL, "messages", ("distill.temperature=2",)),
 }
 BALANCED, INT8 = "router_aux_loss_coef=0.5", "matmul_dtype=int8"
-LONG_ROPE = "phi3"  # whose rotations go by the longest position; sequences are shorter, padded ones longer
+# Whose rotations go by the longest position; sequences are shorter, padded ones longer
+LONG_ROPE = "phi3"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is compared with itself, padded further. model: of `write_presets`. words: beside the kind's."""
+    """A run that is compared with itself, padded further. model: of `write_presets`. words: beside
+    the kind's.
+    """
 
     kind: str
     model: str = "tiny"
@@ -59,18 +92,35 @@ class Case:
     words: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.model} {self.ranks} {' '.join(word.rpartition('.')[2] for word in self.words)}"
+        return (
+            f"{self.kind} {self.model} {self.ranks}"
+            f" {' '.join(word.rpartition('.')[2] for word in self.words)}"
+        )
 
 
 def write_presets(folder: Path) -> None:
     """A config.json for each model of the cases, and each kind's samples."""
     for family in MIXTURES:
         write_mixture(family, folder)
-    tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {"initializer_range": 0.2}
+    tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {
+        "initializer_range": 0.2
+    }
     factors = [1.0 + 0.1 * at for at in range(4)]
-    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": [8 * each for each in factors]}
-    long_rope = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "rope_scaling": scaling}
-    long_rope |= {"original_max_position_embeddings": 112, "tie_word_embeddings": False, "sliding_window": None}
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": [8 * each for each in factors],
+    }
+    long_rope = {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "rope_scaling": scaling,
+    }
+    long_rope |= {
+        "original_max_position_embeddings": 112,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+    }
     (folder / "tiny.json").write_text(json.dumps(tiny))
     (folder / f"{LONG_ROPE}.json").write_text(json.dumps(tiny | long_rope))
     for write in (write_answers, write_classes, write_margins, write_messages):
@@ -81,8 +131,13 @@ def write_messages(folder: Path) -> None:
     """Conversations of unlike lengths."""
     words = [" ".join(["cat", "dog", "sees", "it", "a tree"][at % 5] for at in range(1 + 7 * number % 23))
              for number in range(24)]  # fmt: skip
-    turns = [[{"role": "user", "content": "Say"}, {"role": "assistant", "content": text}] for text in words]
-    (folder / "messages.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    turns = [
+        [{"role": "user", "content": "Say"}, {"role": "assistant", "content": text}]
+        for text in words
+    ]
+    (folder / "messages.jsonl").write_text(
+        "".join(json.dumps({"messages": turn}) + "\n" for turn in turns)
+    )
 
 
 def arguments(case: Case, folder: Path, output: Path) -> list[str]:
@@ -95,7 +150,9 @@ def arguments(case: Case, folder: Path, output: Path) -> list[str]:
     accumulated = 2 if ACCUMULATED in case.words else 1
     rows = folder / f"{kind.rows}.jsonl"
     teacher = (f"distill.teacher={folder / 'teacher'}",) if kind.recipe == DISTILL else ()
-    metrics_kept = ("validation.metrics=[token_accuracy, exact_match]",) if kind.recipe in (FULL, LORA) else ()
+    metrics_kept = (
+        ("validation.metrics=[token_accuracy, exact_match]",) if kind.recipe in (FULL, LORA) else ()
+    )
     return latest(
         "--config",
         str(config),
@@ -125,8 +182,12 @@ def arguments(case: Case, folder: Path, output: Path) -> list[str]:
     )
 
 
-def train(case: Case, folder: Path, *more: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The numbers of each line of metrics.jsonl, and how far each parameter moved: its gradients times the rate."""
+def train(
+    case: Case, folder: Path, *more: str
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """The numbers of each line of metrics.jsonl, and how far each parameter moved: its gradients
+    times the rate.
+    """
     if KINDS[case.kind].recipe == DISTILL and not (folder / "teacher").exists():
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_models(folder)
@@ -135,21 +196,31 @@ def train(case: Case, folder: Path, *more: str) -> tuple[list[dict[str, float]],
     output = folder / re.sub(r"\W+", "_", f"{case} {more}")
     start: dict[str, torch.Tensor] = {}
     argv = latest(*arguments(case, folder, output), *more)
-    run = done(run_here(argv, lambda recipe: start.update(parameters(recipe)), recipe=KINDS[case.kind].recipe))
+    run = done(
+        run_here(
+            argv, lambda recipe: start.update(parameters(recipe)), recipe=KINDS[case.kind].recipe
+        )
+    )
     moved = {name: tensor - start[name] for name, tensor in parameters(run.recipe).items()}
-    lines = [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in metrics(output)]
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(MEASURED)}
+        for line in metrics(output)
+    ]
     return lines, moved
 
 
 def train_padded(folder: Path, cases: list[Case]) -> list[Any]:
     """Of each case the run as it is, padded further, and of one process each sequence alone.
 
-    Not of what goes by micro-batches: the loss of routers is their mean, and products in 8 bits have scales of each.
+    Not of what goes by micro-batches: the loss of routers is their mean, and products in 8 bits
+    have scales of each.
     """
     found = []
     for case in cases:
         is_divided = case.ranks == 1 and not {BALANCED, INT8} & {*case.words}
-        found.append([train(case, folder, *more) for more in ((), (FURTHER,), *[ALONE] * is_divided)])
+        found.append(
+            [train(case, folder, *more) for more in ((), (FURTHER,), *[ALONE] * is_divided)]
+        )
         if dist.is_initialized():
             dist.barrier()
     return found

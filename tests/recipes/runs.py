@@ -42,7 +42,9 @@ def recipe_module(name: str = FULL) -> ModuleType:
 
 
 def arguments(output: Path, config: str = "demo/full") -> list[str]:
-    """Command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of width 32."""
+    """Command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of
+    width 32.
+    """
     return [
         "--config",
         config,
@@ -58,7 +60,9 @@ def arguments(output: Path, config: str = "demo/full") -> list[str]:
 
 
 def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
-    """Command line of a run that starts from real weights, 260 K of them; the data is for `overrides` to say."""
+    """Command line of a run that starts from real weights, 260 K of them; the data is for
+    `overrides` to say.
+    """
     return latest(
         "--config",
         str(PLAIN),
@@ -76,12 +80,18 @@ def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
 def latest(*words: str) -> list[str]:
     """The words without those whose key is given again later: a command line has each key once."""
     last = {word.partition("=")[0]: at for at, word in enumerate(words) if "=" in word}
-    return [word for at, word in enumerate(words) if "=" not in word or last[word.partition("=")[0]] == at]
+    return [
+        word
+        for at, word in enumerate(words)
+        if "=" not in word or last[word.partition("=")[0]] == at
+    ]
 
 
 @dataclass
 class Run:
-    """A run in this process. recipe: None if it ended before there was one. said: log lines, then the error's."""
+    """A run in this process. recipe: None if it ended before there was one. said: log lines, then
+    the error's.
+    """
 
     code: int
     said: list[str]
@@ -90,7 +100,11 @@ class Run:
 
 def recipe_class(module: ModuleType) -> type[Any]:
     """The class that a recipe's file is about: the one with a training step."""
-    made = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
+    made = (
+        value
+        for value in vars(module).values()
+        if getattr(value, "__module__", "") == module.__name__
+    )
     return next(value for value in made if hasattr(value, "train_step"))
 
 
@@ -102,7 +116,8 @@ def run_here(
 ) -> Run:
     """The recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
 
-    before_model, before_training: called with the recipe when its data is read, and when all is set up and resumed.
+    before_model, before_training: called with the recipe when its data is read, and when all is set
+    up and resumed.
     """
     module = recipe_module(recipe)
     original = recipe_class(module)
@@ -181,7 +196,11 @@ def metrics(output: Path) -> list[dict[str, Any]]:
 
 def steps(output: Path) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of every training line of metrics.jsonl."""
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(output) if "loss" in line]
+    return [
+        (line["step"], line["loss"], line["grad_norm"])
+        for line in metrics(output)
+        if "loss" in line
+    ]
 
 
 def losses(output: Path) -> list[float]:
@@ -197,7 +216,11 @@ def furthest(found: list[float], expected: list[float]) -> float:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Relative path -> contents of every file under the folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def done(run: Any) -> Any:
@@ -214,6 +237,8 @@ def probe() -> torch.Tensor:
 
 
 def offload_on_a_cpu() -> None:
-    """What is kept on the host is copied there and back though the device is a CPU; for the rest of a process."""
+    """What is kept on the host is copied there and back though the device is a CPU; for the rest of
+    a process.
+    """
     for module in (optimizers, activation_offload, layer_stream):
         module.has_host = lambda device: True  # type: ignore[attr-defined]

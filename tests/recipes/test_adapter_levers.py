@@ -1,6 +1,8 @@
-"""Adapters with every lever that acts on the model: 2 and 4 ranks give the losses of one, or the pair is refused.
+"""Adapters with every lever that acts on the model: 2 and 4 ranks give the losses of one, or the
+pair is refused.
 
-The levers themselves are those of test_levers; here each meets each kind of adapter and each storage of the base.
+The levers themselves are those of test_levers; here each meets each kind of adapter and each
+storage of the base.
 """
 
 import functools
@@ -49,9 +51,17 @@ KINDS = [
     Kind("dora on nf4", ("lora.dora=true", "lora.quantize_base=nf4")),
     Kind(
         "embedding and head on int8",
-        ("lora.target_modules=[q, v, down, embedding, head]", "lora.quantize_base=int8", "lora.rslora=true"),
+        (
+            "lora.target_modules=[q, v, down, embedding, head]",
+            "lora.quantize_base=int8",
+            "lora.rslora=true",
+        ),
     ),
-    Kind("fp32 beside bf16", ("dtype=bf16", "lora.dtype=fp32", "lora.quantize_base=nf4"), tolerance=1e-2),
+    Kind(
+        "fp32 beside bf16",
+        ("dtype=bf16", "lora.dtype=fp32", "lora.quantize_base=nf4"),
+        tolerance=1e-2,
+    ),
 ]
 # With no lever but itself.
 SGD = Kind("sgd in bf16", ("dtype=bf16", "optimizer.name=sgd", "optimizer.lr=1"), tolerance=1e-2)
@@ -59,9 +69,10 @@ SGD = Kind("sgd in bf16", ("dtype=bf16", "optimizer.name=sgd", "optimizer.lr=1")
 
 @dataclass(frozen=True)
 class Lever:
-    """Levers that change how numbers are computed. basis: overrides of the run of one rank that has the same numbers.
-    tolerance: relative, of losses, where it is wider than the kind's. plain_base: words of the line that it is refused
-    with for a base that is quantized; none: it goes with every kind.
+    """Levers that change how numbers are computed. basis: overrides of the run of one rank that has
+    the same numbers. tolerance: relative, of losses, where it is wider than the kind's. plain_base:
+    words of the line that it is refused with for a base that is quantized; none: it goes with every
+    kind.
     """
 
     overrides: tuple[str, ...] = ()
@@ -97,15 +108,27 @@ LEVERS = [
     Lever(("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
     Lever(("memory.optimizer_offload=true", "parallel.strategy=ddp", ON_ANY_DEVICE)),
     Lever(("memory.stream_layers=true", ON_ANY_DEVICE, *COMPILED)),
-    Lever(("memory.stream_layers=true", "memory.activation_offload=true", "parallel.strategy=ddp", ON_ANY_DEVICE)),
+    Lever(
+        (
+            "memory.stream_layers=true",
+            "memory.activation_offload=true",
+            "parallel.strategy=ddp",
+            ON_ANY_DEVICE,
+        )
+    ),
     Lever(PACKED, basis=PACKED),
     Lever(EIGHT_BITS, basis=EIGHT_BITS, tolerance=1e-4),
-    Lever(INT8, basis=INT8, tolerance=1e-2, plain_base="rounding them a second time would lose more"),
+    Lever(
+        INT8, basis=INT8, tolerance=1e-2, plain_base="rounding them a second time would lose more"
+    ),
 ]
-# Each lever with one kind, in turn with each; the last one, which some refuse, with one that does not too.
+# Each lever with one kind, in turn with each; the last one, which some refuse, with one that does
+# not too.
 CASES = [(KINDS[number % len(KINDS)], lever) for number, lever in enumerate(LEVERS)]
 CASES += [(SGD, LEVERS[0]), (KINDS[0], LEVERS[-1])]
-BASES = [(kind, ()) for kind in KINDS] + [(kind, lever.basis) for kind, lever in CASES if not lever.refuses(kind)]
+BASES = [(kind, ()) for kind in KINDS] + [
+    (kind, lever.basis) for kind, lever in CASES if not lever.refuses(kind)
+]
 BASES = list(dict.fromkeys(BASES))
 QUICK = [CASES[4], CASES[7]]
 QUICK_BASES = [(kind, lever.basis) for kind, lever in QUICK] + [(kind, ()) for kind in KINDS]
@@ -149,11 +172,18 @@ def write_wide_model(folder: Path) -> None:
 
 
 def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """Code, last line and metrics of a run; with saved states those of a second run, which goes on after a step."""
+    """Code, last line and metrics of a run; with saved states those of a second run, which goes on
+    after a step.
+    """
     torch._dynamo.reset()
     output = folder / f"{kind}{ranks}"
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
-    argv = [*arguments(folder, output), f"batch_size={ROWS // ranks // accumulation}", *kind.overrides, *overrides]
+    argv = [
+        *arguments(folder, output),
+        f"batch_size={ROWS // ranks // accumulation}",
+        *kind.overrides,
+        *overrides,
+    ]
     watch = Watch() if ranks == 1 else None
     run = run_here([*argv, "overwrite_output_dir=true"], recipe=LORA, before_training=watch)
     beside = watch.report(run.recipe) if watch and run.code == 0 else {}
@@ -161,26 +191,43 @@ def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> d
     if run.code == 0 and any("save_every_n_steps" in override for override in overrides):
         run = run_here([*argv, f"resume={output / 'state' / 'step_1'}"], recipe=LORA)
         torch.distributed.barrier()
-    return {"code": run.code, "said": run.said[-1:], "lines": [] if run.code else metrics(output), "formula": beside}
+    return {
+        "code": run.code,
+        "said": run.said[-1:],
+        "lines": [] if run.code else metrics(output),
+        "formula": beside,
+    }
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """Every selected case of a kind and a lever, and what one rank gives under `(kind, lever's basis)`."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, dict[str, Any]]:
+    """Every selected case of a kind and a lever, and what one rank gives under `(kind, lever's
+    basis)`.
+    """
     folder = tmp_path_factory.mktemp("adapters")
     write_wide_model(folder)
     cases = selected(request, "case")
-    needed = [(KINDS[0], changed) for changed in ((), *selected(request, "changed"))] + selected(request, "basis")
+    needed = [(KINDS[0], changed) for changed in ((), *selected(request, "changed"))] + selected(
+        request, "basis"
+    )
     needed += [(kind, ()) for kind in KINDS]
     needed += [(kind, lever.basis) for kind, lever in cases]
     bases = [base for base in BASES if base in needed]
 
     def train_all(ranks: int) -> list[dict[str, Any]]:
-        apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
+        apply_levers.compile_layers = functools.partial(
+            apply_levers.compile_layers, backend="eager"
+        )
         offload_on_a_cpu()
         if ranks == 1:
             return [train(folder, kind, basis, 1) for kind, basis in bases]
-        return [train(folder, kind, lever.overrides, ranks) for kind, lever in cases if lever.ranks == ranks]
+        return [
+            train(folder, kind, lever.overrides, ranks)
+            for kind, lever in cases
+            if lever.ranks == ranks
+        ]
 
     if any("compile=true" in lever.overrides for _, lever in cases):
         import_compiler()
@@ -191,8 +238,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]} {case[1]}".strip())
-def test_losses_are_those_of_one_rank_or_it_is_refused(results: dict[Any, Any], case: tuple[Kind, Lever]):
+@pytest.mark.parametrize(
+    "case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]} {case[1]}".strip()
+)
+def test_losses_are_those_of_one_rank_or_it_is_refused(
+    results: dict[Any, Any], case: tuple[Kind, Lever]
+):
     kind, lever = case
     found = results[case]
     if lever.refuses(kind):
@@ -208,14 +259,21 @@ def test_losses_are_those_of_one_rank_or_it_is_refused(results: dict[Any, Any], 
 
 
 @pytest.mark.parametrize("basis", slow_except(BASES, QUICK_BASES), ids=str)
-def test_every_adapter_moves_as_the_formula_says(results: dict[Any, Any], basis: tuple[Kind, tuple[str, ...]]):
-    """By a plain loop, with the gradients of the run of one rank, which the others are compared with."""
+def test_every_adapter_moves_as_the_formula_says(
+    results: dict[Any, Any], basis: tuple[Kind, tuple[str, ...]]
+):
+    """By a plain loop, with the gradients of the run of one rank, which the others are compared
+    with.
+    """
     kind, overrides = basis
     found = results[basis]["formula"]
-    # In bf16 a small step may round to none: then the formula's weights, rounded alike, have not moved either.
+    # In bf16 a small step may round to none: then the formula's weights, rounded alike, have not
+    # moved either.
     assert found["still"] == [] and len(found["errors"]) >= 4
     assert not [name for name in found["unmoved"] if "lora_B" in name]
-    tolerance = 0.1 if "dtype=bf16" in kind.overrides and "lora.dtype=fp32" not in kind.overrides else 1e-3
+    tolerance = (
+        0.1 if "dtype=bf16" in kind.overrides and "lora.dtype=fp32" not in kind.overrides else 1e-3
+    )
     bad = {name: error for name, error in found["errors"].items() if not error <= tolerance}
     assert bad == {}, overrides
 
@@ -251,11 +309,22 @@ def test_room_for_the_merged_model_is_looked_for_before_training(
 ):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "Say red.", "output": "red"}\n' * 4)
-    argv = ["--config", str(ROOT / "tests/recipes/adapters.yaml"), f"model.path={realdata / 'stories260K-hf'}"]
-    argv += [f"data.source={rows}", "data.cache=false", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+    argv = [
+        "--config",
+        str(ROOT / "tests/recipes/adapters.yaml"),
+        f"model.path={realdata / 'stories260K-hf'}",
+    ]
+    argv += [
+        f"data.source={rows}",
+        "data.cache=false",
+        "device=cpu",
+        f"output_dir={tmp_path / 'out'}",
+    ]
 
     def fill_the_disk(recipe: Any) -> None:
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
+        monkeypatch.setattr(
+            "shutil.disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000)
+        )
 
     run = run_here([*argv, "lora.merge_on_save=true"], before_training=fill_the_disk, recipe=LORA)
     assert run.code == STORAGE

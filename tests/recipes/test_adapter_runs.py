@@ -1,4 +1,6 @@
-"""Whole LoRA runs on real weights: what they leave loads elsewhere, and goes on from where it stopped."""
+"""Whole LoRA runs on real weights: what they leave loads elsewhere, and goes on from where it
+stopped.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,9 @@ def test_adapter_and_merged_model_load_elsewhere(realdata: Path, tmp_path: Path,
     from transformers import AutoModelForCausalLM
 
     dora = f"lora.dora={str(kind == 'dora').lower()}"
-    run = run_here(arguments(realdata, tmp_path / "run", "lora.merge_on_save=true", dora), recipe=LORA)
+    run = run_here(
+        arguments(realdata, tmp_path / "run", "lora.merge_on_save=true", dora), recipe=LORA
+    )
     assert run.code == 0, run.said
     tokens = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(1))
     own = logits_here(run.recipe.model, tokens)
@@ -65,11 +69,15 @@ def test_an_adapter_is_gone_on_with(realdata: Path, tmp_path: Path):
     first = run_here(arguments(realdata, tmp_path / "first"), recipe=LORA)
     assert first.code == 0, first.said
     adapter = tmp_path / "first" / "adapter"
-    second = run_here(arguments(realdata, tmp_path / "second", f"lora.adapter_path={adapter}"), recipe=LORA)
+    second = run_here(
+        arguments(realdata, tmp_path / "second", f"lora.adapter_path={adapter}"), recipe=LORA
+    )
     assert second.code == 0, second.said
     batches = next(first.recipe.data.batches(0))
     with torch.no_grad():
-        expected = first.recipe.summed_loss(batches.micro_batches[0]).item() / batches.trained_tokens
+        expected = (
+            first.recipe.summed_loss(batches.micro_batches[0]).item() / batches.trained_tokens
+        )
     assert losses(tmp_path / "second")[0] == pytest.approx(expected, rel=1e-6)
     assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.1
 
@@ -85,10 +93,25 @@ def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_losses(realdata: Path, tmp_path: Path):
-    keep = ("checkpoint.save_every_n_steps=2", "checkpoint.keep_last_n=9", "lora.dora=true", "lora.dropout=0.1")
+    keep = (
+        "checkpoint.save_every_n_steps=2",
+        "checkpoint.keep_last_n=9",
+        "lora.dora=true",
+        "lora.dropout=0.1",
+    )
     assert run_here(arguments(realdata, tmp_path / "whole", *keep), recipe=LORA).code == 0
-    assert run_here(arguments(realdata, tmp_path / "cut", *keep, "checkpoint.save_model=false"), recipe=LORA).code == 0
+    assert (
+        run_here(
+            arguments(realdata, tmp_path / "cut", *keep, "checkpoint.save_model=false"), recipe=LORA
+        ).code
+        == 0
+    )
     state = tmp_path / "cut" / "state" / "step_2"
-    assert sum(file.stat().st_size for file in state.glob("shard-*")) < 1_500_000  # adapters, no frozen weights
-    assert run_here(arguments(realdata, tmp_path / "cut", *keep, f"resume={state}"), recipe=LORA).code == 0
+    assert (
+        sum(file.stat().st_size for file in state.glob("shard-*")) < 1_500_000
+    )  # adapters, no frozen weights
+    assert (
+        run_here(arguments(realdata, tmp_path / "cut", *keep, f"resume={state}"), recipe=LORA).code
+        == 0
+    )
     assert steps(tmp_path / "cut") == steps(tmp_path / "whole")

@@ -1,5 +1,6 @@
-"""The best step's weights, put back into models of every form: what is exported is what a run of so many steps
-exports."""
+"""The best step's weights, put back into models of every form: what is exported is what a run of so
+many steps exports.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ def argv_of(form: str, folder: Path, name: str, *more: str) -> list[str]:
     output = folder / form.replace(" ", "_").replace(",", "") / name
     if recipe == FULL:
         return command(output, *overrides, *more)
-    data = ("data.source=examples/demo/train.jsonl", "data.format=alpaca", "tokenizer.path=examples/demo/tokenizer")
+    data = (
+        "data.source=examples/demo/train.jsonl",
+        "data.format=alpaca",
+        "tokenizer.path=examples/demo/tokenizer",
+    )
     config = str(ROOT / "tests" / "recipes" / "adapters.yaml")
     return command(output, "dtype=fp32", "device=cpu", *data, *overrides, *more, config=config)
 
@@ -48,8 +53,12 @@ def train(form: str, folder: Path) -> dict[str, Any]:
         assert found.code == 0, found.said
         if ranks > 1:
             dist.barrier()
-        output = Path(argv[-1 - [word.partition("=")[0] for word in reversed(argv)].index("output_dir")][11:])
-        return output, weights(next(each for each in (output / "adapter", output / "model") if each.is_dir()))
+        output = Path(
+            argv[-1 - [word.partition("=")[0] for word in reversed(argv)].index("output_dir")][11:]
+        )
+        return output, weights(
+            next(each for each in (output / "adapter", output / "model") if each.is_dir())
+        )
 
     output, kept = run("kept", "checkpoint.keep_best=true", f"max_steps={STEPS}")
     step = min(validations(output))[1]
@@ -58,7 +67,9 @@ def train(form: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     """By form; all of as many ranks in one go."""
     folder, wanted = tmp_path_factory.mktemp("forms"), selected(request, "form")
 
@@ -86,7 +97,9 @@ def test_two_ranks_keep_what_one_goes_on_with(trained: dict[str, dict[str, Any]]
         return run_here(argv, stop_after(best + 1, rank=1)).code
 
     def go_on() -> tuple[int, Any]:
-        argv = command(tmp_path / "run", "checkpoint.keep_best=true", f"max_steps={STEPS}", "resume=latest")
+        argv = command(
+            tmp_path / "run", "checkpoint.keep_best=true", f"max_steps={STEPS}", "resume=latest"
+        )
         return run_here(argv).code, weights(tmp_path / "run" / "model")
 
     assert run_ranks(stop, 2) == [3, 3]

@@ -1,5 +1,6 @@
-"""Runs that keep their best step: which one that is, by their own validations; what they export; and the same of runs
-that are killed, stopped, gone on with from elsewhere and on other ranks."""
+"""Runs that keep their best step: which one that is, by their own validations; what they export;
+and the same of runs that are killed, stopped, gone on with from elsewhere and on other ranks.
+"""
 
 import json
 import os
@@ -16,7 +17,16 @@ from safetensors.torch import load_file
 from recipe_lib import files
 from recipe_lib.cli.main import main as tune
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import FULL, arguments, latest, metrics, recipe_module, run_here, steps, tree
+from tests.recipes.runs import (
+    FULL,
+    arguments,
+    latest,
+    metrics,
+    recipe_module,
+    run_here,
+    steps,
+    tree,
+)
 from tests.recipes.test_resume import stop_after
 from tests.selection import slow_except
 
@@ -27,11 +37,17 @@ VALIDATION = (
     "validation.every_n_steps=2",
     "validation.max_samples=8",
 )
-BEST, LAST, STEPS = 4, 10, 36  # of the plain run below: its best step, where it stops, and what it was to have
+BEST, LAST, STEPS = (
+    4,
+    10,
+    36,
+)  # of the plain run below: its best step, where it stops, and what it was to have
 
 
 def command(output: Path, *overrides: str, config: str = "demo/full") -> list[str]:
-    """A run at a rate at which validation is soon worse; constant, so that a shorter run is the same up to its end."""
+    """A run at a rate at which validation is soon worse; constant, so that a shorter run is the
+    same up to its end.
+    """
     return latest(
         *[word for word in arguments(output, config) if word != "~validation"],
         *VALIDATION,
@@ -63,15 +79,20 @@ def judged(output: Path) -> dict[str, Any]:
     """What a run came to, without the times of it."""
     found = summary(output)
     return {
-        name: found.get(name) for name in ("status", "steps", "best_step", "best_value", "exported_step", "outcome")
+        name: found.get(name)
+        for name in ("status", "steps", "best_step", "best_value", "exported_step", "outcome")
     }
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        found[name].equal(expected[name]) for name in expected
+    )
 
 
-def alone(argv: list[str], before_training: Callable[[Any], None] | None = None, recipe: str = FULL) -> list[str]:
+def alone(
+    argv: list[str], before_training: Callable[[Any], None] | None = None, recipe: str = FULL
+) -> list[str]:
     """Lines of a run in a process of its own; the last one is the exit code."""
 
     def train() -> list[str]:
@@ -105,8 +126,8 @@ def test_the_best_of_the_validations_is_exported(quiet: Path, tmp_path: Path):
 def test_all_records_say_which_step_it_is(quiet: Path):
     value = f"{min(validations(quiet))[0]:.4f}"
     sentence = (
-        f"best step {BEST} of {LAST}: validation_loss {value}; stopped early (of {STEPS} steps) after 3 validations "
-        "without improvement"
+        f"best step {BEST} of {LAST}: validation_loss {value}; stopped early (of {STEPS} steps)"
+        " after 3 validations without improvement"
     )
     found = summary(quiet)
     assert (found["status"], found["steps"], found["total_steps"]) == ("stopped early", LAST, STEPS)
@@ -179,7 +200,9 @@ def test_a_run_that_is_killed_has_the_same_best_step(
     assert steps(output) == steps(quiet) and validations(output) == validations(quiet)
     assert judged(output) == judged(quiet)
     assert tree(output / "model") == tree(quiet / "model")
-    assert [path.name.split("-")[0] for path in (output / "state" / "best").iterdir()] == [f"step_{BEST}"]
+    assert [path.name.split("-")[0] for path in (output / "state" / "best").iterdir()] == [
+        f"step_{BEST}"
+    ]
 
 
 # --- stopped, and gone on with otherwise
@@ -199,8 +222,15 @@ def test_a_signal_at_the_best_step_or_at_the_end_changes_nothing(quiet: Path, tm
 
 @pytest.mark.slow
 def test_a_best_step_after_the_state_that_is_gone_on_from_is_forgotten(tmp_path: Path):
-    """A run that gets better all the time, resumed from an early state at a rate that makes it worse."""
-    calm = ("checkpoint.keep_best=true", "optimizer.lr=1e-3", "max_steps=8", "checkpoint.keep_last_n=9")
+    """A run that gets better all the time, resumed from an early state at a rate that makes it
+    worse.
+    """
+    calm = (
+        "checkpoint.keep_best=true",
+        "optimizer.lr=1e-3",
+        "max_steps=8",
+        "checkpoint.keep_last_n=9",
+    )
     output = tmp_path / "run"
     assert alone(command(output, *calm))[-1] == "0"
     assert min(validations(output))[1] == 8 and summary(output)["exported_step"] == 8
@@ -245,12 +275,20 @@ def test_patience_alone_exports_the_last_step(quiet: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_the_best_step_may_be_all_that_a_run_leaves(tmp_path: Path):
     output = tmp_path / "kept"
-    own = ("checkpoint.keep_best=true", "checkpoint.save_every_n_steps=null", "checkpoint.save_model=false")
+    own = (
+        "checkpoint.keep_best=true",
+        "checkpoint.save_every_n_steps=null",
+        "checkpoint.save_model=false",
+    )
     assert alone(command(output, *own, "max_steps=6"))[-1] == "0"
-    assert [str(path.relative_to(output / "state")) for path in output.glob("state/**/step_*")] == [f"best/step_{BEST}"]
+    assert [str(path.relative_to(output / "state")) for path in output.glob("state/**/step_*")] == [
+        f"best/step_{BEST}"
+    ]
     assert alone(command(output, *own, "max_steps=6"))[-2:] == [
-        f"error: output_dir: {output} holds the weights of a best step of an earlier run; overwrite_output_dir=true "
-        "replaces what is there, or choose another output_dir",
+        (
+            f"error: output_dir: {output} holds the weights of a best step of an earlier run;"
+            " overwrite_output_dir=true replaces what is there, or choose another output_dir"
+        ),
         "2",
     ]
     assert alone(command(output, *own, "max_steps=2", "overwrite_output_dir=true"))[-1] == "0"
@@ -263,8 +301,11 @@ def test_what_cannot_be_is_refused(quiet: Path, tmp_path: Path):
     shutil.copytree(quiet, output)
     before, best = tree(output), output / "state" / "best" / f"step_{BEST}"
     assert alone(command(output, *KEEP, f"resume={best}"))[-2:] == [
-        f"error: {best}: holds the weights of a best step and no optimizer, and cannot be resumed from; resume=latest "
-        "goes on from the newest state, `tune export` makes a model or an adapter of these weights",
+        (
+            f"error: {best}: holds the weights of a best step and no optimizer, and cannot be"
+            " resumed from; resume=latest goes on from the newest state, `tune export` makes a"
+            " model or an adapter of these weights"
+        ),
         "2",
     ]
     assert tree(output) == before
@@ -273,22 +314,37 @@ def test_what_cannot_be_is_refused(quiet: Path, tmp_path: Path):
     data[-1] ^= 1
     shard.write_bytes(data)
     line, code = alone(command(output, *KEEP, "resume=latest"))[-2:]
-    assert code == "2" and line == (
-        f"error: {best}: holds the weights of the best step: {shard.name} has changed since it was written (SHA-256 "
-        "differs from the manifest); to export the last step in its place, resume=latest checkpoint.keep_best=false"
+    assert (
+        code == "2"
+        and line
+        == f"error: {best}: holds the weights of the best step: {shard.name} has changed since it"
+        " was written (SHA-256 differs from the manifest); to export the last step in its"
+        " place, resume=latest checkpoint.keep_best=false"
     )
     assert tree(output / "model") == tree(quiet / "model")
     assert alone(command(output, "validation.patience=3", "resume=latest"))[-1] == "0"
     assert summary(output)["exported_step"] == LAST
 
 
-def test_export_takes_the_best_step(quiet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_export_takes_the_best_step(
+    quiet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert tune(["export", str(quiet), "--hf", "--out", str(tmp_path / "out")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"note: {quiet}/state/best/step_{BEST} is the best step of the run, and is taken" in said
     assert equal(weights(tmp_path / "out"), weights(quiet / "model"))
-    assert f"| exported | best step {BEST}: validation_loss " in (tmp_path / "out" / "README.md").read_text()
-    assert tune(["export", f"{quiet}/state/best/step_{BEST}", "--hf", "--out", str(tmp_path / "named")]) == 0
+    assert (
+        f"| exported | best step {BEST}: validation_loss "
+        in (tmp_path / "out" / "README.md").read_text()
+    )
+    assert (
+        tune(
+            ["export", f"{quiet}/state/best/step_{BEST}", "--hf", "--out", str(tmp_path / "named")]
+        )
+        == 0
+    )
     assert tree(tmp_path / "named") == tree(tmp_path / "out")
-    assert tune(["export", f"{quiet}/state/step_{LAST}", "--hf", "--out", str(tmp_path / "last")]) == 0
+    assert (
+        tune(["export", f"{quiet}/state/step_{LAST}", "--hf", "--out", str(tmp_path / "last")]) == 0
+    )
     assert not equal(weights(tmp_path / "last"), weights(quiet / "model"))

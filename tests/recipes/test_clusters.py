@@ -1,4 +1,6 @@
-"""Nodes, as network namespaces of this machine: two with a command of docs/clusters.md, one with the file for Slurm."""
+"""Nodes, as network namespaces of this machine: two with a command of docs/clusters.md, one with
+the file for Slurm.
+"""
 
 import os
 import re
@@ -34,7 +36,20 @@ def nodes() -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+        ip(
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            names[1],
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
             ip("-n", name, "link", "set", "lo", "up")
@@ -54,7 +69,9 @@ def on_node(name: str, address: str) -> list[str]:
 
 
 def typed(beginning: str) -> list[str]:
-    """The words of the line of docs/clusters.md that begins so, for one rank a node that trains the demo."""
+    """The words of the line of docs/clusters.md that begins so, for one rank a node that trains the
+    demo.
+    """
     text = (ROOT / "docs" / "clusters.md").read_text()
     (line,) = re.findall(rf"^{re.escape(beginning)}.*$", text, re.MULTILINE)
     for there, here in (("HOST", ADDRESSES[0]), ("--nproc_per_node 8", "--nproc_per_node 1")):
@@ -86,7 +103,9 @@ def test_the_same_command_on_each(nodes: tuple[str, str], programs: dict[str, st
     """By torchrun; test_outputs has two nodes of `tune run`."""
     words = [*typed("torchrun --nnodes 2"), *RUN, f"output_dir={tmp_path / 'out'}"]
     running = [
-        subprocess.Popen([*on_node(*node), *words], cwd=ROOT, env=programs, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*on_node(*node), *words], cwd=ROOT, env=programs, stderr=subprocess.PIPE, text=True
+        )
         for node in zip(nodes, ADDRESSES, strict=True)
     ]
     said = [process.communicate(timeout=180)[1] for process in running]
@@ -99,7 +118,9 @@ def test_the_same_command_on_each(nodes: tuple[str, str], programs: dict[str, st
 def test_slurm_stops_with_a_state_queues_again_and_goes_on(
     nodes: tuple[str, str], programs: dict[str, str], tmp_path: Path
 ) -> None:
-    """`srun` starts the command on the node; in the first job the scheduler asks it to stop after some steps."""
+    """`srun` starts the command on the node; in the first job the scheduler asks it to stop after
+    some steps.
+    """
     folder, out = tmp_path / "bin", tmp_path / "out"
     begin = f'{shlex.join(on_node(nodes[0], ADDRESSES[0]))} "$@" & pid=$!'
     begun = f'while [ "$(cat {out}/metrics.jsonl 2>/dev/null | wc -l)" -lt 3 ]; do sleep 0.2; done'
@@ -107,18 +128,36 @@ def test_slurm_stops_with_a_state_queues_again_and_goes_on(
     record = f'printf "%s\\n" "$@" > {tmp_path}/started'
     (folder / "srun").write_text("\n".join(["#!/bin/bash", record, begin, stop, "wait $pid", ""]))
     (folder / "scontrol").write_text(
-        f'#!/bin/bash\nif [ "$1" = requeue ]; then echo $2 > {tmp_path}/queued; else echo {ADDRESSES[0]}; fi\n'
+        f'#!/bin/bash\nif [ "$1" = requeue ]; then echo $2 > {tmp_path}/queued; else echo'
+        f" {ADDRESSES[0]}; fi\n"
     )
     for name in ("srun", "scontrol"):
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "a1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7"}
-    words = ["bash", "examples/slurm/train.sbatch", "demo/full", *RUN[1:], "max_steps=60", f"output_dir={out}"]
-    done = subprocess.run(words, cwd=ROOT, env=programs | job, capture_output=True, text=True, timeout=300)
+    job = {
+        "SLURM_JOB_NODELIST": "a1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_JOB_ID": "7",
+    }
+    words = [
+        "bash",
+        "examples/slurm/train.sbatch",
+        "demo/full",
+        *RUN[1:],
+        "max_steps=60",
+        f"output_dir={out}",
+    ]
+    done = subprocess.run(
+        words, cwd=ROOT, env=programs | job, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 3, done.stderr
     assert (tmp_path / "queued").read_text() == "7\n"
     before = read_metrics(out)
     started = (tmp_path / "started").read_text().splitlines()
-    again = ["run", *started[started.index("demo/full") :]]  # what the next job starts, without a launcher
+    again = [
+        "run",
+        *started[started.index("demo/full") :],
+    ]  # what the next job starts, without a launcher
     assert run_ranks(lambda: tune(again), 1, process_group=False) == [0]
     trains(out, 60)
     assert read_metrics(out)[: len(before)] == before

@@ -1,5 +1,6 @@
-"""Whole runs whose ranks share sequences: the losses of one process, states that other ranks go on from, folders that
-transformers opens."""
+"""Whole runs whose ranks share sequences: the losses of one process, states that other ranks go on
+from, folders that transformers opens.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +27,9 @@ from tests.recipes.test_mixture_runs import (
 )
 from tests.selection import selected, slow_except
 
-_SHAPE = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {"initializer_range": 0.1}
+_SHAPE = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {
+    "initializer_range": 0.1
+}
 _GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16}
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4},
@@ -39,7 +42,8 @@ DENSE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TWO, FOUR = ("parallel.context=2",), ("parallel.context=4",)
 
-# What two ranks, four ranks and other ways to divide a model do; levers alone are test_levers' subject.
+# What two ranks, four ranks and other ways to divide a model do; levers alone are test_levers'
+# subject.
 CASES = [
     Case("llama", "full", 2, TWO),
     Case("gemma3", "packed", 2, TWO),
@@ -53,7 +57,9 @@ QUICK = CASES[:1]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Case, Any]:
     """What every selected case, and what it is compared with, recorded."""
     folder = tmp_path_factory.mktemp("context")
     write_models(folder)
@@ -72,12 +78,19 @@ def write_models(folder: Path) -> None:
 def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -> None:
     expected, found = results[case.basis], results[case]
     tolerance = 1e-5 if case.kind.startswith(("qlora", "int8")) else 1e-12
-    if tolerance > 1e-12 and TENSOR[0] in case.levers:  # in fp32 AdamW's first steps are of the sign of what is about 0
+    if (
+        tolerance > 1e-12 and TENSOR[0] in case.levers
+    ):  # in fp32 AdamW's first steps are of the sign of what is about 0
         tolerance = 1e-3
     assert len(found) == len(expected) and expected[0][1] != expected[-1][1]
-    for column in range(1, len(expected[0])):  # loss, norm, and of mixtures load, dropped tokens and balance loss
+    for column in range(
+        1, len(expected[0])
+    ):  # loss, norm, and of mixtures load, dropped tokens and balance loss
         mine, wanted = ([line[column] for line in lines] for lines in (found, expected))
-        assert mine == wanted or furthest(mine, wanted) <= tolerance, (column, furthest(mine, wanted))
+        assert mine == wanted or furthest(mine, wanted) <= tolerance, (
+            column,
+            furthest(mine, wanted),
+        )
 
 
 def go_on(folder: Path, case: Case) -> list[tuple[float, ...]]:
@@ -87,14 +100,17 @@ def go_on(folder: Path, case: Case) -> list[tuple[float, ...]]:
 
 @pytest.mark.slow
 def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
-    """Two ranks that share sequences go on bit for bit; one process, and four ranks, within what sums in another order
-    make."""
+    """Two ranks that share sequences go on bit for bit; one process, and four ranks, within what
+    sums in another order make.
+    """
     write_models(tmp_path)
     case = Case("llama", "packed", 2, TWO)
     whole, resumed = run_ranks(train_in_two, 2, tmp_path, case, timeout=200)[0]
     assert [line[0] for line in resumed] == [2, 3] and resumed == whole[1:]
     for ranks, levers in ((1, ()), (4, (*TWO, *PIPELINE))):
-        found = run_ranks(go_on, ranks, tmp_path, Case("llama", "packed", ranks, levers), timeout=200)[0]
+        found = run_ranks(
+            go_on, ranks, tmp_path, Case("llama", "packed", ranks, levers), timeout=200
+        )[0]
         for column in (1, 2):
             mine, wanted = ([line[column] for line in lines] for lines in (found, whole[1:]))
             assert furthest(mine, wanted) <= 1e-11, (ranks, levers)
@@ -102,7 +118,14 @@ def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
 
 def written(folder: Path, cases: list[Case]) -> None:
     for case in cases:
-        train(case, folder, f"{case.kind} {case.ranks}", "checkpoint.save_model=true", "dtype=fp32", "max_steps=1")
+        train(
+            case,
+            folder,
+            f"{case.kind} {case.ranks}",
+            "checkpoint.save_model=true",
+            "dtype=fp32",
+            "max_steps=1",
+        )
         dist.barrier()
 
 
@@ -111,7 +134,12 @@ def test_transformers_opens_what_ranks_write(tmp_path: Path) -> None:
     """Models and adapters of two ranks that share sequences are those of one process."""
     write_models(tmp_path)
     for ranks, levers in ((1, ()), (2, TWO)):
-        run_ranks(written, ranks, tmp_path, [Case("gemma3", kind, ranks, levers) for kind in ("packed", "lora of all")])
+        run_ranks(
+            written,
+            ranks,
+            tmp_path,
+            [Case("gemma3", kind, ranks, levers) for kind in ("packed", "lora of all")],
+        )
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "packed 2" / "model", output_loading_info=True
     )
@@ -120,7 +148,12 @@ def test_transformers_opens_what_ranks_write(tmp_path: Path) -> None:
     with torch.no_grad():
         tokens = torch.arange(3, 40).unsqueeze(0)
         torch.testing.assert_close(model(tokens).logits, alone(tokens).logits, rtol=1e-3, atol=1e-3)
-    wanted, found = (load_file(tmp_path / f"lora of all {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2))
+    wanted, found = (
+        load_file(tmp_path / f"lora of all {n}" / "adapter" / "adapter_model.safetensors")
+        for n in (1, 2)
+    )
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():
-        assert torch.linalg.vector_norm(found[name] - tensor) <= 1e-2 * torch.linalg.vector_norm(tensor), name
+        assert torch.linalg.vector_norm(found[name] - tensor) <= 1e-2 * torch.linalg.vector_norm(
+            tensor
+        ), name

@@ -1,4 +1,6 @@
-"""Distillation runs: a plain loop over transformers models in float64, two ranks against one, levers, errors."""
+"""Distillation runs: a plain loop over transformers models in float64, two ranks against one,
+levers, errors.
+"""
 
 import json
 import math
@@ -20,9 +22,17 @@ from tests.selection import selected, slow_except
 KINDS: dict[str, tuple[str, ...]] = {
     "forward": ("distill.temperature=2",),
     "reverse": ("distill.divergence=reverse_kl", "distill.weight=1"),
-    "jensen shannon": ("distill.divergence=jensen_shannon", "distill.beta=0.3", "distill.temperature=0.5"),
+    "jensen shannon": (
+        "distill.divergence=jensen_shannon",
+        "distill.beta=0.3",
+        "distill.temperature=0.5",
+    ),
     "lora": ("distill.trainable=adapters", "lora.target_modules=[q,v]", "distill.weight=0.7"),
-    "lora head": ("distill.trainable=adapters", "lora.target_modules=[q,head]", "distill.divergence=reverse_kl"),
+    "lora head": (
+        "distill.trainable=adapters",
+        "lora.target_modules=[q,head]",
+        "distill.divergence=reverse_kl",
+    ),
 }
 # Of two ranks. A teacher whose head is in the root, tied, or of another number of rows.
 LEVERS: dict[str, tuple[str, ...]] = {
@@ -58,9 +68,16 @@ CASES = [
 
 def train(folder: Path, kind: str, words: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:
     output = folder / f"{kind} {' '.join(words).replace('/', '')} {ranks}"
-    split = ranks if not any(word.startswith(("parallel.tensor", "parallel.context")) for word in words) else 1
+    split = (
+        ranks
+        if not any(word.startswith(("parallel.tensor", "parallel.context")) for word in words)
+        else 1
+    )
     split *= 2 if "gradient_accumulation_steps=2" in words else 1
-    run = run_here(arguments(folder, output, f"batch_size={SEQUENCES // split}", *KINDS[kind], *words), recipe=DISTILL)
+    run = run_here(
+        arguments(folder, output, f"batch_size={SEQUENCES // split}", *KINDS[kind], *words),
+        recipe=DISTILL,
+    )
     assert run.code == 0, run.said
     if dist.is_initialized():
         dist.barrier()
@@ -82,13 +99,17 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[Any, list[dict
     together: list[tuple[str, str]] = selected(request, "case")
     alone = list(dict.fromkeys((kind, alike(lever)) for kind, lever in together))
 
-    def train_all(cases: list[tuple[str, tuple[str, ...]]], ranks: int) -> list[list[dict[str, Any]]]:
+    def train_all(
+        cases: list[tuple[str, tuple[str, ...]]], ranks: int
+    ) -> list[list[dict[str, Any]]]:
         return [train(folder, kind, words, ranks) for kind, words in cases]
 
     found: dict[Any, list[dict[str, Any]]] = {}
     recorded = run_ranks(train_all, 1, alone, 1, timeout=300)[0]
     found |= {(*case, 1): lines for case, lines in zip(alone, recorded, strict=True)}
-    recorded = run_ranks(train_all, 2, [(kind, LEVERS[lever]) for kind, lever in together], 2, timeout=300)[0]
+    recorded = run_ranks(
+        train_all, 2, [(kind, LEVERS[lever]) for kind, lever in together], 2, timeout=300
+    )[0]
     return found | {(*case, 2): lines for case, lines in zip(together, recorded, strict=True)}
 
 
@@ -98,13 +119,21 @@ def test_two_ranks_record_what_one_records(results: dict[Any, Any], case: tuple[
     found, wanted = results[kind, lever, 2], results[kind, alike(lever), 1]
     assert len(found) == len(wanted) >= STEPS
     for mine, other in zip(found, wanted, strict=True):
-        names = RECORDED if "loss" in mine else [f"validation_{name}" for name in ("loss", *RECORDED[2:])]
+        names = (
+            RECORDED
+            if "loss" in mine
+            else [f"validation_{name}" for name in ("loss", *RECORDED[2:])]
+        )
         for name in names:
-            assert mine[name] == pytest.approx(other[name], rel=1e-4 if "dtype=fp32" in LEVERS[lever] else 1e-10), name
+            assert mine[name] == pytest.approx(
+                other[name], rel=1e-4 if "dtype=fp32" in LEVERS[lever] else 1e-10
+            ), name
 
 
 def put_exact_norms(model: torch.nn.Module) -> None:
-    """Replace transformers' norms, which compute in fp32, by torch's with the same weight; in place."""
+    """Replace transformers' norms, which compute in fp32, by torch's with the same weight; in
+    place.
+    """
     for parent in list(model.modules()):
         for name, norm in parent.named_children():
             if type(norm).__name__ == "LlamaRMSNorm":
@@ -114,31 +143,42 @@ def put_exact_norms(model: torch.nn.Module) -> None:
 
 
 def by_hand(folder: Path, kind: str) -> list[list[float]]:
-    """The same steps of transformers' models with plain torch: full logits, one batch, autograd, AdamW."""
+    """The same steps of transformers' models with plain torch: full logits, one batch, autograd,
+    AdamW.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # SDPA, since eager attention has its softmax in fp32.
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, attn_implementation="sdpa")
+        AutoModelForCausalLM.from_pretrained(
+            folder / name, dtype=torch.float64, attn_implementation="sdpa"
+        )
         for name in ("student", "teacher")
     )
     put_exact_norms(student)
     put_exact_norms(teacher)
     tokenizer = AutoTokenizer.from_pretrained(folder / "student")
-    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     found = []
     for step in range(STEPS):
         losses, divergences, tokens = [], [], 0
         for row in rows[step * SEQUENCES : (step + 1) * SEQUENCES]:
             prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
-            answer = [*tokenizer(row["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            answer = [
+                *tokenizer(row["completion"], add_special_tokens=False).input_ids,
+                tokenizer.eos_token_id,
+            ]
             ids = torch.tensor([[*prompt, *answer]])
             first = len(prompt) - 1
             own = student(ids[:, :-1]).logits[0, first:]
             with torch.no_grad():
                 other = teacher(ids[:, :-1]).logits[0, first:]
-            losses.append(torch.nn.functional.cross_entropy(own, ids[0, first + 1 :], reduction="sum"))
+            losses.append(
+                torch.nn.functional.cross_entropy(own, ids[0, first + 1 :], reduction="sum")
+            )
             divergences.append(hand_divergence(own, other, kind))
             tokens += len(answer)
         divergence, entropy = (torch.stack(parts).sum() / tokens for parts in (divergences, losses))
@@ -181,21 +221,35 @@ def test_a_model_that_is_its_teacher_learns_nothing_from_it(folder: Path) -> Non
         words = (*KINDS[kind], "distill.teacher={student}", "distill.weight=1")
         assert run_here(arguments(folder, output, *words), recipe=DISTILL).code == 0
         first = metrics(output)[0]
-        assert abs(first["divergence"]) < 1e-12 and first["grad_norm"] < 1e-10 and first["cross_entropy"] > 1
+        assert (
+            abs(first["divergence"]) < 1e-12
+            and first["grad_norm"] < 1e-10
+            and first["cross_entropy"] > 1
+        )
 
 
 def test_weights_of_the_teacher_are_not_rounded_with_those_of_the_model(folder: Path) -> None:
     """Else a rounded model would be its rounded teacher, from which it learns nothing."""
     found = {}
     for kind in ("int8", "int4"):
-        words = ("distill.teacher={student}", "distill.weight=1", "dtype=fp32", f"qat={kind}", "qat_group_size=16")
+        words = (
+            "distill.teacher={student}",
+            "distill.weight=1",
+            "dtype=fp32",
+            f"qat={kind}",
+            "qat_group_size=16",
+        )
         run = run_here(arguments(folder, folder / kind, *words), recipe=DISTILL)
-        assert run.code == 0 and any("14 linears computed in" in line for line in run.said), run.said
+        assert run.code == 0 and any("14 linears computed in" in line for line in run.said), (
+            run.said
+        )
         found[kind] = metrics(folder / kind)[0]["divergence"]
     assert 1e-7 < found["int8"] < found["int4"] / 10
 
 
-def test_a_streamed_teacher_is_bitwise_the_resident_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_teacher_is_bitwise_the_resident_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
     found, said = [], []
     for name, words in {"streamed": ("distill.stream_teacher=true",), "resident": ()}.items():
@@ -208,7 +262,12 @@ def test_a_streamed_teacher_is_bitwise_the_resident_one(folder: Path, monkeypatc
 
 
 def test_a_resumed_run_is_the_whole_one(folder: Path) -> None:
-    words = (*KINDS["lora"], "checkpoint.save_every_n_steps=1", "validation", "checkpoint.save_model=true")
+    words = (
+        *KINDS["lora"],
+        "checkpoint.save_every_n_steps=1",
+        "validation",
+        "checkpoint.save_model=true",
+    )
     output = folder / "resumed"
     assert run_here(arguments(folder, output, *words), recipe=DISTILL).code == 0
     whole = metrics(output)
@@ -216,7 +275,9 @@ def test_a_resumed_run_is_the_whole_one(folder: Path) -> None:
     run = run_here(again, recipe=DISTILL)
     assert run.code == 0, run.said
     last = [line for line in metrics(output) if "loss" in line][-1]
-    assert all(last[name] == [line for line in whole if "loss" in line][-1][name] for name in RECORDED)
+    assert all(
+        last[name] == [line for line in whole if "loss" in line][-1][name] for name in RECORDED
+    )
     assert (output / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -228,7 +289,9 @@ def test_every_key_is_tried() -> None:
     assert keys == tried | {"distill.teacher_preset", "distill.stream_teacher"}
 
 
-def test_another_tokenizer_is_refused_with_the_first_difference(folder: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_with_the_first_difference(
+    folder: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for file in (folder / "teacher").iterdir():

@@ -1,4 +1,6 @@
-"""Runs on documents: packed and long, the loss is that of transformers' model on each document alone."""
+"""Runs on documents: packed and long, the loss is that of transformers' model on each document
+alone.
+"""
 
 import json
 from pathlib import Path
@@ -15,11 +17,16 @@ from tests.recipes.runs import FULL, ROOT, metrics, run_here
 
 LIMIT = 32
 WORDS = "alpha beta gamma delta river stone cloud seven".split()
-TEXTS = [" ".join(WORDS[(7 * at + n) % 8] for n in range(length)) for at, length in enumerate((40, 3, 2, 11, 5, 23, 1))]
+TEXTS = [
+    " ".join(WORDS[(7 * at + n) % 8] for n in range(length))
+    for at, length in enumerate((40, 3, 2, 11, 5, 23, 1))
+]
 
 
 def measure_documents(folder: Path) -> tuple[float, int]:
-    """The summed loss of transformers' model over the documents, each in pieces that see nothing else; and targets."""
+    """The summed loss of transformers' model over the documents, each in pieces that see nothing
+    else; and targets.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -42,15 +49,24 @@ def test_documents_in_a_pack_do_not_see_each_other(tmp_path: Path, packing: bool
 
     shape = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**shape | {"initializer_range": 0.3})).double().save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig(**shape | {"initializer_range": 0.3})).double().save_pretrained(
+        tmp_path / "model"
+    )
     expected, targets = measure_documents(tmp_path / "model")
     rows = write(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     cfg = DataConfig(source=str(rows), format="text", cache=False)
-    lengths = build_dataset(cfg, load_tokenizer(ROOT / "examples" / "demo" / "tokenizer"), LIMIT).lengths
+    lengths = build_dataset(
+        cfg, load_tokenizer(ROOT / "examples" / "demo" / "tokenizer"), LIMIT
+    ).lengths
     assert lengths.sum() == targets
     slots = len(pack(lengths, LIMIT)) if packing else len(lengths)
     assert (slots < len(lengths)) is packing
-    settings = [f"max_seq_len={LIMIT}", "max_steps=1", f"batch_size={slots}", f"data.packing={packing}".lower()]
+    settings = [
+        f"max_seq_len={LIMIT}",
+        "max_steps=1",
+        f"batch_size={slots}",
+        f"data.packing={packing}".lower(),
+    ]
     argv = arguments(rows, tmp_path / "run", FULL, "data.format=text", *settings)
     argv = [word for word in argv if not word.startswith(("model.preset", "data.template"))]
     run = run_here([*argv, f"model.path={tmp_path / 'model'}"])

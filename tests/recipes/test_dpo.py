@@ -1,5 +1,6 @@
-"""Preference runs with every lever that acts on the model: two ranks record what one does, a resumed run what a whole
-one does."""
+"""Preference runs with every lever that acts on the model: two ranks record what one does, a
+resumed run what a whole one does.
+"""
 
 import functools
 import json
@@ -21,7 +22,14 @@ from tests.selection import selected, slow_except
 
 STEPS = 2
 PAIRS = 4  # of a step, over all ranks
-RECORDED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+RECORDED = (
+    "loss",
+    "grad_norm",
+    "reward_chosen",
+    "reward_rejected",
+    "reward_margin",
+    "reward_accuracy",
+)
 
 KINDS = {
     "lora": (),
@@ -37,7 +45,11 @@ KINDS = {
     "full simpo": ("dpo.trainable=all", "dpo.loss=simpo", "dpo.beta=2", "dpo.simpo_gamma=1"),
 }
 LEVERS: list[tuple[str, ...]] = [
-    ("parallel.fsdp_wrap_policy=memory_efficient", "memory.activation_checkpointing=full", "memory.loss_chunks=5"),
+    (
+        "parallel.fsdp_wrap_policy=memory_efficient",
+        "memory.activation_checkpointing=full",
+        "memory.loss_chunks=5",
+    ),
     ("parallel.data_replicate=2", "gradient_accumulation_steps=2"),
     (
         "data.packing=true",
@@ -70,7 +82,9 @@ def write_pairs(folder: Path, number: int = 24) -> Path:
 
 def arguments(data: Path, output: Path, *overrides: str) -> list[str]:
     """Command line of a run of seconds on a model of two layers of width 32 and 64."""
-    return labeled_runs.arguments(data, output, DPO, "data.format=preference", f"max_steps={STEPS}", *overrides)
+    return labeled_runs.arguments(
+        data, output, DPO, "data.format=preference", f"max_steps={STEPS}", *overrides
+    )
 
 
 def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:
@@ -94,12 +108,18 @@ def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> li
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Any, list[dict[str, Any]]]:
-    """By (kind, lever, ranks): on one rank those that are asked for, the selected ones with a lever on two."""
+    """By (kind, lever, ranks): on one rank those that are asked for, the selected ones with a lever
+    on two.
+    """
     folder = tmp_path_factory.mktemp("pairs")
     write_pairs(folder)
 
-    def train_all(cases: list[tuple[str, tuple[str, ...]]], ranks: int) -> list[list[dict[str, Any]]]:
-        apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
+    def train_all(
+        cases: list[tuple[str, tuple[str, ...]]], ranks: int
+    ) -> list[list[dict[str, Any]]]:
+        apply_levers.compile_layers = functools.partial(
+            apply_levers.compile_layers, backend="eager"
+        )
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
     together = selected(request, "case")
@@ -120,7 +140,9 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], ki
     assert len(found) == len(expected) == STEPS
     for name in RECORDED:
         for mine, wanted in zip(found, expected, strict=True):
-            assert mine[name] == pytest.approx(wanted[name], rel=1e-4 if single else 1e-8, abs=1e-5 * single), name
+            assert mine[name] == pytest.approx(
+                wanted[name], rel=1e-4 if single else 1e-8, abs=1e-5 * single
+            ), name
 
 
 def basis(case: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
@@ -129,8 +151,12 @@ def basis(case: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
     return kind, ("data.packing=true",) if "data.packing=true" in lever else ()
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{' '.join(case[1])}")
-def test_two_ranks_record_what_one_records(results: dict[Any, Any], case: tuple[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize(
+    "case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{' '.join(case[1])}"
+)
+def test_two_ranks_record_what_one_records(
+    results: dict[Any, Any], case: tuple[str, tuple[str, ...]]
+) -> None:
     assert_alike(results[*case, 2], results[*basis(case), 1], case[0])
 
 
@@ -141,7 +167,9 @@ def test_compiled_layers_know_when_adapters_are_off(results: dict[Any, Any], com
 
 
 @pytest.mark.parametrize("alone", [ALONE], ids=["each"])
-def test_a_run_begins_where_model_and_reference_are_alike(results: dict[Any, Any], alone: Any) -> None:
+def test_a_run_begins_where_model_and_reference_are_alike(
+    results: dict[Any, Any], alone: Any
+) -> None:
     first = results["lora", (), 1][0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-12)
     assert first["reward_chosen"] == first["reward_rejected"] == first["reward_accuracy"] == 0
@@ -149,16 +177,25 @@ def test_a_run_begins_where_model_and_reference_are_alike(results: dict[Any, Any
 
 
 @pytest.mark.parametrize("alone", [ALONE], ids=["each"])
-def test_kinds_and_packing_differ(results: dict[Any, Any], alone: list[tuple[str, tuple[str, ...]]]) -> None:
+def test_kinds_and_packing_differ(
+    results: dict[Any, Any], alone: list[tuple[str, tuple[str, ...]]]
+) -> None:
     last = {case: results[*case, 1][-1]["loss"] for case in alone}
     assert len(last) == len({round(loss, 9) for loss in last.values()}) == 2 * len(KINDS), last
 
 
 def test_every_key_is_tried() -> None:
     keys = {name for name in read_schema(DpoFinetuneConfig).keys if name.startswith("dpo.")}
-    tried = {override.partition("=")[0] for kind in KINDS.values() for override in kind if "dpo." in override}
+    tried = {
+        override.partition("=")[0]
+        for kind in KINDS.values()
+        for override in kind
+        if "dpo." in override
+    }
     of_single_answers = {"dpo.desirable_weight", "dpo.undesirable_weight"}  # test_kto
-    assert keys == tried | {"dpo.reference_free"} | of_single_answers  # the first: an argument of the losses
+    assert (
+        keys == tried | {"dpo.reference_free"} | of_single_answers
+    )  # the first: an argument of the losses
 
 
 @pytest.mark.parametrize("kind", ["lora", "full simpo"])
@@ -168,7 +205,9 @@ def test_loss_and_gradient_are_means_over_pairs(kind: str, tmp_path: Path) -> No
     (tmp_path / "pairs.jsonl").write_text(once + once)
     found = []
     for size in (4, 8):
-        argv = arguments(tmp_path / "pairs.jsonl", tmp_path / str(size), f"batch_size={size}", *KINDS[kind])
+        argv = arguments(
+            tmp_path / "pairs.jsonl", tmp_path / str(size), f"batch_size={size}", *KINDS[kind]
+        )
         run = run_here([*argv, "max_steps=1", "data.shuffle=false"], recipe=DPO)
         assert run.code == 0, run.said
         found.append([metrics(tmp_path / str(size))[0][name] for name in RECORDED])
@@ -177,7 +216,9 @@ def test_loss_and_gradient_are_means_over_pairs(kind: str, tmp_path: Path) -> No
 
 
 def test_rows_of_one_answer_are_refused_before_there_is_a_model(tmp_path: Path) -> None:
-    argv = arguments(ROOT / "examples" / "demo" / "train.jsonl", tmp_path / "run", "data.format=alpaca")
+    argv = arguments(
+        ROOT / "examples" / "demo" / "train.jsonl", tmp_path / "run", "data.format=alpaca"
+    )
     run = run_here(argv, recipe=DPO)
     assert run.code == 2 and not hasattr(run.recipe, "model")
     (line,) = run.said

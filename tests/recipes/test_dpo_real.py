@@ -1,5 +1,6 @@
-"""Preference training on real pairs from real weights: the margin rises, and PEFT, given the adapter that was exported,
-finds the rewards that the run recorded."""
+"""Preference training on real pairs from real weights: the margin rises, and PEFT, given the
+adapter that was exported, finds the rewards that the run recorded.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def log_prob(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> float:
     """Of the trained targets of one row, by a transformers model."""
     with torch.no_grad():
         log_probs = model(input_ids=tokens.unsqueeze(0)).logits[0].double().log_softmax(-1)
-    return sum(float(log_probs[at, label]) for at, label in enumerate(labels.tolist()) if label != -100)
+    return sum(
+        float(log_probs[at, label]) for at, label in enumerate(labels.tolist()) if label != -100
+    )
 
 
 @pytest.mark.slow
@@ -64,11 +67,15 @@ def test_the_margin_rises_and_the_export_has_it(realdata: Path, tmp_path: Path) 
 
     rows = run.recipe.data.validation_dataset
     assert rows.items == last["validation_pairs"] > 4
-    base = transformers.AutoModelForCausalLM.from_pretrained(realdata / "stories260K-hf", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        realdata / "stories260K-hf", dtype=torch.float32
+    )
     read = [(torch.from_numpy(rows[at].tokens).long(), rows[at].labels) for at in range(len(rows))]
     before = [log_prob(base, *row) for row in read]
     trained = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    rewards = [BETA * (log_prob(trained, *row) - old) for row, old in zip(read, before, strict=True)]
+    rewards = [
+        BETA * (log_prob(trained, *row) - old) for row, old in zip(read, before, strict=True)
+    ]
     chosen, rejected = sum(rewards[0::2]) / rows.items, sum(rewards[1::2]) / rows.items
     assert last["validation_reward_chosen"] == pytest.approx(chosen, abs=1e-3)
     assert last["validation_reward_rejected"] == pytest.approx(rejected, abs=1e-3)

@@ -1,5 +1,7 @@
-"""However a global batch is divided, over accumulation, ranks or replicas, a step is the same: loss, gradient norm and
-parameters, in fp64 to 1e-12 and in fp32 to 1e-6. The rows are such that a wrong normalization shows."""
+"""However a global batch is divided, over accumulation, ranks or replicas, a step is the same:
+loss, gradient norm and parameters, in fp64 to 1e-12 and in fp32 to 1e-6. The rows are such that a
+wrong normalization shows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,8 +21,18 @@ STEPS = 3
 ROWS = 8
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 OPTIMIZERS = {
-    "sgd": ["optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.momentum=0.9", "clip_grad_norm=null"],
-    "clipped": ["optimizer.name=sgd", "optimizer.lr=0.5", "clip_grad_norm=0.5", "optimizer.weight_decay=0.1"],
+    "sgd": [
+        "optimizer.name=sgd",
+        "optimizer.lr=0.5",
+        "optimizer.momentum=0.9",
+        "clip_grad_norm=null",
+    ],
+    "clipped": [
+        "optimizer.name=sgd",
+        "optimizer.lr=0.5",
+        "clip_grad_norm=0.5",
+        "optimizer.weight_decay=0.1",
+    ],
 }
 
 
@@ -35,18 +47,23 @@ class Division:
 
     def __str__(self) -> str:
         copies = f"{self.replicate} copies of " if self.replicate > 1 else ""
-        return f"{copies}{self.ranks // self.replicate} ranks x {self.batch_size} rows x {self.accumulation}"
+        return (
+            f"{copies}{self.ranks // self.replicate} ranks x {self.batch_size} rows x"
+            f" {self.accumulation}"
+        )
 
 
 WHOLE = Division(1, 8, 1)
 LENGTHS = [3, 60, 7, 41, 64, 1, 18, 33]
-# Rows 2 and 3 train nothing: with 1 row at a time a whole micro-batch, with ranks a rank's one. The others have 1 to 60
-# trained tokens.
+# Rows 2 and 3 train nothing: with 1 row at a time a whole micro-batch, with ranks a rank's one. The
+# others have 1 to 60 trained tokens.
 TRAINED = [1, 60, 0, 0, 5, 1, 18, 2]
 
 
 def uneven_rows(recipe: Any) -> None:
-    """Puts rows of those lengths and trained counts in place of the recipe's, other ones in each step."""
+    """Puts rows of those lengths and trained counts in place of the recipe's, other ones in each
+    step.
+    """
     drawn = np.random.default_rng(0)
     lengths = LENGTHS * STEPS
     offsets = np.cumsum([0, *(length + 1 for length in lengths)])
@@ -56,13 +73,19 @@ def uneven_rows(recipe: Any) -> None:
         trained[end - count : end] = 1
     data = recipe.data
     data.dataset = Dataset(ids, offsets, trained, data.dataset.report, "uneven rows")
-    data.plan = DataPlan(data.dataset, seed=0, slots_per_step=ROWS, shuffle=False, packing_capacity=None)
+    data.plan = DataPlan(
+        data.dataset, seed=0, slots_per_step=ROWS, shuffle=False, packing_capacity=None
+    )
     data.total_steps = STEPS
     assert list(data.dataset.trained_counts) == TRAINED * STEPS
 
 
 def train(
-    folder: Path, division: Division, dtype: str, optimizer: str, before_training: Callable[[Any], None] | None = None
+    folder: Path,
+    division: Division,
+    dtype: str,
+    optimizer: str,
+    before_training: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:
     """Losses, gradient norms and parameters of a run, on every rank."""
     output = folder / f"{division}, {dtype}, {optimizer}"
@@ -95,8 +118,12 @@ CASES: list[Key] = [*QUICK, (Division(2, 2, 2, replicate=2), "fp32", "sgd"),
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Key, dict[str, Any]]:
-    """Every selected case and the undivided runs; as many processes as the division has ranks, once a world size."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Key, dict[str, Any]]:
+    """Every selected case and the undivided runs; as many processes as the division has ranks, once
+    a world size.
+    """
     folder = tmp_path_factory.mktemp("equality")
     cases = selected(request, "case")
     kinds = dict.fromkeys([("fp64", "sgd"), ("fp64", "clipped"), *(case[1:] for case in cases)])
@@ -113,7 +140,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest relative difference in losses and norms, and in parameters relative to the largest one."""
+    """The largest relative difference in losses and norms, and in parameters relative to the
+    largest one.
+    """
     numbers = [
         abs(a - b) / abs(b)
         for mine, other in zip(found["steps"], expected["steps"], strict=True)
@@ -126,13 +155,18 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(*numbers, *tensors)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: ", ".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case", slow_except(CASES, QUICK), ids=lambda case: ", ".join(map(str, case))
+)
 def test_a_step_is_the_same(results: dict[Key, dict[str, Any]], case: Key):
     found = results[case]
     expected = results[WHOLE, *case[1:]]
     dtype = case[1]
     assert found["parameters"].keys() == expected["parameters"].keys()
-    assert all(tensor.dtype == getattr(torch, f"float{dtype[2:]}") for tensor in found["parameters"].values())
+    assert all(
+        tensor.dtype == getattr(torch, f"float{dtype[2:]}")
+        for tensor in found["parameters"].values()
+    )
     assert difference(found, expected) <= TOLERANCE[dtype]
 
 
@@ -176,11 +210,16 @@ def mean_of_micro_batches(recipe: Any) -> None:
     ids=["ranks", "micro-batches"],
 )
 def test_a_wrong_normalization_would_show(
-    results: dict[Key, dict[str, Any]], tmp_path: Path, division: Division, mistake: Callable[[Any], None]
+    results: dict[Key, dict[str, Any]],
+    tmp_path: Path,
+    division: Division,
+    mistake: Callable[[Any], None],
 ):
     found = run_ranks(train, division.ranks, tmp_path, division, "fp64", "sgd", mistake)[0]
     expected = results[WHOLE, "fp64", "sgd"]
     first, honest = found["steps"][0], expected["steps"][0]
-    assert abs(first[1] - honest[1]) > 1e-4 * honest[1]  # all losses of an untrained model are close to log(512)
+    assert (
+        abs(first[1] - honest[1]) > 1e-4 * honest[1]
+    )  # all losses of an untrained model are close to log(512)
     assert abs(first[2] - honest[2]) > 1e-2 * honest[2]
     assert difference(found, expected) > 1e-2

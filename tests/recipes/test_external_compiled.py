@@ -1,4 +1,6 @@
-"""`compile` with `parallel.tensor` for classes of transformers: the steps of one process that compiles nothing."""
+"""`compile` with `parallel.tensor` for classes of transformers: the steps of one process that
+compiles nothing.
+"""
 
 import functools
 import json
@@ -11,8 +13,19 @@ from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.external_kinds import import_models
 from tests.recipes.runs import LORA, arguments, done, furthest, latest, run_here, steps
 
-COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.1}
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON = {
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "initializer_range": 0.1,
+}
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 GPT_NEOX = WIDE | {"model_type": "gpt_neox", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 LEVERS = ("lora.dora=true", "lora.quantize_base=nf4", "lora.dropout=0", "lora.rank=4")
 
@@ -41,6 +54,8 @@ def test_two_ranks_record_what_one_process_does(tmp_path: Path) -> None:
     run_ranks(train_compiled, 2, tmp_path, timeout=500)
     one = steps(tmp_path / "alone")
     several = steps(tmp_path / "compiled")
-    assert len(one) == len({loss for _, loss, _ in one}) == 3 and all(norm > 0.01 for _, _, norm in one)
+    assert len(one) == len({loss for _, loss, _ in one}) == 3 and all(
+        norm > 0.01 for _, _, norm in one
+    )
     for column in (1, 2):
         assert furthest([line[column] for line in several], [line[column] for line in one]) <= 1e-4

@@ -1,6 +1,8 @@
-"""Architectures whose files, configs or modules are unlike others', trained by `model.implementation=transformers`.
+"""Architectures whose files, configs or modules are unlike others', trained by
+`model.implementation=transformers`.
 
-The oracle is transformers: its loss on the same tokens, and its logits of the folders that a run leaves.
+The oracle is transformers: its loss on the same tokens, and its logits of the folders that a run
+leaves.
 """
 
 import json
@@ -30,7 +32,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not folder.exists():
             torch.manual_seed(0)
             config = transformers.AutoConfig.for_model(kind, **settings_of(kind))
-            transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+            transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32
+            ).save_pretrained(folder)
         return folder
 
     return make
@@ -41,7 +45,9 @@ def opened(folder: Path) -> Any:
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        found
+    )
     return model
 
 
@@ -72,19 +78,26 @@ def train(folder: Path, output: Path, recipe: str, *words: str) -> tuple[Any, li
               "max_steps=2", "batch_size=2", "data.packing=false", "log.every_n_steps=1000",
               "tokenizer.path=examples/demo/tokenizer", "lr_scheduler.type=constant")  # fmt: skip
     config = "demo/full" if recipe == FULL else "demo/lora"
-    run = run_here([*arguments(output, config), *common, *words], before_training=watch, recipe=recipe)
+    run = run_here(
+        [*arguments(output, config), *common, *words], before_training=watch, recipe=recipe
+    )
     return run, batches
 
 
 def loss_of(model: Any, batch: Any) -> float:
-    """transformers' mean loss of the trained tokens of a micro-batch; its labels are shifted already."""
+    """transformers' mean loss of the trained tokens of a micro-batch; its labels are shifted
+    already.
+    """
     with torch.no_grad():
         logits = model(input_ids=batch.tokens, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100).item()
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100
+    ).item()
 
 
 @pytest.mark.parametrize(
-    "kind", slow_except(["apertus", "granitemoehybrid", "mixtral", "gemma3"], ["apertus", "mixtral"])
+    "kind",
+    slow_except(["apertus", "granitemoehybrid", "mixtral", "gemma3"], ["apertus", "mixtral"]),
 )
 def test_all_of_a_model_trains(saved: Callable[[str], Path], tmp_path: Path, kind: str):
     folder = saved(kind)
@@ -99,9 +112,14 @@ def test_all_of_a_model_trains(saved: Callable[[str], Path], tmp_path: Path, kin
 
 
 @pytest.mark.parametrize(
-    "kind", slow_except(["llama4_text", "falcon_h1", "nemotron_h", "qwen3_moe"], ["llama4_text", "qwen3_moe"])
+    "kind",
+    slow_except(
+        ["llama4_text", "falcon_h1", "nemotron_h", "qwen3_moe"], ["llama4_text", "qwen3_moe"]
+    ),
 )
-def test_adapters_train_and_peft_opens_them(saved: Callable[[str], Path], tmp_path: Path, kind: str):
+def test_adapters_train_and_peft_opens_them(
+    saved: Callable[[str], Path], tmp_path: Path, kind: str
+):
     folder = saved(kind)
     run, batches = train(folder, tmp_path, LORA, "lora.rank=4", "optimizer.lr=1e-2")
     assert run.code == 0, run.said
@@ -117,7 +135,9 @@ def said_of_adapters(run: Any) -> str:
     return line
 
 
-def test_the_log_names_the_modules_that_have_an_adapter(saved: Callable[[str], Path], tmp_path: Path):
+def test_the_log_names_the_modules_that_have_an_adapter(
+    saved: Callable[[str], Path], tmp_path: Path
+):
     """Of a mixture: those of attention, and what of the layers has none."""
     run, _ = train(saved("qwen3_moe"), tmp_path, LORA)
     with safe_open(str(tmp_path / "adapter" / "adapter_model.safetensors"), framework="pt") as file:
@@ -128,7 +148,10 @@ def test_the_log_names_the_modules_that_have_an_adapter(saved: Callable[[str], P
     experts = 2 * 4 * (2 * 16 * 32 + 32 * 16)  # layers x experts x gate and up, down
     router, attention = 2 * 4 * 32, 2 * (2 * 32 * 32 + 2 * 16 * 32)
     share = (experts + router) / (experts + router + attention)
-    assert f"none on experts.gate_up_proj, experts.down_proj, mlp.gate ({share:.1%} of the layers' weights)" in line
+    assert (
+        f"none on experts.gate_up_proj, experts.down_proj, mlp.gate ({share:.1%} of the layers'"
+        " weights)" in line
+    )
 
 
 def test_a_layer_without_a_target_is_counted(saved: Callable[[str], Path], tmp_path: Path):
@@ -137,25 +160,38 @@ def test_a_layer_without_a_target_is_counted(saved: Callable[[str], Path], tmp_p
 
 
 REFUSED = {
-    "no such linear": ("qwen3_moe", "lora.target_modules=[gate_up_proj]", "'gate_up_proj' is the end of no linear"),
+    "no such linear": (
+        "qwen3_moe",
+        "lora.target_modules=[gate_up_proj]",
+        "'gate_up_proj' is the end of no linear",
+    ),
     "a router": (
         "llama4_text",
         "lora.target_modules=[router]",
         "router cannot have an adapter: a Llama4Router returns",
     ),
-    "read by a kernel": ("falcon_h1", "lora.target_modules=[out_proj]", "its layer reads the weight without calling"),
+    "read by a kernel": (
+        "falcon_h1",
+        "lora.target_modules=[out_proj]",
+        "its layer reads the weight without calling",
+    ),
     "experts in 4 bits": (
         "qwen3_moe",
         "lora.quantize_base=nf4",
-        "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of the layers' weights) "
-        "would stay in fp32: torch's own linears are quantized, with nf4 those of blocks of 64, and no parameters of 3 "
-        "dimensions, as experts of other classes are; set lora.quantize_base=none",
+        (
+            "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of"
+            " the layers' weights) would stay in fp32: torch's own linears are quantized, with nf4"
+            " those of blocks of 64, and no parameters of 3 dimensions, as experts of other classes"
+            " are; set lora.quantize_base=none"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_adapter_or_quantized_weight_can_be_is_refused(saved: Callable[[str], Path], tmp_path: Path, case: str):
+def test_what_no_adapter_or_quantized_weight_can_be_is_refused(
+    saved: Callable[[str], Path], tmp_path: Path, case: str
+):
     kind, word, line = REFUSED[case]
     run, _ = train(saved(kind), tmp_path, LORA, word)
     assert run.code == 2 and line in run.said[-1] and run.recipe is None, run.said
@@ -179,7 +215,10 @@ def test_the_vision_part_of_a_model_is_said_to_be_left_out_or_kept(
     if source == "native":
         count = sum("language_model" not in name for name in names_in(folder))
         assert [line.partition(":")[0] for line in lines] == ["model", "export"]
-        assert all(f"left out: multi_modal_projector.*, vision_tower.* ({count} tensors" in line for line in lines)
+        assert all(
+            f"left out: multi_modal_projector.*, vision_tower.* ({count} tensors" in line
+            for line in lines
+        )
         assert exported["model_type"] == "gemma3_text" and not kept
     else:
         assert len(lines) == 1 and lines[0].startswith("parameters not trained: ")
@@ -206,8 +245,15 @@ def test_experts_that_are_missing_are_named(saved: Callable[[str], Path], tmp_pa
 
 def test_an_encoder_is_refused(tmp_path: Path):
     """It sees the tokens that it is to learn."""
-    small = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(small | {"model_type": "bert", "vocab_size": 512}))
+    small = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(small | {"model_type": "bert", "vocab_size": 512})
+    )
     words = ["model.implementation=transformers", f"model.preset={tmp_path}/config.json"]
     run = run_here([*arguments(tmp_path / "out"), *words])
     assert run.code == 2 and "'bert' lets each token see later ones" in run.said[-1]

@@ -1,4 +1,6 @@
-"""What is left of runs with `model.implementation=transformers`: merged, exported and generated from as others do."""
+"""What is left of runs with `model.implementation=transformers`: merged, exported and generated
+from as others do.
+"""
 
 import json
 import shutil
@@ -30,7 +32,13 @@ QUESTION = "Tell me a story"
 def base_of(folder: Path, kind: str) -> Path:
     """A random model whose greedy answers are no constant, with the demo's tokenizer."""
     torch.manual_seed(0)
-    common = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.3}
+    common = {
+        "vocab_size": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "initializer_range": 0.3,
+    }
     own = settings_of(kind) if kind == "gemma3" else common | KINDS[kind]
     config = transformers.AutoConfig.for_model(kind, **own)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -62,7 +70,9 @@ def said_by(model: Any, folder: Path, count: int = 20) -> str:
 
     tokenizer = load_tokenizer(folder)
     prompt = torch.tensor([answering.prompt_tokens(tokenizer, QUESTION, raw=True)])
-    found = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=list(tokenizer.stop_ids))
+    found = model.generate(
+        prompt, max_new_tokens=count, do_sample=False, eos_token_id=list(tokenizer.stop_ids)
+    )
     answer = found[0, prompt.shape[1] :].tolist()
     if answer and answer[-1] in tokenizer.stop_ids:
         answer = answer[:-1]
@@ -73,21 +83,38 @@ def said_by(model: Any, folder: Path, count: int = 20) -> str:
 
 def answer_of(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     capsys.readouterr()
-    options = ["--raw", "--prompt", QUESTION, "--max-new-tokens", "20", "--dtype", "fp32", "--device", "cpu", *more]
+    options = [
+        "--raw",
+        "--prompt",
+        QUESTION,
+        "--max-new-tokens",
+        "20",
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        *more,
+    ]
     assert generate.run([str(folder), *options]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 
 
 @pytest.mark.parametrize("kind", slow_except(["gpt2", "mixtral"], ["gpt2"]))
-def test_an_adapter_is_merged_and_generated_with(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of the run and by `tune export`, against PEFT's merge; answers against transformers' greedy search."""
+def test_an_adapter_is_merged_and_generated_with(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the end of the run and by `tune export`, against PEFT's merge; answers against
+    transformers' greedy search.
+    """
     base, output = base_of(tmp_path / "base", kind), tmp_path / "out"
     more = ["lora.merge_on_save=true", "lora.rank=4"]
     run = run_here([*words(base, output, LORA), *more], recipe=LORA)
     assert run.code == 0, run.said
     theirs = peft.PeftModel.from_pretrained(opened(base), output / "adapter").merge_and_unload()
     merged = opened(output / "model")
-    assert (logits_of(merged) - logits_of(theirs)).abs().max() < 2e-5 * logits_of(theirs).abs().max()
+    assert (logits_of(merged) - logits_of(theirs)).abs().max() < 2e-5 * logits_of(
+        theirs
+    ).abs().max()
     assert (logits_of(merged) - logits_of(opened(base))).abs().max() > 1e-3
     for what in ("model", "adapter"):
         assert answer_of(output / what, capsys) == said_by(theirs, base)
@@ -102,7 +129,9 @@ def test_an_adapter_is_merged_and_generated_with(kind: str, tmp_path: Path, caps
 
 @pytest.mark.slow
 def test_a_merged_base_is_the_one_that_was_trained(tmp_path: Path) -> None:
-    """In 4 bits, where the original weights would be another model; with lengths; in the order of the run's own."""
+    """In 4 bits, where the original weights would be another model; with lengths; in the order of
+    the run's own.
+    """
     base, output = base_of(tmp_path / "base", "gpt_neox"), tmp_path / "out"
     more = ["lora.merge_on_save=true", "lora.rank=4", "lora.quantize_base=nf4", "lora.dora=true"]
     run = run_here([*words(base, output, LORA), *more], recipe=LORA)
@@ -113,8 +142,12 @@ def test_a_merged_base_is_the_one_that_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_says_which_class_its_base_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a multimodal model the library's own decoder would read the text model alone, which has other weights."""
+def test_an_adapter_says_which_class_its_base_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a multimodal model the library's own decoder would read the text model alone, which has
+    other weights.
+    """
     base, output = base_of(tmp_path / "base", "gemma3"), tmp_path / "out"
     run = run_here([*words(base, output, LORA), "lora.rank=4"], recipe=LORA)
     assert run.code == 0, run.said
@@ -132,5 +165,7 @@ def test_a_state_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (state,) = output.glob("state/step_2*")
     assert export.run([str(state), "--hf", "--out", str(tmp_path / "model")]) == 0
     assert "check: logits differ by" in capsys.readouterr().out
-    assert (logits_of(opened(tmp_path / "model")) - logits_of(opened(output / "model"))).abs().max() < 1e-6
+    assert (
+        logits_of(opened(tmp_path / "model")) - logits_of(opened(output / "model"))
+    ).abs().max() < 1e-6
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "gpt2"

@@ -1,4 +1,6 @@
-"""Recipes over classes of transformers whose layers are divided among ranks: losses and folders of one process."""
+"""Recipes over classes of transformers whose layers are divided among ranks: losses and folders of
+one process.
+"""
 
 import json
 from pathlib import Path
@@ -41,8 +43,14 @@ def full(folder: Path, name: str, *more: str) -> Any:
 
 
 def adapters(folder: Path, name: str, *more: str) -> Any:
-    base = [word for word in words(folder, name, "demo/lora", *ADAPTERS, *more) if "model.preset" not in word]
-    return done(run_here([*base, "~model.preset", f"model.path={folder}/full-1/model"], recipe=LORA)).recipe
+    base = [
+        word
+        for word in words(folder, name, "demo/lora", *ADAPTERS, *more)
+        if "model.preset" not in word
+    ]
+    return done(
+        run_here([*base, "~model.preset", f"model.path={folder}/full-1/model"], recipe=LORA)
+    ).recipe
 
 
 def resumed(folder: Path, name: str) -> str:
@@ -76,12 +84,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 @pytest.mark.parametrize("name", ["full-2", "1-to-2", "lora-2"])
 def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
-    alone, divided = steps(folder / ("lora-1" if "lora" in name else "full-1")), steps(folder / name)
+    alone, divided = (
+        steps(folder / ("lora-1" if "lora" in name else "full-1")),
+        steps(folder / name),
+    )
     assert len(alone) == STEPS and all(norm > 1e-3 for _, _, norm in alone)
     wanted = alone[SAVED:] if "to" in name else alone
     assert [step for step, _, _ in divided] == [step for step, _, _ in wanted]
     for column, most in ((1, 1e-5), (2, 1e-4)):
-        assert furthest([each[column] for each in divided], [each[column] for each in wanted]) <= most
+        assert (
+            furthest([each[column] for each in divided], [each[column] for each in wanted]) <= most
+        )
 
 
 @pytest.mark.slow
@@ -116,7 +129,13 @@ WIDE = {
 
 
 def quantized(folder: Path, name: str, *more: str) -> None:
-    packed = ("data.packing=true", "data.max_samples=120", "lora.quantize_base=nf4", "lora.rank=4", *more)
+    packed = (
+        "data.packing=true",
+        "data.max_samples=120",
+        "lora.quantize_base=nf4",
+        "lora.rank=4",
+        *more,
+    )
     packed += ("tokenizer.path=examples/demo/tokenizer",)
     done(run_here([*words(folder, name, "demo/lora", *packed), "~model.path"], recipe=LORA))
 
@@ -131,4 +150,6 @@ def test_quantized_stages_and_packs_record_the_losses_of_one_process(tmp_path: P
     alone, divided = steps(tmp_path / "alone"), steps(tmp_path / "divided")
     assert len(alone) == STEPS
     for column in (1, 2):
-        assert furthest([each[column] for each in divided], [each[column] for each in alone]) <= 1e-4
+        assert (
+            furthest([each[column] for each in divided], [each[column] for each in alone]) <= 1e-4
+        )

@@ -1,4 +1,6 @@
-"""Recipes over models of transformers' own classes: two ranks as one, and folders that transformers and PEFT open."""
+"""Recipes over models of transformers' own classes: two ranks as one, and folders that transformers
+and PEFT open.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,11 @@ def probe() -> torch.Tensor:
 # Of the runs on two ranks; one model shares matrices, by a plan that nobody wrote.
 SHARDED = ("memory.activation_checkpointing=full", "parallel.fsdp_wrap_policy=memory_efficient")
 TENSOR = "parallel.tensor=2"
-LEVERS = {"qwen3": SHARDED, "phi3": ("memory.activation_checkpointing=full", TENSOR), "mixtral": SHARDED}
+LEVERS = {
+    "qwen3": SHARDED,
+    "phi3": ("memory.activation_checkpointing=full", TENSOR),
+    "mixtral": SHARDED,
+}
 
 
 def data_ranks(kind: str, ranks: int) -> int:
@@ -43,7 +49,10 @@ def data_ranks(kind: str, ranks: int) -> int:
 
 def prefer(folder: Path, ranks: int) -> None:
     """Adapters trained on preferences."""
-    rows = [{"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"} for word in ("one", "two") * 4]
+    rows = [
+        {"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"}
+        for word in ("one", "two") * 4
+    ]
     pairs = folder / f"pairs{ranks}{torch.distributed.get_rank()}.jsonl"
     pairs.write_text("\n".join(map(json.dumps, rows)))
     words = ["recipe=dpo_distributed", f"model.path={folder}/phi3-1/model", "model.implementation=transformers",
@@ -51,13 +60,16 @@ def prefer(folder: Path, ranks: int) -> None:
              "tokenizer.path=examples/demo/tokenizer", "optimizer.lr=1e-2", "max_steps=4", "epochs=4", "max_seq_len=64",
              "batch_size=8", "lora.rank=4", f"output_dir={folder}/pairs-{ranks}"]  # fmt: skip
     run = run_here(
-        ["--config", str(Path(__file__).parent / "pairs.yaml"), *words, f"parallel.tensor={ranks}"], recipe=DPO
+        ["--config", str(Path(__file__).parent / "pairs.yaml"), *words, f"parallel.tensor={ranks}"],
+        recipe=DPO,
     )
     assert run.code == 0, run.said
 
 
 def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]:
-    """Each model wholly trained from random weights, then adapters beside what came out of one rank's run."""
+    """Each model wholly trained from random weights, then adapters beside what came out of one
+    rank's run.
+    """
     logits = {}
     for kind in kinds:
         common = (
@@ -65,12 +77,22 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
             f"batch_size={4 // data_ranks(kind, ranks)}", "log.every_n_steps=1000", "data.packing=false",
         )  # fmt: skip
         start = f"model.preset={folder / kind}/config.json"
-        plain = [*arguments(folder / f"{kind}-{ranks}"), start, *common, *(LEVERS[kind] if ranks > 1 else ())]
+        plain = [
+            *arguments(folder / f"{kind}-{ranks}"),
+            start,
+            *common,
+            *(LEVERS[kind] if ranks > 1 else ()),
+        ]
         run = run_here(plain, recipe=FULL)
         assert run.code == 0, run.said
         with torch.no_grad():
             logits[kind] = whole(run.recipe.model(probe()))
-        base = ("~model.preset", f"model.path={folder}/{kind}-1/model", "optimizer.lr=1e-2", "lora.rank=4")
+        base = (
+            "~model.preset",
+            f"model.path={folder}/{kind}-1/model",
+            "optimizer.lr=1e-2",
+            "lora.rank=4",
+        )
         tensor = [f"parallel.tensor={ranks // data_ranks(kind, ranks)}"]
         adapted = [
             *arguments(folder / f"{kind}-{ranks}-lora", "demo/lora"), *common, *base, *tensor,
@@ -91,10 +113,14 @@ def runs(
     folder = tmp_path_factory.mktemp("external")
     for kind, config in MODELS.items():
         (folder / kind).mkdir()
-        (folder / kind / "config.json").write_text(json.dumps(COMMON | config | {"model_type": kind}))
+        (folder / kind / "config.json").write_text(
+            json.dumps(COMMON | config | {"model_type": kind})
+        )
     kinds = selected(request, "kind")
     import_models(*kinds)
-    return folder, {ranks: run_ranks(train, ranks, folder, ranks, kinds, timeout=300)[0] for ranks in (1, 2)}
+    return folder, {
+        ranks: run_ranks(train, ranks, folder, ranks, kinds, timeout=300)[0] for ranks in (1, 2)
+    }
 
 
 @pytest.mark.slow
@@ -129,12 +155,16 @@ def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str):
         found = model(probe(), use_cache=False).logits
     assert (found - logits[2][f"{kind}-lora"]).abs().max() <= 1e-5
     assert (found - logits[1][kind]).abs().max() > 1e-2
-    names = {name.rsplit(".lora_", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    names = {
+        name.rsplit(".lora_", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name
+    }
     assert len(names) == {"qwen3": 14, "phi3": 8}[kind]
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
-def test_an_adapter_goes_on_beside_quantized_weights(runs: tuple[Path, Any], tmp_path: Path, kind: str):
+def test_an_adapter_goes_on_beside_quantized_weights(
+    runs: tuple[Path, Any], tmp_path: Path, kind: str
+):
     """QLoRA and a folder's adapter: the run begins with what the adapter changes."""
     folder, _ = runs
     words = ["model.implementation=transformers", "~model.preset", f"model.path={folder}/{kind}-1/model", "dtype=fp32",
@@ -142,7 +172,8 @@ def test_an_adapter_goes_on_beside_quantized_weights(runs: tuple[Path, Any], tmp
     first = {}
     for name, more in (("new", []), ("old", [f"lora.adapter_path={folder}/{kind}-1-lora/adapter"])):
         run = run_here(
-            [*arguments(tmp_path / name, "demo/lora"), *words, "lora.quantize_base=int8", *more], recipe=LORA
+            [*arguments(tmp_path / name, "demo/lora"), *words, "lora.quantize_base=int8", *more],
+            recipe=LORA,
         )
         assert run.code == 0, run.said
         first[name] = losses(tmp_path / name)[0]
@@ -152,7 +183,9 @@ def test_an_adapter_goes_on_beside_quantized_weights(runs: tuple[Path, Any], tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["phi3"])
 def test_preferences(runs: tuple[Path, Any], kind: str):
-    """The reference is the model with its adapters off, by the same plan where matrices are shared."""
+    """The reference is the model with its adapters off, by the same plan where matrices are
+    shared.
+    """
     folder, _ = runs
     found = {size: losses(folder / f"pairs-{size}") for size in (1, 2)}
     assert found[1][0] == pytest.approx(0.6931, abs=1e-3) and found[1][-1] < found[1][0] - 0.05
@@ -160,11 +193,16 @@ def test_preferences(runs: tuple[Path, Any], kind: str):
 
 
 def test_names_of_no_linear_are_refused(tmp_path: Path):
-    """Those of a native model's linears are known from the config; those of another model, when it is built."""
-    run = run_here([*arguments(tmp_path / "out", "demo/lora"), "lora.target_modules=[c_attn]"], recipe=LORA)
-    assert run.code == 2 and "lora.target_modules: found 'c_attn', expected a list [...] of q, k" in run.said[-1], (
-        run.said
+    """Those of a native model's linears are known from the config; those of another model, when it
+    is built.
+    """
+    run = run_here(
+        [*arguments(tmp_path / "out", "demo/lora"), "lora.target_modules=[c_attn]"], recipe=LORA
     )
+    assert (
+        run.code == 2
+        and "lora.target_modules: found 'c_attn', expected a list [...] of q, k" in run.said[-1]
+    ), run.said
     run = run_here(
         [
             *arguments(tmp_path / "out", "demo/lora"),
@@ -176,5 +214,7 @@ def test_names_of_no_linear_are_refused(tmp_path: Path):
         recipe=LORA,
     )
     assert (
-        run.code == 2 and "'c_at' is the end of no linear of this model; its linears end in down_proj" in run.said[-1]
+        run.code == 2
+        and "'c_at' is the end of no linear of this model; its linears end in down_proj"
+        in run.said[-1]
     )

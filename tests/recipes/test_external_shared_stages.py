@@ -1,4 +1,6 @@
-"""Recipes over classes of transformers, in stages whose matrices ranks share: steps and weights of one process."""
+"""Recipes over classes of transformers, in stages whose matrices ranks share: steps and weights of
+one process.
+"""
 
 import json
 from pathlib import Path
@@ -38,7 +40,9 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of the run on one rank, of four ranks, and of one that goes on from what these have saved."""
+    """Folders of the run on one rank, of four ranks, and of one that goes on from what these have
+    saved.
+    """
     folder = tmp_path_factory.mktemp("shared-stages")
     import_models("llama")
     (folder / "llama.json").write_text(json.dumps(LLAMA))
@@ -62,4 +66,6 @@ def test_steps_and_weights_are_those_of_one_process(found: Path, name: str) -> N
     ours = tensors(found / name / "model")
     assert right.keys() == ours.keys() and right
     for tensor in right:
-        assert (right[tensor] - ours[tensor]).abs().max() <= 1e-9 * right[tensor].abs().max(), tensor
+        assert (right[tensor] - ours[tensor]).abs().max() <= 1e-9 * right[tensor].abs().max(), (
+            tensor
+        )

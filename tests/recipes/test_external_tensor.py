@@ -1,4 +1,6 @@
-"""Adapters beside frozen weights of other kinds, in models of transformers by inferred plans: as in one process."""
+"""Adapters beside frozen weights of other kinds, in models of transformers by inferred plans: as in
+one process.
+"""
 
 import json
 from pathlib import Path
@@ -11,8 +13,19 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
 from tests.recipes.runs import LORA, arguments, furthest, latest, run_here, steps
 
-COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.1}
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON = {
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "initializer_range": 0.1,
+}
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": WIDE | {"num_key_value_heads": 2, "head_dim": 32},
     "phi3": WIDE | {"num_key_value_heads": 2},  # gate and up in one
@@ -21,7 +34,11 @@ LEVERS: dict[str, tuple[str, ...]] = {
     "dora": ("lora.dora=true",),
     "nf4, sharded": ("lora.quantize_base=nf4", "memory.activation_checkpointing=full"),
     # Of matrices that read all tokens whole, of which ranks draw the same numbers as one process.
-    "dropout": ("lora.dropout=0.2", "lora.target_modules=[q_proj, v_proj]", "data.pad_to_multiple_of=2"),
+    "dropout": (
+        "lora.dropout=0.2",
+        "lora.target_modules=[q_proj, v_proj]",
+        "data.pad_to_multiple_of=2",
+    ),
 }
 CASES = [
     ("phi3", "dora"),
@@ -74,7 +91,10 @@ def test_a_fused_matrix_in_blocks_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path, "phi3")
     said = sum(run_ranks(refused, 2, tmp_path, "phi3"), [])
     (told,) = [line for line in said if line.startswith("error: ")]  # by one of the ranks
-    assert "lora.quantize_base=nf4 keeps model.layers.0." in told and "holds several matrices; set" in told
+    assert (
+        "lora.quantize_base=nf4 keeps model.layers.0." in told
+        and "holds several matrices; set" in told
+    )
 
 
 def test_a_quantized_product_is_one_call() -> None:
@@ -87,7 +107,9 @@ def test_a_quantized_product_is_one_call() -> None:
     class Names(TorchFunctionMode):
         seen: list[str] = []
 
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.seen.append(function.__name__)
             return function(*args, **(kwargs or {}))
 

@@ -1,4 +1,6 @@
-"""Runs of recipes that add layers to a checkpoint's model: started, trained, exported, read again, or refused first."""
+"""Runs of recipes that add layers to a checkpoint's model: started, trained, exported, read again,
+or refused first.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,7 +15,18 @@ from torch import nn
 
 from recipe_lib.checkpoint.weight_accounts import EXTRA
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import DPO, FULL, LORA, Run, done, furthest, losses, parameters, recipe_module, run_here
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    Run,
+    done,
+    furthest,
+    losses,
+    parameters,
+    recipe_module,
+    run_here,
+)
 from tests.recipes.test_adapter_runs import arguments as adapter_arguments
 from tests.recipes.test_dpo import arguments as pair_arguments
 from tests.recipes.test_dpo import write_pairs
@@ -26,16 +39,24 @@ def add_layers(model: Any, dtype: torch.dtype) -> None:
     """A linear behind each MLP, beside what it gives."""
     layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
     for layer in layers:
-        width = model.get_input_embeddings().embedding_dim if hasattr(model, "config") else model.spec.width
+        width = (
+            model.get_input_embeddings().embedding_dim
+            if hasattr(model, "config")
+            else model.spec.width
+        )
         layer.mlp.extra = nn.Linear(width, width, bias=False, device="meta", dtype=dtype)
         layer.mlp.register_forward_hook(lambda mlp, args, output: output + mlp.extra(output))
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes a recipe's `setup_model` add the layers, as an edited copy does, behind the call that is named."""
+    """Makes a recipe's `setup_model` add the layers, as an edited copy does, behind the call that
+    is named.
+    """
 
-    def edit(recipe: str, behind: str = "build_meta", change: Callable[..., None] = add_layers) -> None:
+    def edit(
+        recipe: str, behind: str = "build_meta", change: Callable[..., None] = add_layers
+    ) -> None:
         module = recipe_module(recipe)
         original = getattr(module, behind)
 
@@ -50,14 +71,20 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def full(realdata: Path, output: Path, *overrides: str) -> list[str]:
-    own = [word for word in adapter_arguments(realdata, output, *overrides) if not word.startswith("lora.")]
+    own = [
+        word
+        for word in adapter_arguments(realdata, output, *overrides)
+        if not word.startswith("lora.")
+    ]
     own[1] = str(Path(__file__).parent / "plain.yaml")
     return [*own, "recipe=full_finetune_distributed"]
 
 
 def start_of(found: dict[str, torch.Tensor]) -> Callable[[Any], None]:
     """Before training, the whole parameters that the recipe has added."""
-    return lambda recipe: found.update({name: one for name, one in parameters(recipe).items() if "extra" in name})
+    return lambda recipe: found.update(
+        {name: one for name, one in parameters(recipe).items() if "extra" in name}
+    )
 
 
 def test_a_run_that_would_lose_them_is_refused_before_weights_are_read(
@@ -67,17 +94,24 @@ def test_a_run_that_would_lose_them_is_refused_before_weights_are_read(
         copies(recipe)
         run = run_here(argv(realdata, tmp_path / name), recipe=recipe)
         assert run.code == 2
-        assert run.said[-1] == (
-            f"error: checkpoint.extra_parameters: found {NAMES[0]} and 4 more, which the recipe added and no other "
-            "program knows; set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
+        assert (
+            run.said[-1]
+            == f"error: checkpoint.extra_parameters: found {NAMES[0]} and 4 more, which the recipe"
+            " added and no other program knows; set checkpoint.extra_parameters=save to write"
+            " it too, or checkpoint.save_model=false"
         )
         assert not (tmp_path / name).exists()
-    assert run_here(full(realdata, tmp_path / "no", "checkpoint.save_model=false", "max_steps=1")).code == 0
+    assert (
+        run_here(full(realdata, tmp_path / "no", "checkpoint.save_model=false", "max_steps=1")).code
+        == 0
+    )
 
 
 @pytest.mark.slow
 def test_export_and_round_trip(realdata: Path, tmp_path: Path, copies: Any) -> None:
-    """Started with finite numbers, said, trained, written, read by the recipe, refused by others but transformers."""
+    """Started with finite numbers, said, trained, written, read by the recipe, refused by others
+    but transformers.
+    """
     from transformers import AutoModelForCausalLM
 
     copies(FULL)
@@ -86,9 +120,13 @@ def test_export_and_round_trip(realdata: Path, tmp_path: Path, copies: Any) -> N
     assert first.code == 0, first.said
     said = "extra parameters: 20,480 numbers start from reset_parameters, no checkpoint has them: "
     assert f"{said}model.layers.*.mlp.extra.weight (5)" in first.said
-    assert any("transformers and other programs ignore its extra parameters" in line for line in first.said)
+    assert any(
+        "transformers and other programs ignore its extra parameters" in line for line in first.said
+    )
     assert list(start) == NAMES
-    assert all(0.12 < value.abs().max() <= 0.125 for value in start.values())  # torch's bound: 1 / sqrt(64)
+    assert all(
+        0.12 < value.abs().max() <= 0.125 for value in start.values()
+    )  # torch's bound: 1 / sqrt(64)
     file = tmp_path / "first" / "model" / "model.safetensors"
     written = load_file(file)
     assert len(written) == 47 + 5
@@ -96,24 +134,38 @@ def test_export_and_round_trip(realdata: Path, tmp_path: Path, copies: Any) -> N
         assert held.metadata()[EXTRA].split() == NAMES
     trained = dict(first.recipe.model.named_parameters())
     for name in NAMES:
-        assert torch.equal(written[name], trained[name]) and not torch.equal(written[name], start[name])
+        assert torch.equal(written[name], trained[name]) and not torch.equal(
+            written[name], start[name]
+        )
     again: dict[str, torch.Tensor] = {}
     argv = [*full(realdata, tmp_path / "second", SAVE, "max_steps=1"), f"model.path={file.parent}"]
     second = run_here(argv, start_of(again))
     assert second.code == 0, second.said
-    assert "extra parameters: 20,480 numbers are read: model.layers.*.mlp.extra.weight (5)" in second.said
+    assert (
+        "extra parameters: 20,480 numbers are read: model.layers.*.mlp.extra.weight (5)"
+        in second.said
+    )
     assert all(torch.equal(again[name], written[name]) for name in NAMES)
-    other, loading = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True)
+    other, loading = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, output_loading_info=True
+    )
     assert set(loading["unexpected_keys"]) == set(NAMES) and not loading["missing_keys"]
     assert torch.equal(other.model.norm.weight, trained["model.norm.weight"])
 
 
 @pytest.mark.slow
-def test_several_ranks_and_a_resumed_run_do_as_one(realdata: Path, tmp_path: Path, copies: Any) -> None:
-    """Two shards, and two stages of a pipeline: the same start bit for bit, the same losses and export."""
+def test_several_ranks_and_a_resumed_run_do_as_one(
+    realdata: Path, tmp_path: Path, copies: Any
+) -> None:
+    """Two shards, and two stages of a pipeline: the same start bit for bit, the same losses and
+    export.
+    """
     copies(FULL)
     expected: dict[str, torch.Tensor] = {}
-    run = run_here(full(realdata, tmp_path / "one", SAVE, "checkpoint.save_every_n_steps=3"), start_of(expected))
+    run = run_here(
+        full(realdata, tmp_path / "one", SAVE, "checkpoint.save_every_n_steps=3"),
+        start_of(expected),
+    )
     assert run.code == 0, run.said
     states = tmp_path / "one" / "state"
     argv = full(realdata, tmp_path / "resumed", SAVE, f"resume={states / 'step_3'}")
@@ -128,7 +180,11 @@ def test_several_ranks_and_a_resumed_run_do_as_one(realdata: Path, tmp_path: Pat
     def train() -> dict[str, dict[str, torch.Tensor]]:
         found: dict[str, dict[str, torch.Tensor]] = {folder: {} for folder in cases}
         for folder, overrides in cases.items():
-            done(run_here(full(realdata, tmp_path / folder, SAVE, *overrides), start_of(found[folder])))
+            done(
+                run_here(
+                    full(realdata, tmp_path / folder, SAVE, *overrides), start_of(found[folder])
+                )
+            )
         return found
 
     one = load_file(tmp_path / "one" / "model" / "model.safetensors")
@@ -136,12 +192,18 @@ def test_several_ranks_and_a_resumed_run_do_as_one(realdata: Path, tmp_path: Pat
     for folder in cases:
         ranks = [found[folder] for found in of_ranks]
         assert {name for found in ranks for name in found} == set(NAMES)
-        assert all(torch.equal(value, expected[name]) for found in ranks for name, value in found.items())
+        assert all(
+            torch.equal(value, expected[name]) for found in ranks for name, value in found.items()
+        )
         assert furthest(losses(tmp_path / folder), losses(tmp_path / "one")) < 1e-5
         other = load_file(tmp_path / folder / "model" / "model.safetensors")
         assert other.keys() == one.keys()
         assert all(torch.allclose(other[name], one[name], atol=1e-3) for name in one)
-    assert any("model.layers.4" in name for name in ranks[1]) and NAMES[0] in ranks[0] and len(ranks[1]) < 5
+    assert (
+        any("model.layers.4" in name for name in ranks[1])
+        and NAMES[0] in ranks[0]
+        and len(ranks[1]) < 5
+    )
 
 
 @pytest.mark.slow
@@ -150,16 +212,38 @@ def test_what_ranks_could_not_run_is_refused(realdata: Path, tmp_path: Path, cop
         model.model.extra = nn.Linear(64, 64, device="meta", dtype=dtype)
 
     def shared(model: Any, dtype: torch.dtype) -> None:
-        model.model.layers[0].extra = model.model.layers[4].extra = nn.Linear(64, 64, device="meta", dtype=dtype)
+        model.model.layers[0].extra = model.model.layers[4].extra = nn.Linear(
+            64, 64, device="meta", dtype=dtype
+        )
 
     def hooked(model: Any, dtype: torch.dtype) -> None:
         model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
 
     cases: tuple[tuple[str, Callable[..., None], str, str], ...] = (
-        ("outside", outside, "parallel.pipeline=2", "pipeline: found model.extra.weight, which the recipe added"),
-        ("shared", shared, "parallel.pipeline=2", "pipeline: found model.layers.0.extra.weight, which"),
-        ("tensor", add_layers, "parallel.tensor=2", f"parallel.tensor: found {NAMES[0]}, which the recipe added"),
-        ("hook", hooked, "parallel.tensor=2", "parallel.tensor: found a hook of model.layers.1.self_attn.q_proj, wh"),
+        (
+            "outside",
+            outside,
+            "parallel.pipeline=2",
+            "pipeline: found model.extra.weight, which the recipe added",
+        ),
+        (
+            "shared",
+            shared,
+            "parallel.pipeline=2",
+            "pipeline: found model.layers.0.extra.weight, which",
+        ),
+        (
+            "tensor",
+            add_layers,
+            "parallel.tensor=2",
+            f"parallel.tensor: found {NAMES[0]}, which the recipe added",
+        ),
+        (
+            "hook",
+            hooked,
+            "parallel.tensor=2",
+            "parallel.tensor: found a hook of model.layers.1.self_attn.q_proj, wh",
+        ),
     )
     module = recipe_module(FULL)
     original = module.build_meta
@@ -174,7 +258,14 @@ def test_what_ranks_could_not_run_is_refused(realdata: Path, tmp_path: Path, cop
                 return model
 
             module.build_meta = build
-            argv = full(realdata, tmp_path / name, SAVE, lever, "gradient_accumulation_steps=2", "batch_size=2")
+            argv = full(
+                realdata,
+                tmp_path / name,
+                SAVE,
+                lever,
+                "gradient_accumulation_steps=2",
+                "batch_size=2",
+            )
             run = run_here(argv)
             assert run.code == 2
             said[name] = run.said
@@ -182,20 +273,32 @@ def test_what_ranks_could_not_run_is_refused(realdata: Path, tmp_path: Path, cop
 
     found = run_ranks(refused, 2)
     for name, _, _, line in cases:
-        assert any(line in told for said in found for told in said[name]), found  # by one of the ranks
+        assert any(line in told for said in found for told in said[name]), (
+            found
+        )  # by one of the ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", [True, False])
-def test_adapters_with_added_layers(realdata: Path, tmp_path: Path, copies: Any, trained: bool) -> None:
-    """PEFT opens the folder without the layers, and with them computes what was trained; the recipe goes on from it."""
+def test_adapters_with_added_layers(
+    realdata: Path, tmp_path: Path, copies: Any, trained: bool
+) -> None:
+    """PEFT opens the folder without the layers, and with them computes what was trained; the recipe
+    goes on from it.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    copies(LORA, "add_adapters" if trained else "build_meta", lambda model, dtype: add_layers(model, torch.float32))
+    copies(
+        LORA,
+        "add_adapters" if trained else "build_meta",
+        lambda model, dtype: add_layers(model, torch.float32),
+    )
     start: dict[str, torch.Tensor] = {}
     first = run_here(
-        adapter_arguments(realdata, tmp_path / "first", SAVE, "lora.merge_on_save=true", "max_steps=2"),
+        adapter_arguments(
+            realdata, tmp_path / "first", SAVE, "lora.merge_on_save=true", "max_steps=2"
+        ),
         start_of(start),
         recipe=LORA,
     )
@@ -212,19 +315,28 @@ def test_adapters_with_added_layers(realdata: Path, tmp_path: Path, copies: Any,
     with torch.no_grad():
         own = first.recipe.model.eval()(tokens)
         for has_layers in (False, True):
-            base = AutoModelForCausalLM.from_pretrained(realdata / "stories260K-hf", dtype=torch.float32)
+            base = AutoModelForCausalLM.from_pretrained(
+                realdata / "stories260K-hf", dtype=torch.float32
+            )
             if has_layers:
                 for layer in base.model.layers:
                     layer.mlp.extra = nn.Linear(64, 64, bias=False)
-                    layer.mlp.register_forward_hook(lambda mlp, args, output: output + mlp.extra(output))
+                    layer.mlp.register_forward_hook(
+                        lambda mlp, args, output: output + mlp.extra(output)
+                    )
             theirs = PeftModel.from_pretrained(base, adapter).eval()(tokens).logits
             assert ((theirs - own).abs().max() <= 1e-5 * own.abs().max()) == has_layers
     again: dict[str, torch.Tensor] = {}
-    argv = adapter_arguments(realdata, tmp_path / "second", SAVE, f"lora.adapter_path={adapter}", "max_steps=1")
+    argv = adapter_arguments(
+        realdata, tmp_path / "second", SAVE, f"lora.adapter_path={adapter}", "max_steps=1"
+    )
     second = run_here(argv, start_of(again), recipe=LORA)
     assert second.code == 0, second.said
     assert all(torch.equal(again[name], held[f"base_model.model.{name}"]) for name in NAMES)
-    assert "extra parameters: 20,480 numbers are read: model.layers.*.mlp.extra.weight (5)" in second.said
+    assert (
+        "extra parameters: 20,480 numbers are read: model.layers.*.mlp.extra.weight (5)"
+        in second.said
+    )
 
 
 def test_a_trained_layer_that_no_optimizer_has_is_refused(
@@ -248,16 +360,29 @@ def test_forgotten_adapters_are_refused(realdata: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(recipe_module(LORA), "init_adapters", lambda *_: None)
     run = run_here(adapter_arguments(realdata, tmp_path / "run"), recipe=LORA)
     assert run.code == 2
-    assert "lora_A.weight and" in run.said[-1] and "more have no values after load_weights" in run.said[-1]
+    assert (
+        "lora_A.weight and" in run.said[-1]
+        and "more have no values after load_weights" in run.said[-1]
+    )
 
 
 def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
-    """A reference that would move is refused; a frozen copy begins as the model, so that no reward differs."""
+    """A reference that would move is refused; a frozen copy begins as the model, so that no reward
+    differs.
+    """
     write_pairs(tmp_path)
 
     def run(name: str, *overrides: str) -> Run:
-        given = ("batch_size=2", "dtype=fp32", f"model.path={realdata / 'stories260K-hf'}", "~model.preset")
-        return run_here(pair_arguments(tmp_path / "pairs.jsonl", tmp_path / name, *given, *overrides), recipe=DPO)
+        given = (
+            "batch_size=2",
+            "dtype=fp32",
+            f"model.path={realdata / 'stories260K-hf'}",
+            "~model.preset",
+        )
+        return run_here(
+            pair_arguments(tmp_path / "pairs.jsonl", tmp_path / name, *given, *overrides),
+            recipe=DPO,
+        )
 
     with pytest.MonkeyPatch.context() as patched:
         module = recipe_module(DPO)
@@ -269,12 +394,16 @@ def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
 
         patched.setattr(module, "add_adapters", add)
         found = run("moving")
-        assert found.code == 2 and f"{NAMES[0]}: is trained and part of no adapter" in found.said[-1]
+        assert (
+            found.code == 2 and f"{NAMES[0]}: is trained and part of no adapter" in found.said[-1]
+        )
         assert run("free", "dpo.reference_free=true", "max_steps=1").code == 0
     copies(DPO)
     found = run("full", "dpo.trainable=all")
     assert found.code == 0, found.said
-    lines = [json.loads(line) for line in (tmp_path / "full" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "full" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[0]["reward_margin"] == 0 and lines[-1]["reward_margin"] != 0
 
 
@@ -288,7 +417,10 @@ def test_models_of_transformers(realdata: Path, tmp_path: Path, copies: Any) -> 
     written = load_file(tmp_path / "full" / "model" / "model.safetensors")
     assert all(torch.equal(written[name], first.recipe.model.get_parameter(name)) for name in NAMES)
     copies(LORA)
-    argv = [*adapter_arguments(realdata, tmp_path / "lora", SAVE, external), f"model.path={tmp_path}/full/model"]
+    argv = [
+        *adapter_arguments(realdata, tmp_path / "lora", SAVE, external),
+        f"model.path={tmp_path}/full/model",
+    ]
     found: dict[str, torch.Tensor] = {}
     second = run_here(argv, start_of(found), recipe=LORA)
     assert second.code == 0, second.said
@@ -304,4 +436,7 @@ def test_a_model_that_lost_a_part_is_refused(realdata: Path, tmp_path: Path, cop
     copies(FULL, change=wrap)
     run = run_here(full(realdata, tmp_path / "run", SAVE))
     assert run.code == 2
-    assert "the recipe's model has no model.layers.0.mlp.down_proj.weight and 2 more, which config.json" in run.said[-1]
+    assert (
+        "the recipe's model has no model.layers.0.mlp.down_proj.weight and 2 more, which"
+        " config.json" in run.said[-1]
+    )

@@ -20,7 +20,8 @@ def test_a_gradient_of_zero_is_told_once(tmp_path: Path):
     run = run_here(argv, flatten)
     assert run.code == 0
     assert [line for line in run.said if "the gradient is exactly 0" in line] == [
-        "warning: step 1: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a frozen model"
+        "warning: step 1: the gradient is exactly 0, so nothing is learned; look for damaged"
+        " weights, or a frozen model"
     ]
     run = run_here([*argv, "overwrite_output_dir=true"])
     assert run.code == 0 and not any("exactly 0" in line for line in run.said)

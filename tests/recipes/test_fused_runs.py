@@ -1,4 +1,6 @@
-"""Runs with fused kernels, which on a CPU are operators that compute their chains: the losses of runs without."""
+"""Runs with fused kernels, which on a CPU are operators that compute their chains: the losses of
+runs without.
+"""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +22,10 @@ ADAPTERS = ("recipe=lora_finetune_distributed", "lora.rank=4")
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": (FULL, ("memory.activation_checkpointing=selective", "memory.mlp_tiles=2")),
     "nf4": (LORA, (*ADAPTERS, "lora.quantize_base=nf4", "memory.activation_checkpointing=full")),
-    "int8": (LORA, (*ADAPTERS, "lora.quantize_base=int8", "lora.target_modules=[q, v, gate, down, head]")),
+    "int8": (
+        LORA,
+        (*ADAPTERS, "lora.quantize_base=int8", "lora.target_modules=[q, v, gate, down, head]"),
+    ),
     "preference": (DPO, ()),
 }
 MESHES = {
@@ -36,8 +41,9 @@ Steps = list[tuple[int, float, float]]
 
 @contextmanager
 def fused() -> Iterator[list[int]]:
-    """Inside, a CPU is a device whose chains are fused, by nothing; notes calls of operators. test_fused_kernels has
-    what inductor makes of them."""
+    """Inside, a CPU is a device whose chains are fused, by nothing; notes calls of operators.
+    test_fused_kernels has what inductor makes of them.
+    """
     calls: list[int] = []
     with (
         mock.patch.object(fused_kernels, "kernels_of", lambda device: "cuda"),
@@ -50,10 +56,14 @@ def fused() -> Iterator[list[int]]:
 
 
 def run(folder: Path, name: str, kind: str, *overrides: str) -> Steps:
-    """A run of three steps of a model of four layers, whose matrices have whole blocks of 64 numbers."""
+    """A run of three steps of a model of four layers, whose matrices have whole blocks of 64
+    numbers.
+    """
     recipe, own = KINDS[kind]
     output = folder / name
-    argv = preference_arguments(folder / "pairs.jsonl", output) if recipe == DPO else arguments(output)
+    argv = (
+        preference_arguments(folder / "pairs.jsonl", output) if recipe == DPO else arguments(output)
+    )
     common = (f"model.preset={folder / 'wide.json'}", "max_steps=3", "optimizer.lr=1e-2", "dtype=fp32",
               "checkpoint.save_model=false", "device=auto")  # fmt: skip
     done(run_here(latest(*argv, *common, *own, *overrides), recipe=recipe))
@@ -91,11 +101,15 @@ def test_fused_runs_are_those_without(folder: Path, kind: str) -> None:
 @pytest.mark.slow
 def test_ranks_that_fuse_train_as_one_that_does_not(folder: Path) -> None:
     """Sharded, with shared matrices, and with deferred weight gradients."""
-    wanted = {kind: run(folder, f"{kind} one", kind) for kind in {mesh[0] for mesh in MESHES.values()}}
+    wanted = {
+        kind: run(folder, f"{kind} one", kind) for kind in {mesh[0] for mesh in MESHES.values()}
+    }
 
     def ranks() -> list[Steps]:
         with fused():
-            return [run(folder, name, kind, *overrides) for name, (kind, *overrides) in MESHES.items()]
+            return [
+                run(folder, name, kind, *overrides) for name, (kind, *overrides) in MESHES.items()
+            ]
 
     for name, found in zip(MESHES, run_ranks(ranks, 2)[0], strict=True):
         assert_same(found, wanted[MESHES[name][0]])

@@ -1,4 +1,6 @@
-"""A rank that is stopped, hangs, is killed or refuses alone ends all ranks of a run, however the work is divided."""
+"""A rank that is stopped, hangs, is killed or refuses alone ends all ranks of a run, however the
+work is divided.
+"""
 
 import os
 import re
@@ -42,11 +44,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "REPORT_SECONDS": 0.3,
     }.items():
         monkeypatch.setattr(heartbeat, name, seconds)
-    monkeypatch.setattr(ranks_of_tests, "_GRACE_SECONDS", 15.0)  # each ends by itself, on a busy machine a little later
+    monkeypatch.setattr(
+        ranks_of_tests, "_GRACE_SECONDS", 15.0
+    )  # each ends by itself, on a busy machine a little later
 
 
 def run(folder: Path, trouble: Trouble, where: str, on: int, *overrides: str) -> int:
-    """A run of three steps; rank `on` has trouble in a method of the recipe: in `train_step` in the second step."""
+    """A run of three steps; rank `on` has trouble in a method of the recipe: in `train_step` in the
+    second step.
+    """
     calls = [0]
     original = recipe_class(recipe_module(FULL))
     method = getattr(original, where)
@@ -68,7 +74,12 @@ def run(folder: Path, trouble: Trouble, where: str, on: int, *overrides: str) ->
 
 
 def ended(
-    folder: Path, trouble: Trouble, *overrides: str, where: str = "train_step", on: int = 1, ranks: int = 2
+    folder: Path,
+    trouble: Trouble,
+    *overrides: str,
+    where: str = "train_step",
+    on: int = 1,
+    ranks: int = 2,
 ) -> list[str]:
     """How each rank ended and, on the lines after it, what it printed."""
     with pytest.raises(RankFailure) as caught:
@@ -78,7 +89,9 @@ def ended(
 
 
 def errors_of(found: list[str]) -> list[str]:
-    """The lines that begin so, of all ranks together; those that a run gives to whoever started it too."""
+    """The lines that begin so, of all ranks together; those that a run gives to whoever started it
+    too.
+    """
     return [line for text in found for line in text.splitlines() if line.startswith("error: ")]
 
 
@@ -111,7 +124,9 @@ def refuse() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("division", ["ddp", "pipeline"])
-def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_named(
+    tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeat, "SILENT_TIMEOUTS", 2.0)
     monkeypatch.setattr(ranks_of_tests, "_GRACE_SECONDS", 1.0)  # the one that is stopped does not
     began = time.monotonic()
@@ -128,7 +143,9 @@ def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pyt
     [("fsdp", wait), pytest.param("tensor", loop, marks=pytest.mark.slow)],
     ids=["fsdp-a call", "tensor-an endless loop"],
 )
-def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path, division: str, trouble: Trouble) -> None:
+def test_a_rank_that_hangs_is_named_with_its_place(
+    tmp_path: Path, division: str, trouble: Trouble
+) -> None:
     """Its heartbeat goes on: the others have entered a collective that it has not."""
     found = ended(tmp_path, trouble, *DIVISIONS[division])
     assert found[0].startswith("exit code 7") and found[1].startswith("exit code 7")
@@ -150,7 +167,10 @@ def test_a_killed_rank_is_named_without_tracebacks(tmp_path: Path) -> None:
     found = ended(tmp_path, kill)
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
     (line,) = errors_of(found)
-    assert line.startswith("error: rank 1 is gone, killed or crashed; rank 0 waits for ") and "in step 2, at" in line
+    assert (
+        line.startswith("error: rank 1 is gone, killed or crashed; rank 0 waits for ")
+        and "in step 2, at" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,13 +244,17 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["validate"])
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
     overrides = ["validation.source=examples/demo/heldout.jsonl", "validation.max_samples=4"]
-    assert run_ranks(run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *overrides, timeout=60) == [0, 0]
+    assert run_ranks(
+        run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *overrides, timeout=60
+    ) == [0, 0]
     assert (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.slow
 def test_a_process_that_was_stopped_itself_blames_nobody(tmp_path: Path) -> None:
-    """Both ranks, as by Ctrl-Z, for longer than the timeout; which of them goes on first does not matter."""
+    """Both ranks, as by Ctrl-Z, for longer than the timeout; which of them goes on first does not
+    matter.
+    """
 
     def pause() -> None:
         mine = os.getpid()

@@ -1,4 +1,6 @@
-"""SIGKILL at random moments, and inside saves: every resume works and the losses are bitwise those of a quiet run."""
+"""SIGKILL at random moments, and inside saves: every resume works and the losses are bitwise those
+of a quiet run.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ def is_saving(output: Path) -> bool:
 
 
 def start(argv: list[str], log: Path) -> int:
-    """Forks a process that runs the recipe; the parent has imported everything, so that it starts at once."""
+    """Forks a process that runs the recipe; the parent has imported everything, so that it starts
+    at once.
+    """
     child = os.fork()
     if child:
         return child
@@ -51,8 +55,16 @@ def start(argv: list[str], log: Path) -> int:
 @pytest.mark.slow
 def test_kills_change_nothing(tmp_path: Path):
     recipe_module()
-    extra = [f"max_steps={STEPS}", "epochs=4", "checkpoint.save_every_n_steps=1", "log.every_n_steps=1000"]
-    extra += ["batch_size=2", "gradient_accumulation_steps=2"]  # two epochs of six steps: kills fall within both
+    extra = [
+        f"max_steps={STEPS}",
+        "epochs=4",
+        "checkpoint.save_every_n_steps=1",
+        "log.every_n_steps=1000",
+    ]
+    extra += [
+        "batch_size=2",
+        "gradient_accumulation_steps=2",
+    ]  # two epochs of six steps: kills fall within both
     quiet = tmp_path / "quiet"
     began = time.monotonic()
     child = start([*arguments(quiet), *extra, "resume=latest"], tmp_path / "quiet.log")
@@ -73,7 +85,9 @@ def test_kills_change_nothing(tmp_path: Path):
             deadline = time.monotonic() + (moments.uniform(0.0, duration) if kills < KILLS else 600)
             finished, status = 0, 0
             # Every other kill waits for a save.
-            while not finished and (time.monotonic() < deadline or (kills % 2 and not is_saving(output))):
+            while not finished and (
+                time.monotonic() < deadline or (kills % 2 and not is_saving(output))
+            ):
                 finished, status = os.waitpid(child, os.WNOHANG)
                 time.sleep(0.005)
             if not finished:

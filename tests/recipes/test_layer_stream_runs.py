@@ -1,4 +1,6 @@
-"""Whole runs with layers streamed from the host: what they train is bitwise what the same ranks train without it."""
+"""Whole runs with layers streamed from the host: what they train is bitwise what the same ranks
+train without it.
+"""
 
 import json
 import re
@@ -31,9 +33,16 @@ from tests.recipes.test_dpo import write_pairs
 from tests.selection import selected, slow_except
 
 STREAM, EXPERTS = "memory.stream_layers=true", "memory.stream_layers=experts"
-STEPPING = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
+STEPPING = (
+    "memory.optimizer_in_backward=true",
+    "memory.optimizer_offload=true",
+    "clip_grad_norm=null",
+)
 NF4, INT8 = "lora.quantize_base=nf4", "lora.quantize_base=int8"
-RECOMPUTE, KEPT_HALF = "memory.activation_checkpointing=full", "memory.activation_checkpointing=selective"
+RECOMPUTE, KEPT_HALF = (
+    "memory.activation_checkpointing=full",
+    "memory.activation_checkpointing=selective",
+)
 VALIDATION = (
     "validation.source=examples/demo/heldout.jsonl",
     "validation.format=alpaca",
@@ -56,7 +65,10 @@ class Case:
     lever: str = STREAM
 
     def __str__(self) -> str:
-        words = " ".join(each.rpartition(".")[2] for each in (*self.overrides, *[self.lever] * (self.lever != STREAM)))
+        words = " ".join(
+            each.rpartition(".")[2]
+            for each in (*self.overrides, *[self.lever] * (self.lever != STREAM))
+        )
         return f"{self.recipe.partition('_')[0]} {words} {self.ranks} {self.model}"
 
 
@@ -98,22 +110,48 @@ QUICK = CASES[:2]
 def command(case: Case, folder: Path, name: str, *more: str) -> list[str]:
     argv = arguments(folder / name)
     if case.recipe != FULL:
-        argv[1] = str(ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[case.recipe])
-        source = folder / "pairs.jsonl" if case.recipe == DPO else ROOT / "examples/demo/train.jsonl"
+        argv[1] = str(
+            ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[case.recipe]
+        )
+        source = (
+            folder / "pairs.jsonl" if case.recipe == DPO else ROOT / "examples/demo/train.jsonl"
+        )
         argv = [word for word in argv if not word.startswith("~")]
-        argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}", "lora.rank=4"]
+        argv += [
+            f"data.source={source}",
+            f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}",
+            "lora.rank=4",
+        ]
     argv += [] if case.model == "tiny" else [f"model.preset={folder / case.model}.json"]
-    argv += ["device=auto", "max_steps=3", "epochs=9", "optimizer.lr=1e-2", "dtype=fp32", "log.every_n_steps=1000"]
+    argv += [
+        "device=auto",
+        "max_steps=3",
+        "epochs=9",
+        "optimizer.lr=1e-2",
+        "dtype=fp32",
+        "log.every_n_steps=1000",
+    ]
     words = [word for word in case.overrides if word not in ("dpo.trainable=all",)]
-    kept = [word for word in argv if not ("dpo.trainable=all" in case.overrides and word.startswith("lora."))]
+    kept = [
+        word
+        for word in argv
+        if not ("dpo.trainable=all" in case.overrides and word.startswith("lora."))
+    ]
     return latest(*kept, *(each for each in case.overrides if each not in words), *words, *more)
 
 
 def trained_in(run: Any) -> dict[str, Any]:
     """What a run has trained, and the optimizer's states, as bytes. A collective."""
     run.recipe.model.state_dict()  # FSDP's hook frees what is gathered
-    weights = {name: whole(one.detach()) for name, one in run.recipe.model.named_parameters() if one.requires_grad}
-    return {name: one.contiguous().flatten().view(torch.uint8) for name, one in (weights | states(run.recipe)).items()}
+    weights = {
+        name: whole(one.detach())
+        for name, one in run.recipe.model.named_parameters()
+        if one.requires_grad
+    }
+    return {
+        name: one.contiguous().flatten().view(torch.uint8)
+        for name, one in (weights | states(run.recipe)).items()
+    }
 
 
 def numbers(output: Path) -> list[tuple[float, ...]]:
@@ -123,7 +161,9 @@ def numbers(output: Path) -> list[tuple[float, ...]]:
 
 
 def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
-    """streams: units and whether the most units that were on the device at a time were two; left: bytes there now."""
+    """streams: units and whether the most units that were on the device at a time were two; left:
+    bytes there now.
+    """
     made: list[LayerStream] = []
     most = [0]
     allocate = LayerStream._allocate
@@ -139,10 +179,15 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
     finally:
         LayerStream._allocate = allocate  # type: ignore[method-assign]
     there = [one for stream in made for unit in stream.units for one in unit.made().values()]
-    left = sum((one.to_local() if hasattr(one, "to_local") else one).untyped_storage().nbytes() for one in there)
+    left = sum(
+        (one.to_local() if hasattr(one, "to_local") else one).untyped_storage().nbytes()
+        for one in there
+    )
     said = [line for line in run.said if "copied to the device one ahead" in line]
     said += [
-        line for line in run.said if re.match(r"memory per rank: parameters \S+ \S+ and \S+ \S+ in host memory, ", line)
+        line
+        for line in run.said
+        if re.match(r"memory per rank: parameters \S+ \S+ and \S+ \S+ in host memory, ", line)
     ]
     return {
         "numbers": numbers(folder / name),
@@ -150,7 +195,9 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
         "most": most[0],
         "left": left,
         "said": said,
-        "files": {key: value for key, value in tree(folder / name).items() if key.endswith(".safetensors")},
+        "files": {
+            key: value for key, value in tree(folder / name).items() if key.endswith(".safetensors")
+        },
     }
 
 
@@ -158,7 +205,10 @@ def train_each(folder: Path, cases: list[Case]) -> list[tuple[Any, Any]]:
     offload_on_a_cpu()
     ranks = cases[0].ranks
     return [
-        (train(case, folder, f"{ranks} {at} plain"), train(case, folder, f"{ranks} {at} streamed", case.lever))
+        (
+            train(case, folder, f"{ranks} {at} plain"),
+            train(case, folder, f"{ranks} {at} streamed", case.lever),
+        )
         for at, case in enumerate(cases)
     ]
 
@@ -180,12 +230,16 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[Case, tuple[An
     for ranks in (1, 2):
         mine = [case for case in selected(request, "case") if case.ranks == ranks]
         if mine:
-            found |= dict(zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=600)[0], strict=True))
+            found |= dict(
+                zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=600)[0], strict=True)
+            )
     return found
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
-def test_what_is_trained_is_bitwise_that_of_the_resident_run(results: dict[Case, Any], case: Case) -> None:
+def test_what_is_trained_is_bitwise_that_of_the_resident_run(
+    results: dict[Case, Any], case: Case
+) -> None:
     expected, found = results[case]
     assert len(found["numbers"]) >= 3 and found["numbers"] == expected["numbers"]
     assert found["trained"].keys() == expected["trained"].keys()
@@ -203,7 +257,9 @@ RESUMED = [lora(NF4, RECOMPUTE), full("optimizer.state_bits=8")]
 
 
 def in_two_parts(folder: Path, case: Case) -> list[Any]:
-    """A run, one that goes on from its first state, and one that goes on from that of a resident run."""
+    """A run, one that goes on from its first state, and one that goes on from that of a resident
+    run.
+    """
     offload_on_a_cpu()
     kept = ("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3")
     found = [train(case, folder, "whole", STREAM, *kept)]
@@ -219,7 +275,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, case: Ca
     expected, *resumed = run_ranks(in_two_parts, 1, tmp_path, case, timeout=300)[0]
     for found in resumed:
         assert found["numbers"] == expected["numbers"][1:]
-        assert all(torch.equal(one, expected["trained"][name]) for name, one in found["trained"].items())
+        assert all(
+            torch.equal(one, expected["trained"][name]) for name, one in found["trained"].items()
+        )
         assert found["files"].keys() <= expected["files"].keys() and found["left"] == 0
 
 
@@ -233,7 +291,7 @@ def test_trained_layers_on_two_ranks_are_refused_by_name(tmp_path: Path) -> None
     codes, said = zip(*run_ranks(refused, 2, tmp_path), strict=True)
     assert codes == (2, 2)
     assert [line for lines in said for line in lines] == [  # one of the ranks tells it
-        "error: memory.stream_layers: found 2 ranks with tokens of their own for layers that are trained, "
-        "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or "
-        "start one process"
+        "error: memory.stream_layers: found 2 ranks with tokens of their own for layers that are"
+        " trained, expected 1, as a layer is stepped by the gradient of one rank's tokens; use"
+        " memory.cpu_offload, or start one process"
     ]

@@ -1,7 +1,9 @@
-"""Every lever, and every pair of levers, either gives the losses of the plain run or is refused with a reason.
+"""Every lever, and every pair of levers, either gives the losses of the plain run or is refused
+with a reason.
 
-The runs are made from the table in `levers`; of the pairs that are refused in the same words one is tried. A key that
-the schema gains is in the table, or among those that are said not to be levers, or a test here fails.
+The runs are made from the table in `levers`; of the pairs that are refused in the same words one is
+tried. A key that the schema gains is in the table, or among those that are said not to be levers,
+or a test here fails.
 """
 
 import functools
@@ -51,11 +53,13 @@ from tests.recipes.runs import ROOT, arguments, furthest, metrics, offload_on_a_
 from tests.recipes.watched import Watch, distance, trained_weights
 from tests.selection import selected, slow_except
 
-# Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided by `tune run`;
-# what else linears are rounded to, in tests/memory/test_qat and test_qat_worlds.
+# Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided
+# by `tune run`; what else linears are rounded to, in tests/memory/test_qat and test_qat_worlds.
 ELSEWHERE = {"dtype": ["fp32", "fp64"], "parallel.strategy": ["auto"], "qat": ["int8", "fp8"]}
 PLAIN: Settings = ()
-SUMMED_IN_BF16: Settings = next(row for row in SINGLES if "parallel.reduce_dtype=bf16" in row[0].overrides)
+SUMMED_IN_BF16: Settings = next(
+    row for row in SINGLES if "parallel.reduce_dtype=bf16" in row[0].overrides
+)
 NARROW = [row for row in TOGETHER if not set(row) & set(COSTLY)]
 WIDE = [row for row in TOGETHER if set(row) & set(COSTLY)]
 # Of those that are refused in the same words, one.
@@ -68,17 +72,26 @@ CASES: list[tuple[Settings, int]] = [
     ),
     *((row, 1) for row in cover([on_one_rank(row) for row in NARROW])),
 ]
-# Of losses -> of weights, in parts of the way that they have come: where a gradient is about zero AdamW makes a step of
-# any sign of it.
+# Of losses -> of weights, in parts of the way that they have come: where a gradient is about zero
+# AdamW makes a step of any sign of it.
 WEIGHTS = {FINE: 1e-3, LOW_BITS: 0.05, BF16: 0.3}
 # A first step is made before its states are rounded.
 CHANGING = dict.fromkeys(
-    setting.basis for setting in LEVERS if setting.basis not in ((), (NO_CLIPPING,)) and setting.lever != "state bits"
+    setting.basis
+    for setting in LEVERS
+    if setting.basis not in ((), (NO_CLIPPING,)) and setting.lever != "state bits"
 )
-BASES = list(dict.fromkeys([*(basis(settings) for settings, _ in CASES if not refusal(settings)), *CHANGING]))
+BASES = list(
+    dict.fromkeys([*(basis(settings) for settings, _ in CASES if not refusal(settings)), *CHANGING])
+)
 # Of the runs together the one on two ranks, and the one on one, that have most values.
 FEW = [(cover(NARROW)[0], 2), next(case for case in CASES if case[1] == 1)]
-QUICK = [*FEW, (PLAIN, 2), (SUMMED_IN_BF16, 2), *((row, ranks) for row, ranks in CASES if row in REFUSED_ONCE[::4])]
+QUICK = [
+    *FEW,
+    (PLAIN, 2),
+    (SUMMED_IN_BF16, 2),
+    *((row, ranks) for row, ranks in CASES if row in REFUSED_ONCE[::4]),
+]
 QUICK = [case for case in CASES if case in QUICK and case[1] < 4]
 QUICK_BASES = list(dict.fromkeys(basis(settings) for settings, _ in FEW))
 
@@ -88,9 +101,11 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
 
 
-def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = False) -> dict[str, Any]:
-    """Code, lines, losses and weights of a run; with saving, also those of a second run that goes on after the first
-    step.
+def train(
+    folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = False
+) -> dict[str, Any]:
+    """Code, lines, losses and weights of a run; with saving, also those of a second run that goes
+    on after the first step.
 
     settings: overrides. observed: with validation, and beside the formula of its optimizer.
     """
@@ -99,7 +114,11 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
     output = folder / f"run{ranks}"
     overrides = [override.format(folder=folder) for override in settings]
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
-    batches = ranks // 2 ** len({f"parallel.{name}=2" for name in MODEL_DIMS} & set(overrides)) * accumulation
+    batches = (
+        ranks
+        // 2 ** len({f"parallel.{name}=2" for name in MODEL_DIMS} & set(overrides))
+        * accumulation
+    )
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
     argv = [
         *arguments(output),
@@ -131,18 +150,23 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
 
 
 def write_models(folder: Path) -> None:
-    """A model whose widest matrices are long enough to have states of few bits, and that has a layer to send with two
-    ahead; with and without a tied embedding."""
+    """A model whose widest matrices are long enough to have states of few bits, and that has a
+    layer to send with two ahead; with and without a tied embedding.
+    """
     model = json.loads((ROOT / "tests/recipes/tiny.json").read_text())
     model |= {"intermediate_size": 512, "num_hidden_layers": 3}
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(model | {"tie_word_embeddings": tied}))
 
 
-def train_each(folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks: int) -> list[dict[str, Any]]:
-    # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
+def train_each(
+    folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks: int
+) -> list[dict[str, Any]]:
+    # Which operators run compiled or not is the same for every backend; inductor has a test of its
+    # own.
     apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
-    # Rows of one length, so that one compilation serves all steps; test_compile_lengths has those of many.
+    # Rows of one length, so that one compilation serves all steps; test_compile_lengths has those
+    # of many.
     alike = {True: ("data.pad_to_multiple_of=64",), False: ()}
     offload_on_a_cpu()
     return [
@@ -152,7 +176,9 @@ def train_each(folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, dict[str, Any]]:
     """What every selected case gives, and under `("basis", overrides)` what it is compared with."""
     folder = tmp_path_factory.mktemp("levers")
     write_models(folder)
@@ -164,7 +190,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     bases |= dict.fromkeys(basis(settings) for settings, _ in wanted if not refusal(settings))
     for ranks in (1, 2, 4):
         cases = [case for case in wanted if case[1] == ranks]
-        runs = [(sum((setting.overrides for setting in settings), ()), False) for settings, _ in cases]
+        runs = [
+            (sum((setting.overrides for setting in settings), ()), False) for settings, _ in cases
+        ]
         keys: list[Any] = list(cases)
         if ranks == 1:
             keys += [("basis", base) for base in bases]
@@ -185,7 +213,9 @@ def case_title(case: tuple[Settings, int]) -> str:
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=case_title)
-def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, dict[str, Any]], case: Any):
+def test_losses_are_those_of_the_plain_run_or_it_is_refused(
+    results: dict[Any, dict[str, Any]], case: Any
+):
     settings, _ = case
     found, words = results[case], refusal(settings)
     if words:
@@ -201,22 +231,32 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, d
         for name in ("loss", "validation_loss"):
             mine = [line[name] for line in lines if name in line]
             assert name != "loss" or len(mine) == STEPS
-            assert not mine or furthest(mine, [line[name] for line in wanted if name in line]) <= tolerance
+            assert (
+                not mine
+                or furthest(mine, [line[name] for line in wanted if name in line]) <= tolerance
+            )
         norms = [line["grad_norm"] for line in lines if "loss" in line]
-        assert furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line]) <= 10 * tolerance
+        assert (
+            furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line])
+            <= 10 * tolerance
+        )
     off = distance(found["weights"], expected["weights"], expected["formula"]["start"])
     assert off <= WEIGHTS[tolerance]
 
 
 def formula_tolerance(base: tuple[str, ...], name: str) -> float:
-    """Muon's iteration is in bf16, which on matrices that are nearly singular is far from one in fp64."""
+    """Muon's iteration is in bf16, which on matrices that are nearly singular is far from one in
+    fp64.
+    """
     if "optimizer.name=muon" in base and ".layers." in name and "norm" not in name:
         return 0.3
     return 0.1 if "dtype=bf16" in base else 1e-3
 
 
 @pytest.mark.parametrize("base", slow_except(BASES, QUICK_BASES), ids=" ".join)
-def test_runs_of_one_process_move_weights_as_the_formula_says(results: dict[Any, dict[str, Any]], base: Any):
+def test_runs_of_one_process_move_weights_as_the_formula_says(
+    results: dict[Any, dict[str, Any]], base: Any
+):
     """Each trained tensor, from the gradients that the run had, by a plain loop."""
     run = results["basis", base]
     assert run["code"] == 0, run["said"]
@@ -224,7 +264,11 @@ def test_runs_of_one_process_move_weights_as_the_formula_says(results: dict[Any,
     norms = [line["grad_norm"] for line in run["runs"][0] if "loss" in line]
     assert furthest(norms, found["norms"]) <= 1e-5
     assert found["still"] == []
-    bad = {name: error for name, error in found["errors"].items() if not error <= formula_tolerance(base, name)}
+    bad = {
+        name: error
+        for name, error in found["errors"].items()
+        if not error <= formula_tolerance(base, name)
+    }
     assert bad == {}
 
 
@@ -237,7 +281,9 @@ def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]], bas
 
 def test_sums_in_bf16_change_results(results: dict[Any, dict[str, Any]]):
     lower = results[SUMMED_IN_BF16, 2]["runs"][0]
-    assert [line["loss"] for line in lower] != [line["loss"] for line in results[PLAIN, 2]["runs"][0]]
+    assert [line["loss"] for line in lower] != [
+        line["loss"] for line in results[PLAIN, 2]["runs"][0]
+    ]
 
 
 def test_the_page_is_made_from_the_table():
@@ -248,21 +294,35 @@ def test_the_page_is_made_from_the_table():
 def test_every_key_is_a_lever_or_said_not_to_be():
     keys = read_schema(FullFinetuneConfig).keys
     levers = {key.removeprefix("~") for setting in LEVERS for key in setting.keys}
-    others = {name for name in keys if name in NOT_LEVERS or f"{name.partition('.')[0]}.*" in NOT_LEVERS}
+    others = {
+        name for name in keys if name in NOT_LEVERS or f"{name.partition('.')[0]}.*" in NOT_LEVERS
+    }
     missing = sorted(set(keys) - levers - others)
-    assert not missing, f"add {missing} to LEVERS, so that it is tried with every other lever, or to NOT_LEVERS"
-    stale = {name for name in NOT_LEVERS if not any(key == name or key.startswith(name[:-1]) for key in keys)}
+    assert not missing, (
+        f"add {missing} to LEVERS, so that it is tried with every other lever, or to NOT_LEVERS"
+    )
+    stale = {
+        name
+        for name in NOT_LEVERS
+        if not any(key == name or key.startswith(name[:-1]) for key in keys)
+    }
     assert levers <= set(keys) and not stale
 
 
 def test_every_two_values_meet_or_are_refused_together():
-    """Where a third lever does not hide what they do by its wider tolerance; costly ones meet some."""
+    """Where a third lever does not hide what they do by its wider tolerance; costly ones meet
+    some.
+    """
     for a, b in combinations(LEVERS, 2):
         if a.lever != b.lever and (a, b) not in REFUSED and not {a, b} & set(COSTLY):
             meeting = [row for row in TOGETHER if a in row and b in row]
-            assert any(max(s.tolerance for s in row) == max(a.tolerance, b.tolerance) for row in meeting), (a, b)
+            assert any(
+                max(s.tolerance for s in row) == max(a.tolerance, b.tolerance) for row in meeting
+            ), (a, b)
     assert {setting for row in TOGETHER for setting in row} == set(LEVERS)
-    assert {setting for row in (*NARROW, *WIDE) for setting in row} == set(LEVERS)  # those that are run
+    assert {setting for row in (*NARROW, *WIDE) for setting in row} == set(
+        LEVERS
+    )  # those that are run
     for row in TOGETHER:
         assert len({setting.lever for setting in row}) == len(row) <= MOST
         assert not refusal(row)
@@ -275,9 +335,14 @@ def test_every_value_of_a_lever_is_tried():
         if name not in levers or name in NOT_LEVERS:
             continue
         values: Iterator[str] = iter(key.limits.get("choices", ()))
-        if "kind" in key.limits and name not in ("validation.format", "validation.metrics"):  # a list of them all
+        if "kind" in key.limits and name not in (
+            "validation.format",
+            "validation.metrics",
+        ):  # a list of them all
             values = iter(BUILT_IN[key.limits["kind"]][1])
-        untried = [value for value in values if value != key.default and f"{name}={value}" not in tried]
+        untried = [
+            value for value in values if value != key.default and f"{name}={value}" not in tried
+        ]
         assert not set(untried) - set(ELSEWHERE.get(name, [])), f"add {name}={untried} to LEVERS"
 
 

@@ -1,4 +1,6 @@
-"""Whole runs of mixtures of experts: the losses of one process for every way to divide a model and to save memory."""
+"""Whole runs of mixtures of experts: the losses of one process for every way to divide a model and
+to save memory.
+"""
 
 import math
 from dataclasses import dataclass
@@ -36,8 +38,19 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": (FULL, ("dtype=fp64",)),
     "balanced": (FULL, ("dtype=fp64", "router_aux_loss_coef=0.5")),
     "packed": (FULL, ("dtype=fp64", "data.packing=true", "data.max_samples=96")),
-    "lora": (LORA, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, v, router, experts]", "optimizer.lr=1e-2")),
-    "lora of all": (LORA, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[all-linear]", "optimizer.lr=1e-2")),
+    "lora": (
+        LORA,
+        (
+            "dtype=fp64",
+            "lora.rank=4",
+            "lora.target_modules=[q, v, router, experts]",
+            "optimizer.lr=1e-2",
+        ),
+    ),
+    "lora of all": (
+        LORA,
+        ("dtype=fp64", "lora.rank=4", "lora.target_modules=[all-linear]", "optimizer.lr=1e-2"),
+    ),
     "qlora": (LORA, _NF4),
     "qlora of experts": (
         LORA,
@@ -49,9 +62,20 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "optimizer.lr=1e-2",
         ),
     ),
-    "int8": (LORA, ("dtype=fp32", "lora.quantize_base=int8", "lora.rank=4", "lora.target_modules=[o, experts]")),
+    "int8": (
+        LORA,
+        (
+            "dtype=fp32",
+            "lora.quantize_base=int8",
+            "lora.rank=4",
+            "lora.target_modules=[o, experts]",
+        ),
+    ),
     "dpo of all": (DPO, ("dtype=fp64", "lora.rank=4", "optimizer.lr=1e-2")),
-    "dpo": (DPO, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, experts]", "optimizer.lr=1e-2")),
+    "dpo": (
+        DPO,
+        ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, experts]", "optimizer.lr=1e-2"),
+    ),
 }
 TENSOR, PIPELINE = ("parallel.tensor=2",), ("parallel.pipeline=2", "gradient_accumulation_steps=4")
 ZERO_BUBBLE = (*PIPELINE, "parallel.pipeline_schedule=zbv")
@@ -76,7 +100,10 @@ class Case:
     levers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.family} {self.kind} {self.ranks} {' '.join(lever.rpartition('.')[2] for lever in self.levers)}"
+        return (
+            f"{self.family} {self.kind} {self.ranks}"
+            f" {' '.join(lever.rpartition('.')[2] for lever in self.levers)}"
+        )
 
     @property
     def basis(self) -> "Case":
@@ -104,11 +131,15 @@ QUICK = CASES[:1]
 def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, ...]]:
     """(step, loss, gradient norm, numbers about the experts) of each step of a run."""
     recipe, settings = KINDS[case.kind]
-    shared = math.prod(size for size in (2, 4) for name in MODEL_DIMS if f"parallel.{name}={size}" in case.levers)
+    shared = math.prod(
+        size for size in (2, 4) for name in MODEL_DIMS if f"parallel.{name}={size}" in case.levers
+    )
     accumulated = 4 if "gradient_accumulation_steps=4" in case.levers else 1
     argv = arguments(folder / name)
     if recipe != FULL:
-        argv[1] = str(ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[recipe])
+        argv[1] = str(
+            ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[recipe]
+        )
         source = folder / "pairs.jsonl" if recipe == DPO else ROOT / "examples/demo/train.jsonl"
         argv = [word for word in argv if not word.startswith("~")]
         argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}"]
@@ -118,7 +149,8 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, 
         f"max_steps={STEPS}",
         "device=auto",  # a CPU: one that is named has no host to offload to
         "lr_scheduler.type=constant",
-        "data.pad_to_multiple_of=64",  # padding is given to experts too, and counts among what they are given
+        # Padding is given to experts too, and counts among what they are given
+        "data.pad_to_multiple_of=64",
         "checkpoint.save_model=false",
         "log.every_n_steps=1000",
         *settings,
@@ -127,7 +159,10 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, 
     ]
     done(run_here(latest(*argv), recipe=recipe))
     lines = [line for line in metrics(folder / name) if "loss" in line]
-    return [tuple(line[key] for key in ("step", "loss", "grad_norm", *MORE) if key in line) for line in lines]
+    return [
+        tuple(line[key] for key in ("step", "loss", "grad_norm", *MORE) if key in line)
+        for line in lines
+    ]
 
 
 def train_each(folder: Path, cases: list[Case]) -> list[list[tuple[float, ...]]]:
@@ -150,7 +185,9 @@ def train_in_two(folder: Path, case: Case) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Case, Any]:
     """What every selected case, and what it is compared with, recorded."""
     folder = tmp_path_factory.mktemp("mixtures")
     for family in MIXTURES:
@@ -166,7 +203,9 @@ def with_bases(cases: list[Case], folder: Path) -> dict[Case, Any]:
     for ranks in (1, 2, 4):
         mine = [case for case in every if case.ranks == ranks]
         if mine:
-            found |= dict(zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=400)[0], strict=True))
+            found |= dict(
+                zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=400)[0], strict=True)
+            )
     return found
 
 
@@ -201,28 +240,44 @@ def go_on_alone(folder: Path, case: Case) -> list[tuple[float, ...]]:
     return train(case, folder, "alone", f"resume={folder / 'whole' / 'state' / 'step_1'}")
 
 
-WRITTEN = {"full shared": ("full", TENSOR), "full stages": ("full", PIPELINE), "lora shared": ("lora", TENSOR)}
+WRITTEN = {
+    "full shared": ("full", TENSOR),
+    "full stages": ("full", PIPELINE),
+    "lora shared": ("lora", TENSOR),
+}
 
 
 def export_each(folder: Path, family: str) -> None:
-    """Models and adapters that two ranks write, of each a half of every expert or of the layers, and one process."""
+    """Models and adapters that two ranks write, of each a half of every expert or of the layers,
+    and one process.
+    """
     ranks = dist.get_world_size()
     runs = WRITTEN if ranks == 2 else {"full alone": ("full", ()), "lora alone": ("lora", ())}
     for name, (kind, levers) in runs.items():
-        train(Case(family, kind, ranks, levers), folder, name, "checkpoint.save_model=true", "max_steps=1")
+        train(
+            Case(family, kind, ranks, levers),
+            folder,
+            name,
+            "checkpoint.save_model=true",
+            "max_steps=1",
+        )
         dist.barrier()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_what_ranks_of_a_group_and_of_a_pipeline_write(family: str, tmp_path: Path) -> None:
-    """Rows of gate and up lie in the file's order, whatever the order on the ranks; transformers opens the model."""
+    """Rows of gate and up lie in the file's order, whatever the order on the ranks; transformers
+    opens the model.
+    """
     write_mixture(family, tmp_path)
     for ranks in (1, 2):
         run_ranks(export_each, ranks, tmp_path, family, timeout=200)
     files = {"full": "model/model.safetensors", "lora": "adapter/adapter_model.safetensors"}
     for run, (kind, _) in WRITTEN.items():
-        alone, written = (load_file(tmp_path / name / files[kind]) for name in (f"{kind} alone", run))
+        alone, written = (
+            load_file(tmp_path / name / files[kind]) for name in (f"{kind} alone", run)
+        )
         assert alone.keys() == written.keys()
         for name, tensor in alone.items():
             torch.testing.assert_close(written[name], tensor, atol=1e-8, rtol=0, msg=name)

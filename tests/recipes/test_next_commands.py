@@ -1,4 +1,6 @@
-"""What a run and an export say to type next works as it stands; the card they leave says what was trained, and how."""
+"""What a run and an export say to type next works as it stands; the card they leave says what was
+trained, and how.
+"""
 
 import json
 import shlex
@@ -50,7 +52,9 @@ def test_after_an_adapter(realdata: Path, tmp_path: Path, capsys: pytest.Capture
     assert (output / "adapter" / "chat_template.jinja").is_file()
     assert f"report: {output}/report.html" in run.said and (output / "report.html").is_file()
     assert main(found[-1][1:]) == 0 and (output / "model").is_dir()
-    again = adapter_run(realdata, output, "lora.rank=20", f"output_dir={output}", "overwrite_output_dir=true")
+    again = adapter_run(
+        realdata, output, "lora.rank=20", f"output_dir={output}", "overwrite_output_dir=true"
+    )
     assert commands(again.said) == found and not (output / "model").exists()
     answer, exported = type_in(found, capsys)
     after = commands(exported.splitlines())
@@ -59,7 +63,9 @@ def test_after_an_adapter(realdata: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_after_an_adapter_that_was_merged(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_after_an_adapter_that_was_merged(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     run = adapter_run(realdata, tmp_path / "run", "lora.merge_on_save=true", "lora.dora=true")
     found = commands(run.said)
     assert found == [  # vLLM loads no DoRA
@@ -74,7 +80,10 @@ def test_after_an_adapter_that_was_merged(realdata: Path, tmp_path: Path, capsys
 def test_after_full_training(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = adapter_run(realdata, tmp_path / "run", "checkpoint.save_every_n_steps=1", recipe=FULL)
     found = commands(run.said)
-    assert found == [["tune", "generate", f"{tmp_path}/run/model"], ["vllm", "serve", f"{tmp_path}/run/model"]]
+    assert found == [
+        ["tune", "generate", f"{tmp_path}/run/model"],
+        ["vllm", "serve", f"{tmp_path}/run/model"],
+    ]
     (answer,) = type_in(found, capsys)
     assert main(["export", str(tmp_path / "run"), "--hf"]) == 0
     after = commands(capsys.readouterr().out.splitlines())
@@ -110,17 +119,28 @@ def test_a_recipe_of_ones_own_with_keys_of_its_own(
     assert "shift" in text
     (tmp_path / "mine.py").write_text(text)
     adapter_run(realdata, tmp_path / "first")
-    config = (tmp_path / "first" / "config.yaml").read_text().replace("/first", "/run") + "shift: 2.0\n"
+    config = (tmp_path / "first" / "config.yaml").read_text().replace(
+        "/first", "/run"
+    ) + "shift: 2.0\n"
     (tmp_path / "run.yaml").write_text(config)
     (tmp_path / "run.jsonl").write_text((tmp_path / "first.jsonl").read_text())
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["run", str(tmp_path / "mine.py"), "--config", str(tmp_path / "run.yaml")]) == 0
     found = commands(capsys.readouterr().err.splitlines())
-    assert found[-1] == ["tune", "export", f"{tmp_path}/run", "--merge", "--recipe", str(tmp_path / "mine.py")]
+    assert found[-1] == [
+        "tune",
+        "export",
+        f"{tmp_path}/run",
+        "--merge",
+        "--recipe",
+        str(tmp_path / "mine.py"),
+    ]
     type_in(found, capsys)
 
 
-def test_no_commands_for_what_has_no_base(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_no_commands_for_what_has_no_base(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """An adapter on random weights, which are in no checkpoint."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "a", "output": "b"}\n')
@@ -145,9 +165,16 @@ def test_what_vllm_serves() -> None:
         return len(found) == 2
 
     assert served() and served(rank=512) and served(target_modules=["q", "v"])
-    assert not served(rank=513) and not served(dora=True) and not served(target_modules=["q", "embedding"])
+    assert (
+        not served(rank=513)
+        and not served(dora=True)
+        and not served(target_modules=["q", "embedding"])
+    )
     assert model_commands(Path("-m")) == ["tune generate ./-m", "vllm serve ./-m"]
-    assert merge_command(Path("r"), "b c", "m.py") == "tune export r --merge --base 'b c' --recipe m.py"
+    assert (
+        merge_command(Path("r"), "b c", "m.py")
+        == "tune export r --merge --base 'b c' --recipe m.py"
+    )
 
 
 @pytest.mark.slow
@@ -156,18 +183,28 @@ def test_the_card_of_a_run(realdata: Path, tmp_path: Path, capsys: pytest.Captur
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     more = [f"model.path={base}", "lora.merge_on_save=true", "lora.quantize_base=nf4"]
     adapter_run(realdata, tmp_path / "run", *more)
-    adapter, model = (ModelCard.load(tmp_path / "run" / name / "README.md") for name in ("adapter", "model"))
+    adapter, model = (
+        ModelCard.load(tmp_path / "run" / name / "README.md") for name in ("adapter", "model")
+    )
     assert (adapter.data.library_name, model.data.library_name) == ("peft", "transformers")
     for card in (adapter, model):
         assert card.data.license == "mit" and card.data.pipeline_tag == "text-generation"
         assert card.data.tags == ["tune-recipes", "sft", "lora"]
         text = card.content
-        assert "- `run.jsonl`, format `messages`" in text and str(tmp_path / "run.jsonl") not in text
+        assert (
+            "- `run.jsonl`, format `messages`" in text and str(tmp_path / "run.jsonl") not in text
+        )
         assert "| `lora.quantize_base` | `nf4` |" in text and "| `optimizer.lr` | `0.01` |" in text
         assert "| batch | batch_size 1 x gradient_accumulation_steps 1 on each data rank |" in text
         assert "| devices | 1 |" in text and "| passes over the data | 1 |" in text
-        first, last = (json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        assert f"| loss of the first step | {first:.4f} |" in text and f"| loss of the last step | {last:.4f} |" in text
+        first, last = (
+            json.loads(line)["loss"]
+            for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        )
+        assert (
+            f"| loss of the first step | {first:.4f} |" in text
+            and f"| loss of the last step | {last:.4f} |" in text
+        )
     record = read_record(tmp_path / "run")
     assert record is not None
     for name in ("adapter", "model"):
@@ -188,15 +225,26 @@ def test_a_base_is_found_from_any_folder_and_not_taken_for_one_of_the_hub(
     """A path of two parts looks like a hub id, in the folder where it is no path."""
     shutil.copytree(realdata / "stories260K-hf", tmp_path / "mods" / "stories")
     monkeypatch.chdir(tmp_path)
-    adapter_run(realdata, tmp_path / "run", "model.path=mods/stories", f"tokenizer.path={tmp_path}/mods/stories")
+    adapter_run(
+        realdata,
+        tmp_path / "run",
+        "model.path=mods/stories",
+        f"tokenizer.path={tmp_path}/mods/stories",
+    )
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
     assert main(["generate", "../run", "--prompt", "Hi", "--max-new-tokens", "3"]) == 0
     for words in (["--merge"], ["--adapter"], ["--adapter", "--base", "../mods/stories"]):
-        assert main(["export", "../run", *words, "--out", f"out{len(words)}{words[0]}"]) == 0, capsys.readouterr().err
+        assert main(["export", "../run", *words, "--out", f"out{len(words)}{words[0]}"]) == 0, (
+            capsys.readouterr().err
+        )
     for folder in (tmp_path / "run" / "adapter", *tmp_path.glob("else/out*")):
         card = (folder / "README.md").read_text()
-        assert "base_model" not in card and str(tmp_path) not in card and "| `tokenizer.path` | `stories` |" in card
+        assert (
+            "base_model" not in card
+            and str(tmp_path) not in card
+            and "| `tokenizer.path` | `stories` |" in card
+        )
         if (folder / "adapter_config.json").is_file():
             config = json.loads((folder / "adapter_config.json").read_text())
             assert config["base_model_name_or_path"] == str(tmp_path / "mods" / "stories")
@@ -207,14 +255,25 @@ def test_a_preset_is_no_base_on_the_hub(tmp_path: Path) -> None:
     assert main(["run", "demo/full", "max_steps=1", "data.max_samples=64", "~validation.source",
                  f"output_dir={tmp_path}/run"]) == 0  # fmt: skip
     card = ModelCard.load(tmp_path / "run" / "model" / "README.md")
-    assert card.data.base_model is None and "random weights of the architecture `demo/0.5M`" in card.content
+    assert (
+        card.data.base_model is None
+        and "random weights of the architecture `demo/0.5M`" in card.content
+    )
 
 
 def test_the_card_names_a_base_of_the_hub(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "1234"
-    card = model_card(None, base="owner/name", base_folder=snapshot, lora=LoraConfig(), is_adapter=True)
+    card = model_card(
+        None, base="owner/name", base_folder=snapshot, lora=LoraConfig(), is_adapter=True
+    )
     assert "base_model: owner/name" in card and "from_pretrained('owner/name')" in card
-    here = model_card(None, base="owner/name", base_folder=tmp_path / "owner" / "name", lora=None, is_adapter=False)
+    here = model_card(
+        None,
+        base="owner/name",
+        base_folder=tmp_path / "owner" / "name",
+        lora=None,
+        is_adapter=False,
+    )
     assert "base_model" not in here and "`name`" in here
 
 
@@ -223,8 +282,17 @@ def test_the_card_of_preferences(trainable: str, realdata: Path, tmp_path: Path)
     rows = tmp_path / "rows.jsonl"
     pair = {"prompt": [{"role": "user", "content": "Hi"}], "chosen": "Hello.", "rejected": "No."}
     rows.write_text(json.dumps(pair) + "\n")
-    more = [f"data.source={rows}", "data.format=preference", "data.cache=false", f"recipe={DPO}", "max_steps=1"]
-    run = run_here(stories(realdata, tmp_path / "run", *more, "batch_size=1", f"dpo.trainable={trainable}"), recipe=DPO)
+    more = [
+        f"data.source={rows}",
+        "data.format=preference",
+        "data.cache=false",
+        f"recipe={DPO}",
+        "max_steps=1",
+    ]
+    run = run_here(
+        stories(realdata, tmp_path / "run", *more, "batch_size=1", f"dpo.trainable={trainable}"),
+        recipe=DPO,
+    )
     assert run.code == 0, run.said
     name = "adapter" if trainable == "adapters" else "model"
     card = ModelCard.load(tmp_path / "run" / name / "README.md")
@@ -234,5 +302,7 @@ def test_the_card_of_preferences(trainable: str, realdata: Path, tmp_path: Path)
 
 def test_no_secret_is_in_a_card() -> None:
     secret = "hf_" + "xY" * 17
-    card = model_card(None, base=f"/models/{secret}/one", base_folder=None, lora=None, is_adapter=True)
+    card = model_card(
+        None, base=f"/models/{secret}/one", base_folder=None, lora=None, is_adapter=True
+    )
     assert "/models/" in card and secret not in card

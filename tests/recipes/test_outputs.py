@@ -1,5 +1,6 @@
-"""What a run leaves: every file of output_dir, numbers that an independent computation confirms, and runs by `tune` as
-users start it: a copied recipe, several processes, several nodes."""
+"""What a run leaves: every file of output_dir, numbers that an independent computation confirms,
+and runs by `tune` as users start it: a copied recipe, several processes, several nodes.
+"""
 
 import json
 import math
@@ -19,7 +20,18 @@ from recipe_lib.config import load_config
 from recipe_lib.data import build_validation_dataset
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import free_port, run_ranks
-from tests.recipes.runs import ROOT, arguments, furthest, losses, metrics, parameters, run_here, steps, stories, whole
+from tests.recipes.runs import (
+    ROOT,
+    arguments,
+    furthest,
+    losses,
+    metrics,
+    parameters,
+    run_here,
+    steps,
+    stories,
+    whole,
+)
 
 STEP_KEYS = {
     "step",
@@ -44,7 +56,9 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of two ranks from random weights: `fp32` with validation, `again` from its config.yaml, `diverged`."""
+    """Runs of two ranks from random weights: `fp32` with validation, `again` from its config.yaml,
+    `diverged`.
+    """
     folder = tmp_path_factory.mktemp("outputs")
     validation = [
         "validation.source=examples/demo/heldout.jsonl",
@@ -58,17 +72,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         small = ["batch_size=4", "max_steps=3", "log.every_n_steps=2"]
         found = {
             "fp32": run_here([*arguments(folder / "fp32"), *small, *validation], keep),
-            "again": run_here(["--config", str(folder / "fp32" / "config.yaml"), f"output_dir={folder / 'again'}"]),
+            "again": run_here(
+                ["--config", str(folder / "fp32" / "config.yaml"), f"output_dir={folder / 'again'}"]
+            ),
             "reseeded": run_here([*arguments(folder / "reseeded"), *small, "seed=7"], keep),
             "diverged": run_here(
-                [*arguments(folder / "diverged"), *small, "optimizer.name=sgd", "optimizer.lr=1e30", "~clip_grad_norm"]
+                [
+                    *arguments(folder / "diverged"),
+                    *small,
+                    "optimizer.name=sgd",
+                    "optimizer.lr=1e30",
+                    "~clip_grad_norm",
+                ]
             ),
         }
         ended = {name: {"code": run.code, "said": run.said} for name, run in found.items()}
         return {**ended, "start": start}
 
     ranks = run_ranks(train, RANKS)
-    told = [line for rank in ranks for line in rank["diverged"]["said"] if line.startswith("error: ")]
+    told = [
+        line for rank in ranks for line in rank["diverged"]["said"] if line.startswith("error: ")
+    ]
     return {"folder": folder, "told": told, **ranks[0]}
 
 
@@ -76,7 +100,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_folder_holds_these_files(runs: dict[str, Any]):
     assert runs["fp32"]["code"] == 0, runs["fp32"]["said"]
     found = sorted(path.name for path in (runs["folder"] / "fp32").iterdir())
-    assert found == ["config.yaml", "metrics.jsonl", "model", "report.html", "summary.json", "written.json"]
+    assert found == [
+        "config.yaml",
+        "metrics.jsonl",
+        "model",
+        "report.html",
+        "summary.json",
+        "written.json",
+    ]
     model = {path.name for path in (runs["folder"] / "fp32" / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= model
 
@@ -93,11 +124,15 @@ def test_metrics_of_every_step(runs: dict[str, Any]):
     assert all(set(line) == {"step", "validation_loss", "validation_tokens"} for line in validated)
     for line in trained:
         assert line["epoch"] == line["step"] / 3  # 24 rows, 8 a step
-        assert line["lr"] == pytest.approx(4e-3 * (1 + math.cos(math.pi * (line["step"] - 1) / 3)) / 2, rel=1e-12)
+        assert line["lr"] == pytest.approx(
+            4e-3 * (1 + math.cos(math.pi * (line["step"] - 1) / 3)) / 2, rel=1e-12
+        )
         assert 0 < line["label_tokens"] < line["tokens"] <= 8 * 64
         assert line["label_token_fraction"] == line["label_tokens"] / line["tokens"]
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
-        assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / RANKS)
+        assert line["tokens_per_second_per_device"] == pytest.approx(
+            line["tokens_per_second"] / RANKS
+        )
         assert line["memory_kind"] == "resident set"
         assert 0.01 < line["peak_memory_active_gib"] < 10
 
@@ -109,7 +144,9 @@ def test_the_resolved_config_repeats_the_run(runs: dict[str, Any]):
     kept, repeated = (load_config(folder / "config.yaml") for folder in (first, again))
     repeated.output_dir = kept.output_dir
     assert repeated == kept
-    assert (again / "model/model.safetensors").read_bytes() == (first / "model/model.safetensors").read_bytes()
+    assert (again / "model/model.safetensors").read_bytes() == (
+        first / "model/model.safetensors"
+    ).read_bytes()
 
 
 def test_the_summary_adds_up(runs: dict[str, Any]):
@@ -119,10 +156,18 @@ def test_the_summary_adds_up(runs: dict[str, Any]):
     validated = [line["validation_loss"] for line in lines if "validation_loss" in line]
     assert summary["status"] == "done"
     assert (summary["steps"], summary["total_steps"], summary["world_size"]) == (3, 3, RANKS)
-    assert (summary["first_loss"], summary["final_loss"]) == (trained[0]["loss"], trained[-1]["loss"])
-    assert (summary["final_validation_loss"], summary["best_validation_loss"]) == (validated[-1], min(validated))
+    assert (summary["first_loss"], summary["final_loss"]) == (
+        trained[0]["loss"],
+        trained[-1]["loss"],
+    )
+    assert (summary["final_validation_loss"], summary["best_validation_loss"]) == (
+        validated[-1],
+        min(validated),
+    )
     assert summary["label_tokens"] == sum(line["label_tokens"] for line in trained)
-    assert summary["peak_memory_active_gib"] == max(line["peak_memory_active_gib"] for line in trained)
+    assert summary["peak_memory_active_gib"] == max(
+        line["peak_memory_active_gib"] for line in trained
+    )
     assert 0 < summary["training_seconds"] <= summary["wall_seconds"]
     assert summary["versions"]["torch"] == torch.__version__
     assert summary["settings"]["optimizer"]["lr"] == 4e-3
@@ -136,7 +181,10 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
 
         def watch(recipe: Any) -> None:
             data = recipe.data
-            ids = {tuple(data.dataset[number].tokens.tolist()): number for number in range(len(data.dataset))}
+            ids = {
+                tuple(data.dataset[number].tokens.tolist()): number
+                for number in range(len(data.dataset))
+            }
             honest = recipe.train_step
 
             def train_step(batches: Any) -> Any:
@@ -146,8 +194,17 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
 
             recipe.train_step = train_step
 
-        argv = [*arguments(tmp_path / f"run {shuffle}"), "batch_size=1", "gradient_accumulation_steps=4", "epochs=3"]
-        argv += ["data.max_samples=23", "checkpoint.save_model=false", f"data.shuffle={str(shuffle).lower()}"]
+        argv = [
+            *arguments(tmp_path / f"run {shuffle}"),
+            "batch_size=1",
+            "gradient_accumulation_steps=4",
+            "epochs=3",
+        ]
+        argv += [
+            "data.max_samples=23",
+            "checkpoint.save_model=false",
+            f"data.shuffle={str(shuffle).lower()}",
+        ]
         assert run_here(argv, watch).code == 0
         return taken
 
@@ -156,10 +213,14 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
         rows = [first + second for first, second in zip(*ranks, strict=True)]  # of each step
         epochs = [[row for step in rows[at : at + 2] for row in step] for at in range(0, 6, 2)]
         assert len(rows) == 6
-        assert all(len(epoch) == len(set(epoch)) == 16 for epoch in epochs)  # 23 rows: two whole steps of 8
+        assert all(
+            len(epoch) == len(set(epoch)) == 16 for epoch in epochs
+        )  # 23 rows: two whole steps of 8
         if shuffle:
             assert len({tuple(epoch) for epoch in epochs}) == 3
-            assert len({tuple(sorted(epoch)) for epoch in epochs}) == 3  # those left out differ as well
+            assert (
+                len({tuple(sorted(epoch)) for epoch in epochs}) == 3
+            )  # those left out differ as well
         else:
             assert all(sorted(epoch) == list(range(16)) for epoch in epochs)
 
@@ -202,12 +263,16 @@ def test_a_run_that_diverges_ends_with_its_own_code(runs: dict[str, Any]):
     last = lines[-1]["step"]
     number = r"(nan|inf|[\d.e+]+)"
     assert re.fullmatch(
-        rf"error: step {last}: found loss {number} and grad_norm {number}, expected finite numbers; "
+        rf"error: step {last}: found loss {number} and grad_norm {number}, expected finite"
+        r" numbers; "
         r"lower optimizer\.lr \(1e\+30\) or clip_grad_norm, and resume=latest from a saved state",
         *runs["told"],  # by one of the ranks
     ), runs["told"]
     assert None in (lines[-1]["loss"], lines[-1]["grad_norm"])
-    assert json.loads((runs["folder"] / "diverged" / "summary.json").read_text())["status"] == "diverged"
+    assert (
+        json.loads((runs["folder"] / "diverged" / "summary.json").read_text())["status"]
+        == "diverged"
+    )
     assert not (runs["folder"] / "diverged" / "model").exists()
 
 
@@ -224,7 +289,9 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(runs: dict[str, Any]
     one, (two, reseeded) = run_ranks(start, 1, process_group=False)[0], runs["start"]
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     matrices = [name for name in one if one[name].dim() == 2]
-    assert len(matrices) == 1 + 2 * 7 and not any(torch.equal(reseeded[name], two[name]) for name in matrices)
+    assert len(matrices) == 1 + 2 * 7 and not any(
+        torch.equal(reseeded[name], two[name]) for name in matrices
+    )
     assert 0.019 < one["model.embed_tokens.weight"].std() < 0.021
     assert furthest(losses(tmp_path / "one"), losses(runs["folder"] / "fp32")[:1]) <= 1e-5
 
@@ -234,13 +301,18 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(runs: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of two ranks from real weights on Alpaca rows, with validation on 13 rows, 3 at a time: fp32 and bf16."""
+    """Runs of two ranks from real weights on Alpaca rows, with validation on 13 rows, 3 at a time:
+    fp32 and bf16.
+    """
     folder = tmp_path_factory.mktemp("real")
     rows = realdata / "datasets" / "alpaca"
 
     def train() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, overrides in {"fp32": [], "bf16": ["dtype=bf16", "parallel.reduce_dtype=fp32"]}.items():
+        for name, overrides in {
+            "fp32": [],
+            "bf16": ["dtype=bf16", "parallel.reduce_dtype=fp32"],
+        }.items():
             run = run_here(
                 stories(
                     realdata,
@@ -291,7 +363,9 @@ def test_validation_loss_is_that_of_transformers(real_runs: dict[str, Any]):
 def test_a_run_in_bf16(real_runs: dict[str, Any]):
     fp32, bf16 = (losses(real_runs["folder"] / name) for name in ("fp32", "bf16"))
     assert furthest(bf16, fp32) <= 0.03 and bf16 != fp32
-    model = transformers.AutoModelForCausalLM.from_pretrained(real_runs["folder"] / "bf16" / "model", dtype="auto")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        real_runs["folder"] / "bf16" / "model", dtype="auto"
+    )
     assert model.dtype == torch.bfloat16
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
@@ -321,7 +395,7 @@ def own_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (folder / "mine.py").read_text()
     for before, after in {
         "\nConfig = FullFinetuneConfig\n": OWN_CONFIG,
-        "return self.model(batch": "return self.cfg.loss_scale * self.model(batch",
+        "return self.model(*inputs": "return self.cfg.loss_scale * self.model(*inputs",
     }.items():
         assert text.count(before) == 1
         text = text.replace(before, after)
@@ -346,7 +420,9 @@ def absolute(output: Path) -> list[str]:
     ]
 
 
-def test_a_copied_recipe_with_a_key_of_its_own(runs: dict[str, Any], own_recipe: Path, tmp_path: Path):
+def test_a_copied_recipe_with_a_key_of_its_own(
+    runs: dict[str, Any], own_recipe: Path, tmp_path: Path
+):
     recipe, config = str(own_recipe / "mine.py"), str(own_recipe / "mine.yaml")
 
     def run(*overrides: str) -> int:
@@ -354,22 +430,43 @@ def test_a_copied_recipe_with_a_key_of_its_own(runs: dict[str, Any], own_recipe:
         return tune_here(["run", recipe, "--config", config, *words, "batch_size=8", *overrides])
 
     assert run_ranks(run, 1, "clip_grad_norm=null", process_group=False) == [0]
-    assert losses(tmp_path / "out")[0] == pytest.approx(2 * losses(runs["folder"] / "fp32")[0], rel=1e-6)
+    assert losses(tmp_path / "out")[0] == pytest.approx(
+        2 * losses(runs["folder"] / "fp32")[0], rel=1e-6
+    )
     assert "loss_scale: 2.0" in (tmp_path / "out" / "config.yaml").read_text()
-    assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scale=0", process_group=False) == [2]
+    assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scale=0", process_group=False) == [
+        2
+    ]
     assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scal=1", process_group=False) == [2]
 
 
 @pytest.mark.slow
-def test_two_nodes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], own_recipe: Path, tmp_path: Path):
+def test_two_nodes_run_a_copied_recipe_from_anywhere(
+    runs: dict[str, Any], own_recipe: Path, tmp_path: Path
+):
     flags = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv-backend", "c10d"]
     flags += [f"--rdzv-endpoint=localhost:{free_port()}"]
-    words = ["run", *flags, "mine.py", "--config", "mine.yaml", "loss_scale=1", *absolute(tmp_path / "out")]
+    words = [
+        "run",
+        *flags,
+        "mine.py",
+        "--config",
+        "mine.yaml",
+        "loss_scale=1",
+        *absolute(tmp_path / "out"),
+    ]
 
     def launch_node() -> int:
         """Do as `tune` in a process of its own, which nothing tells yet that it is a rank."""
         number = os.environ["RANK"]
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             del os.environ[name]
         os.environ["PYTHONPATH"] = str(ROOT)
         os.chdir(own_recipe)
@@ -380,10 +477,14 @@ def test_two_nodes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], own_r
     codes = run_ranks(launch_node, 2, timeout=150, process_group=False)
     said = [[(tmp_path / f"{node} {stream}").read_text() for stream in (1, 2)] for node in (0, 1)]
     assert codes == [0, 0], said
-    (quiet, main) = sorted((errors for _, errors in said), key=lambda errors: "step 3/3" in errors)
+    quiet, main = sorted((errors for _, errors in said), key=lambda errors: "step 3/3" in errors)
     assert [output for output, _ in said] == ["", ""]
     assert "devices: 2 cpu" in main and "step 3/3" in main and "step 3/3" not in quiet
-    assert not any(word in errors for errors in (quiet, main) for word in ("Warning", "Traceback")), said
-    assert main.count("global batch: 8 sequences") == 1 and "global batch" not in quiet  # one rank speaks
+    assert not any(
+        word in errors for errors in (quiet, main) for word in ("Warning", "Traceback")
+    ), said
+    assert (
+        main.count("global batch: 8 sequences") == 1 and "global batch" not in quiet
+    )  # one rank speaks
     assert steps(tmp_path / "out") == steps(runs["folder"] / "fp32")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()

@@ -1,4 +1,6 @@
-"""`overwrite_output_dir=true` by whole runs: the earlier model is there until the new one is, however the run ends."""
+"""`overwrite_output_dir=true` by whole runs: the earlier model is there until the new one is,
+however the run ends.
+"""
 
 import json
 import os
@@ -19,7 +21,9 @@ SMALL = ["batch_size=4", "max_steps=2", "log.every_n_steps=1000", "data.num_work
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """The folder of a run that has ended well, with a state."""
-    code = in_child(lambda: end_with([*arguments(tmp_path / "out"), *SMALL, "checkpoint.save_every_n_steps=2"]))
+    code = in_child(
+        lambda: end_with([*arguments(tmp_path / "out"), *SMALL, "checkpoint.save_every_n_steps=2"])
+    )
     assert code == 0
     return tmp_path / "out"
 
@@ -67,7 +71,11 @@ def arrange_full_disk(recipe: Any) -> None:
 
 ENDS = {
     "diverged": (4, ["optimizer.name=sgd", "optimizer.lr=1e30", "~clip_grad_norm"], None),
-    "diverged in the last step": (4, ["optimizer.lr=1e300", "max_steps=1", "checkpoint.save_every_n_steps=1"], None),
+    "diverged in the last step": (
+        4,
+        ["optimizer.lr=1e300", "max_steps=1", "checkpoint.save_every_n_steps=1"],
+        None,
+    ),
     "killed": (-9, [], arrange_kill),
     "stopped": (3, [], arrange_stop),
     "full disk": (6, [], arrange_full_disk),
@@ -75,7 +83,9 @@ ENDS = {
 
 
 @pytest.mark.slow
-def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_model_is_there_however_the_run_ends(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = tree(finished)
     model = {name: content for name, content in before.items() if name.startswith("model/")}
     state = {name: content for name, content in before.items() if name.startswith("state/")}
@@ -83,7 +93,9 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
     again = [*arguments(finished), *SMALL]
 
     def held() -> dict[str, bytes]:
-        return {name: content for name, content in tree(finished).items() if name.startswith("model/")}
+        return {
+            name: content for name, content in tree(finished).items() if name.startswith("model/")
+        }
 
     for end, (code, settings, arrange) in ENDS.items():
         run = lambda settings=settings, arrange=arrange: end_with(  # noqa: E731
@@ -92,19 +104,25 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
         assert in_child(run) == code, end
         assert held() == model, end
         kept = tree(finished / "earlier")
-        assert {name: content for name, content in kept.items() if name.startswith("state/")} == state, end
+        assert {
+            name: content for name, content in kept.items() if name.startswith("state/")
+        } == state, end
     said = capfd.readouterr().err
     assert (
-        "error: step 1: found weights that are not finite after the update, expected finite numbers; lower "
-        "optimizer.lr (1e+300) or clip_grad_norm, and resume=latest from a saved state\n"
-    ) in said
+        "error: step 1: found weights that are not finite after the update, expected finite"
+        " numbers; lower optimizer.lr (1e+300) or clip_grad_norm, and resume=latest from a saved"
+        " state\n" in said
+    )
     assert (
-        f"overwrite_output_dir: this run has written no model; the earlier run is still there: {finished / 'model'}"
-        in said
+        "overwrite_output_dir: this run has written no model; the earlier run is still there:"
+        f" {finished / 'model'}" in said
     )
     settings = [f"model.path={finished / 'model'}", "~model.preset", "overwrite_output_dir=true"]
     assert in_child(lambda: end_with([*again, *settings])) == 2
-    assert f"model.path: {finished / 'model'} is read from {finished / 'model'}, " in capfd.readouterr().err
+    assert (
+        f"model.path: {finished / 'model'} is read from {finished / 'model'}, "
+        in capfd.readouterr().err
+    )
     assert held() == model
     assert in_child(lambda: end_with([*again, "overwrite_output_dir=true", "seed=6"])) == 0
     assert held() != model and set(held()) == set(model)

@@ -1,4 +1,5 @@
-"""Padding enters no number of a run: its batches are padded further, and whatever is recorded stays, and each gradient.
+"""Padding enters no number of a run: its batches are padded further, and whatever is recorded
+stays, and each gradient.
 
 The balance loss of routers is compared with transformers', which takes a mask of what is padding.
 """
@@ -9,7 +10,15 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
-from tests.recipes.padded_runs import ACCUMULATED, BALANCED, INT8, LONG_ROPE, Case, train_padded, write_presets
+from tests.recipes.padded_runs import (
+    ACCUMULATED,
+    BALANCED,
+    INT8,
+    LONG_ROPE,
+    Case,
+    train_padded,
+    write_presets,
+)
 from tests.selection import selected, slow_except
 
 EXTERNAL = "model.implementation=transformers"
@@ -35,7 +44,9 @@ QUICK = CASES[:1]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Case, Any]:
     """Of every selected case what both runs recorded, and how the parameters moved."""
     folder = tmp_path_factory.mktemp("padding")
     write_presets(folder)
@@ -44,7 +55,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for ranks in (1, 2):
         mine = [case for case in cases if case.ranks == ranks]
         if mine:
-            found |= dict(zip(mine, run_ranks(train_padded, ranks, folder, mine, timeout=500)[0], strict=True))
+            found |= dict(
+                zip(mine, run_ranks(train_padded, ranks, folder, mine, timeout=500)[0], strict=True)
+            )
     return found
 
 
@@ -58,4 +71,6 @@ def test_more_padding_changes_no_number(results: dict[Case, Any], case: Case) ->
             assert mine == pytest.approx(wanted, rel=bound, abs=0.01 * bound)
         assert other_moved.keys() == moved.keys()
         for name, change in moved.items():
-            torch.testing.assert_close(other_moved[name], change, rtol=0, atol=0.02 * bound, msg=name)
+            torch.testing.assert_close(
+                other_moved[name], change, rtol=0, atol=0.02 * bound, msg=name
+            )

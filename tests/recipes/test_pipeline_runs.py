@@ -1,5 +1,6 @@
-"""Whole runs whose layers are divided among ranks: the losses of one process, folders that others open, states that
-pipelines of any size, and none, go on from."""
+"""Whole runs whose layers are divided among ranks: the losses of one process, folders that others
+open, states that pipelines of any size, and none, go on from.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +13,20 @@ from safetensors.torch import load_file
 
 from recipe_lib.cli.main import main as tune
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import DPO, FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    ROOT,
+    done,
+    furthest,
+    metrics,
+    probe,
+    run_here,
+    steps,
+    stories,
+    whole,
+)
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
 from tests.selection import selected, slow_except
@@ -21,17 +35,27 @@ MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 PIPELINE = "parallel.pipeline=2"
 QUICK = {"full 2"}  # of tests' names and kinds; the runs of others are slow
-ZBV, ZERO_BUBBLE = "parallel.pipeline_schedule=zbv", "parallel.pipeline_schedule=interleaved_zero_bubble"
+ZBV, ZERO_BUBBLE = (
+    "parallel.pipeline_schedule=zbv",
+    "parallel.pipeline_schedule=interleaved_zero_bubble",
+)
 
 
 class Runs:
-    """The runs of this file: each kind by one process and by a pipeline of two; four ranks go on. slow: all."""
+    """The runs of this file: each kind by one process and by a pipeline of two; four ranks go on.
+    slow: all.
+    """
 
     def __init__(self, realdata: Path, folder: Path, slow: bool = False) -> None:
         self.realdata, self.folder, self.slow = realdata, folder, slow
-        preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {"num_hidden_layers": 4}
+        preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {
+            "num_hidden_layers": 4
+        }
         (folder / "deep.json").write_text(json.dumps(preset))
-        wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # matrices of whole blocks of 64
+        wide = preset | {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+        }  # matrices of whole blocks of 64
         (folder / "wide.json").write_text(json.dumps(wide))
         text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
         for name, part in {"text": text[:15_000], "validation": text[-1_000:]}.items():
@@ -64,17 +88,27 @@ class Runs:
     def packed(self, name: str, *overrides: str) -> Any:
         rows = (f"data.source={ROOT / 'examples' / 'demo' / 'heldout.jsonl'}", "data.format=alpaca")
         packing = ("data.packing=true", "checkpoint.save_model=false")
-        argv = stories(self.realdata, self.folder / name, *self.text(1), *rows, *packing, *overrides)
+        argv = stories(
+            self.realdata, self.folder / name, *self.text(1), *rows, *packing, *overrides
+        )
         return done(run_here(argv, recipe=FULL))
 
     def adapters(self, name: str, *overrides: str) -> Any:
-        argv = stories(self.realdata, self.folder / name, *self.text(1), "optimizer.lr=1e-2", *overrides)
+        argv = stories(
+            self.realdata, self.folder / name, *self.text(1), "optimizer.lr=1e-2", *overrides
+        )
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         return done(run_here(argv, recipe=LORA))
 
     def quantized(self, name: str, *overrides: str) -> Any:
-        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize_base=nf4")
-        return self.adapters(name, *model, f"tokenizer.path={self.realdata / 'stories260K-hf'}", *overrides)
+        model = (
+            "~model.path",
+            f"model.preset={self.folder / 'wide.json'}",
+            "lora.quantize_base=nf4",
+        )
+        return self.adapters(
+            name, *model, f"tokenizer.path={self.realdata / 'stories260K-hf'}", *overrides
+        )
 
     def preference(self, name: str, *overrides: str) -> Any:
         argv = preference_arguments(self.pairs, self.folder / name, "batch_size=4", *overrides)
@@ -102,7 +136,9 @@ def pipeline_of_two(runs: Runs) -> None:
         runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
         runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
         runs.quantized("nf4 2", PIPELINE, ZBV)
-        runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
+        runs.preference(
+            "preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2"
+        )
 
 
 def four_ranks(runs: Runs) -> None:
@@ -144,7 +180,9 @@ def test_a_pipeline_records_what_one_process_does(found: tuple[Path, Any], name:
 def test_a_pipeline_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
     folder, _ = found
     for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
-        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens"))
+        assert all(
+            line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens")
+        )
 
 
 def validated(output: Path) -> list[float]:
@@ -154,7 +192,9 @@ def validated(output: Path) -> list[float]:
 @pytest.mark.parametrize("name", slow_except(["full 2", "2 to 4", "2 to 1"], ["full 2"]))
 def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], name: str) -> None:
     folder, logits = found
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / name / "model", output_loading_info=True
+    )
     assert not any(report.values()), report
     with torch.no_grad():
         torch.testing.assert_close(model(probe()).logits, logits, rtol=1e-3, atol=1e-3)
@@ -169,7 +209,9 @@ def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], 
     alone, divided = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
     assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
     assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in alone]) <= 1e-4
-    wanted, found_there = (load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2))
+    wanted, found_there = (
+        load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2)
+    )
     assert wanted.keys() == found_there.keys()
     for tensor in wanted:
         difference = torch.linalg.vector_norm(found_there[tensor] - wanted[tensor])
@@ -191,7 +233,14 @@ def test_a_pipeline_prefers_what_one_process_does(found: tuple[Path, Any], kind:
     alone, divided = (metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
     assert len(alone) == len(divided) > 0
     for line, wanted in zip(divided, alone, strict=True):
-        for key in ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "reward_chosen",
+            "reward_rejected",
+            "reward_margin",
+            "reward_accuracy",
+        ):
             assert line[key] == pytest.approx(wanted[key], rel=1e-8, abs=1e-12), key
 
 
@@ -201,18 +250,21 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
     runs = Runs(realdata, tmp_path)
     cases = {
         ("parallel.pipeline=6", "gradient_accumulation_steps=6"): (
-            "parallel.pipeline: found 6 stages for 5 layers, expected a layer for each stage at least; set "
+            "parallel.pipeline: found 6 stages for 5 layers, expected a layer for each stage at"
+            " least; set "
         ),
         ("parallel.pipeline=2", "parallel.pipeline_layers_per_stage=[2, 2]"): (
-            "parallel.pipeline_layers_per_stage: found 2 stages with 4 layers, expected 2 stages of one layer or more "
-            "(parallel.pipeline_schedule=1f1b on 2 ranks) with the model's 5 layers in all"
+            "parallel.pipeline_layers_per_stage: found 2 stages with 4 layers, expected 2 stages of"
+            " one layer or more (parallel.pipeline_schedule=1f1b on 2 ranks) with the model's 5"
+            " layers in all"
         ),
         ("parallel.pipeline=2", "gradient_accumulation_steps=1"): (
-            "parallel.pipeline_microbatches: found 1 micro-batches a step, expected 2 or more for parallel.pipeline=2"
+            "parallel.pipeline_microbatches: found 1 micro-batches a step, expected 2 or more for"
+            " parallel.pipeline=2"
         ),
         ("parallel.pipeline=2", "parallel.pipeline_microbatches=3"): (
-            "found 3 micro-batches for the 8 sequences of a step (batch_size 2 x gradient_accumulation_steps 4), "
-            "expected a divisor of them; choose one of 2, 4, 8"
+            "found 3 micro-batches for the 8 sequences of a step (batch_size 2 x"
+            " gradient_accumulation_steps 4), expected a divisor of them; choose one of 2, 4, 8"
         ),
     }
     for overrides, message in cases.items():
@@ -220,7 +272,9 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
         assert tune(["validate", *argv[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, line
-        if "per_stage" in str(overrides) or "pipeline=6" in str(overrides):  # what only the model's shape tells
+        if "per_stage" in str(overrides) or "pipeline=6" in str(
+            overrides
+        ):  # what only the model's shape tells
             read: list[Any] = []
             assert run_here(argv, before_model=read.append, recipe=FULL).code == 2
             assert read == []

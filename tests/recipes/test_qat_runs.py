@@ -1,4 +1,6 @@
-"""Runs that train rounded weights: what they export, rounded, computes what they computed; when rounding begins."""
+"""Runs that train rounded weights: what they export, rounded, computes what they computed; when
+rounding begins.
+"""
 
 import json
 import math
@@ -21,7 +23,12 @@ STEPS = 4
 RUNS: dict[str, tuple[str, ...]] = {
     "int4": ("qat=int4", f"qat_group_size={GROUP}"),
     "int8": ("qat=int8", "dtype=bf16", "qat_start_step=1"),
-    "int4, adapters": (f"recipe={LORA}", "qat=int4", f"qat_group_size={GROUP}", "lora.merge_on_save=true"),
+    "int4, adapters": (
+        f"recipe={LORA}",
+        "qat=int4",
+        f"qat_group_size={GROUP}",
+        "lora.merge_on_save=true",
+    ),
 }
 
 
@@ -35,13 +42,18 @@ def quantized(folder: Path, kind: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_what_transformers_loads_quantized_computes_what_training_computed(realdata: Path, tmp_path: Path, name: str):
+def test_what_transformers_loads_quantized_computes_what_training_computed(
+    realdata: Path, tmp_path: Path, name: str
+):
     rows = f"data.source={realdata / 'datasets' / 'text' / 'tinyshakespeare.txt'}"
     overrides = (rows, "data.format=text", "max_steps=3", "batch_size=2", *RUNS[name])
     recipe = LORA if "adapters" in name else "full_finetune_distributed"
     run = done(run_here(stories(realdata, tmp_path / "run", *overrides), recipe=recipe))
     assert any("by torchao's IntxWeightOnlyConfig(torch.int" in line for line in run.said)
-    assert "saved are the weights before rounding" in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert (
+        "saved are the weights before rounding"
+        in (tmp_path / "run" / "model" / "README.md").read_text()
+    )
     model, dtype = run.recipe.model, torch.bfloat16 if "dtype=bf16" in overrides else torch.float32
     with torch.no_grad():
         trained = model(probe())
@@ -54,7 +66,9 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(reald
             assert layer.weight.qdata.dtype == torch.int8
             one_each = torch.eye(layer.in_features, dtype=dtype)
             assert torch.equal(layer(one_each), model.get_submodule(at)(one_each)), at
-    assert float((found - trained).norm() / trained.norm()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert float((found - trained).norm() / trained.norm()) < (
+        1e-6 if dtype == torch.float32 else 1e-2
+    )
 
 
 def command(output: Path, *overrides: str) -> list[str]:
@@ -81,14 +95,19 @@ def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_pat
     assert validations(tmp_path / "late")[:START] == validations(tmp_path / "plain")[:START]
     assert validations(tmp_path / "late")[START] != validations(tmp_path / "plain")[START]
     whole = run_here(command(tmp_path / "whole", *late))
-    for stop in (START - 1, START):  # the next step is the last without rounding, or the first with it
+    for stop in (
+        START - 1,
+        START,
+    ):  # the next step is the last without rounding, or the first with it
         output = tmp_path / f"stopped{stop}"
         halted = run_here(command(output, *late), stop_after(stop))
         assert halted.code == 3, halted.said
         gone_on = done(run_here(command(output, *late, "resume=latest")))
         assert steps(output) == begun and validations(output) == validations(tmp_path / "late")
         wanted = everything(whole.recipe)
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in everything(gone_on.recipe).items())
+        assert all(
+            torch.equal(tensor, wanted[name]) for name, tensor in everything(gone_on.recipe).items()
+        )
 
 
 @pytest.mark.slow
@@ -96,7 +115,10 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """And its base is measured as it was before training."""
-    text = ("data.source=examples/demo/train.jsonl", "validation.source=examples/demo/heldout.jsonl")
+    text = (
+        "data.source=examples/demo/train.jsonl",
+        "validation.source=examples/demo/heldout.jsonl",
+    )
     text += (
         "validation.every_n_steps=1",
         "validation.max_samples=4",
@@ -106,7 +128,8 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     )
     run = done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS["int4"])))
     evaluated, exported = (
-        f"next: tune {words}" for words in (f"eval {tmp_path}/run", f"export {tmp_path}/run --quantize int4")
+        f"next: tune {words}"
+        for words in (f"eval {tmp_path}/run", f"export {tmp_path}/run --quantize int4")
     )
     assert evaluated in run.said and exported in run.said
     done(run_here(stories(realdata, tmp_path / "still", *text, "optimizer.lr=1e-12")))
@@ -125,14 +148,21 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     assert "not rounded as in training, which was with qat=int4 qat_group_size=4" in " ".join(
         capsys.readouterr().out.split()
     )
-    assert rounded == pytest.approx(validations(tmp_path / "run")[-1], rel=1e-6) and abs(rounded - unrounded) > 1e-3
+    assert (
+        rounded == pytest.approx(validations(tmp_path / "run")[-1], rel=1e-6)
+        and abs(rounded - unrounded) > 1e-3
+    )
     for numbers in found.values():
-        assert numbers["base"]["loss"] == pytest.approx(validations(tmp_path / "still")[-1], rel=1e-6)
+        assert numbers["base"]["loss"] == pytest.approx(
+            validations(tmp_path / "still")[-1], rel=1e-6
+        )
 
 
 def test_a_start_that_never_comes_is_refused(tmp_path: Path):
     run = run_here(command(tmp_path / "run", "qat=int8", f"qat_start_step={STEPS}"))
-    assert run.code == 2 and run.said[-1].startswith("error: qat_start_step: found 4 for a run of 4 steps, none of")
+    assert run.code == 2 and run.said[-1].startswith(
+        "error: qat_start_step: found 4 for a run of 4 steps, none of"
+    )
     assert not (tmp_path / "run" / "model").exists() and not metrics_of(tmp_path / "run")
 
 
@@ -141,7 +171,9 @@ def metrics_of(output: Path) -> list[Any]:
 
 
 def test_a_reference_is_not_rounded(tmp_path: Path):
-    """Adapters that begin at zero and a copy of the model are the same reference to the same rounded policy."""
+    """Adapters that begin at zero and a copy of the model are the same reference to the same
+    rounded policy.
+    """
     rows = write_pairs(tmp_path)
     found = {}
     for name, overrides in {
@@ -149,7 +181,9 @@ def test_a_reference_is_not_rounded(tmp_path: Path):
         "all": ("qat=int4", "dpo.trainable=all"),
         "unrounded": ("dpo.trainable=all",),
     }.items():
-        words = [word for word in arguments(tmp_path / name) if not word.startswith("data.max_samples")]
+        words = [
+            word for word in arguments(tmp_path / name) if not word.startswith("data.max_samples")
+        ]
         own = [f"recipe={DPO}", f"data.source={rows}", "data.format=preference", "max_steps=1"]
         done(run_here([*words, *own, "checkpoint.save_model=false", *overrides], recipe=DPO))
         found[name] = metrics(tmp_path / name)[0]

@@ -1,5 +1,5 @@
-"""Gradients that are reduced once a step, beside levers that have a say in when: losses, norms and weights are those of
-one process that sees the same rows in one backward, in fp64 to 1e-12.
+"""Gradients that are reduced once a step, beside levers that have a say in when: losses, norms and
+weights are those of one process that sees the same rows in one backward, in fp64 to 1e-12.
 
 `test_levers` has them in runs of many levers, in which replicas may leave nothing to reduce.
 """
@@ -15,12 +15,17 @@ from tests.recipes.test_levers import STEPS, train_each, write_models
 from tests.recipes.watched import distance
 
 ONCE = next(setting for setting in LEVERS if REDUCED_ONCE in setting.overrides)
-KEPT = next(setting for setting in LEVERS if "parallel.reshard_after_forward=false" in setting.overrides)
+KEPT = next(
+    setting for setting in LEVERS if "parallel.reshard_after_forward=false" in setting.overrides
+)
 EXACT = 1e-12
 FP64 = "dtype=fp64"
-# Of levers that have a say in when gradients are reduced, one value; test_levers has the others in company.
+# Of levers that have a say in when gradients are reduced, one value; test_levers has the others in
+# company.
 SAYS_WHEN = ("wrapping", "replicas", "pipeline")
-CASES = list({setting.lever: setting for setting in reversed(LEVERS) if setting.lever in SAYS_WHEN}.values())
+CASES = list(
+    {setting.lever: setting for setting in reversed(LEVERS) if setting.lever in SAYS_WHEN}.values()
+)
 
 
 def runs_of(setting: Setting) -> list[tuple[str, ...]]:
@@ -33,7 +38,9 @@ def runs_of(setting: Setting) -> list[tuple[str, ...]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """What every run gives, by (ranks, overrides); on two ranks, or four where two would leave nothing to reduce."""
+    """What every run gives, by (ranks, overrides); on two ranks, or four where two would leave
+    nothing to reduce.
+    """
     folder = tmp_path_factory.mktemp("reduced_once")
     write_models(folder)
     found: dict[Any, dict[str, Any]] = {}
@@ -41,13 +48,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any
         runs = [run for setting in CASES if setting.ranks == ranks for run in runs_of(setting)]
         wanted = [((FP64,), True)] if ranks == 1 else [(run, False) for run in runs]
         keys = [(ranks, run) for run, _ in wanted]
-        found |= dict(zip(keys, run_ranks(train_each, ranks, folder, wanted, ranks, timeout=400)[0], strict=True))
+        found |= dict(
+            zip(
+                keys,
+                run_ranks(train_each, ranks, folder, wanted, ranks, timeout=400)[0],
+                strict=True,
+            )
+        )
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", CASES, ids=str)
-def test_with_every_lever_the_run_is_that_of_one_process(results: dict[Any, dict[str, Any]], setting: Setting):
+def test_with_every_lever_the_run_is_that_of_one_process(
+    results: dict[Any, dict[str, Any]], setting: Setting
+):
     expected = results[1, (FP64,)]
     assert expected["code"] == 0, expected["said"]
     for run in runs_of(setting):
@@ -59,7 +74,9 @@ def test_with_every_lever_the_run_is_that_of_one_process(results: dict[Any, dict
                                 for of in (lines, expected["runs"][0]))  # fmt: skip
                 assert len(mine) == STEPS
                 assert furthest(mine, wanted) <= factor * EXACT, (run, name)
-        assert distance(found["weights"], expected["weights"], expected["formula"]["start"]) <= 1e-8, run
+        assert (
+            distance(found["weights"], expected["weights"], expected["formula"]["start"]) <= 1e-8
+        ), run
 
 
 def test_every_lever_is_tried():

@@ -1,5 +1,6 @@
-"""Stopped and gone on: bitwise the uninterrupted run on as many ranks, the same state and losses on another number of
-them; and what is refused, with its line."""
+"""Stopped and gone on: bitwise the uninterrupted run on as many ranks, the same state and losses on
+another number of them; and what is refused, with its line.
+"""
 
 import json
 import os
@@ -15,7 +16,17 @@ import torch
 from recipe_lib.checkpoint.run_files import read_manifest
 from recipe_lib.config import load_config
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import arguments, furthest, losses, metrics, parameters, run_here, states, steps, tree
+from tests.recipes.runs import (
+    arguments,
+    furthest,
+    losses,
+    metrics,
+    parameters,
+    run_here,
+    states,
+    steps,
+    tree,
+)
 from tests.selection import selected, slow_except
 
 ROWS_PER_STEP = 12  # 4 rows at a time on one rank, 3 micro-batches; 24 rows: 2 steps an epoch
@@ -71,8 +82,12 @@ def go_on(argv: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """For each number of ranks: a quiet run, a stopped one, and that one gone on; and those gone on elsewhere."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """For each number of ranks: a quiet run, a stopped one, and that one gone on; and those gone on
+    elsewhere.
+    """
     folder = tmp_path_factory.mktemp("resume")
     moves = selected(request, "move")
     worlds = sorted({1, *selected(request, "ranks"), *(before for before, _ in moves)})
@@ -81,7 +96,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         quiet = run_here(command(folder / f"quiet{ranks}", ranks))
         assert quiet.code == 0, quiet.said
         # The last rank alone hears of it: all must agree to stop.
-        halted = run_here(command(folder / f"stopped{ranks}", ranks), stop_after(STOP, rank=ranks - 1))
+        halted = run_here(
+            command(folder / f"stopped{ranks}", ranks), stop_after(STOP, rank=ranks - 1)
+        )
         kept = everything(halted.recipe)
         if halted.recipe.world.is_main:
             for name in ["same", *(f"to{after}" for before, after in moves if before == ranks)]:
@@ -93,7 +110,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     def elsewhere(ranks: int) -> dict[str, Any]:
         return {
-            f"{before}to{ranks}": go_on(command(folder / f"{before}to{ranks}", ranks, "resume=latest"))
+            f"{before}to{ranks}": go_on(
+                command(folder / f"{before}to{ranks}", ranks, "resume=latest")
+            )
             for before, after in moves
             if after == ranks
         }
@@ -112,7 +131,10 @@ def test_a_signal_saves_at_the_step_boundary(runs: dict[str, Any], ranks: int):
     output = runs["folder"] / f"stopped{ranks}"
     assert runs[str(ranks)]["halted"] == 3
     state = output / "state" / f"step_{STOP}"
-    assert runs[str(ranks)]["said"][-1] == f"stopped after step {STOP}; resume it with resume=latest ({state})"
+    assert (
+        runs[str(ranks)]["said"][-1]
+        == f"stopped after step {STOP}; resume it with resume=latest ({state})"
+    )
     assert [path.name for path in (output / "state").iterdir()] == [state.name]
     manifest = read_manifest(state)
     assert (manifest.step, manifest.world_size) == (STOP, ranks)
@@ -127,12 +149,18 @@ def test_the_same_ranks_go_on_bitwise(runs: dict[str, Any], ranks: int):
     assert _differing(record["same"]["loaded"], record["kept"]) == []
     assert steps(folder / f"{ranks}same") == steps(folder / f"quiet{ranks}")
     assert tree(folder / f"{ranks}same" / "model") == tree(folder / f"quiet{ranks}" / "model")
-    for line, other in zip(metrics(folder / f"{ranks}same"), metrics(folder / f"quiet{ranks}"), strict=True):
-        assert all(line[name] == other[name] for name in ("step", "epoch", "lr", "label_tokens", "tokens"))
+    for line, other in zip(
+        metrics(folder / f"{ranks}same"), metrics(folder / f"quiet{ranks}"), strict=True
+    ):
+        assert all(
+            line[name] == other[name] for name in ("step", "epoch", "lr", "label_tokens", "tokens")
+        )
 
 
 @pytest.mark.parametrize("move", slow_except(MOVES, [(2, 1)]), ids=str)
-def test_another_number_of_ranks_goes_on_from_the_same_state(runs: dict[str, Any], move: tuple[int, int]):
+def test_another_number_of_ranks_goes_on_from_the_same_state(
+    runs: dict[str, Any], move: tuple[int, int]
+):
     before, after = move
     folder, moved = runs["folder"], runs[f"{before}to{after}"]
     assert moved["code"] == 0, moved["said"]
@@ -153,10 +181,13 @@ def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.parametrize("ranks", slow_except(WORLDS, [2]))
 def test_metrics_have_one_line_a_step_after_a_resume(runs: dict[str, Any], ranks: int):
     for name in [f"{ranks}same", *(name for name in runs if name.endswith(f"to{ranks}"))]:
-        assert [line["step"] for line in metrics(runs["folder"] / name)] == list(range(1, STEPS + 1))
+        assert [line["step"] for line in metrics(runs["folder"] / name)] == list(
+            range(1, STEPS + 1)
+        )
 
 
-# --- what else may have happened between the two starts; one process, since the decisions are those of one rank
+# --- what else may have happened between the two starts; one process, since the decisions are those
+# of one rank
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +196,9 @@ def stopped(runs: dict[str, Any]) -> Path:
     return runs["folder"] / "stopped1"
 
 
-def alone(argv: list[str], before_training: Callable[[Any], None] | None = None) -> tuple[int, list[str]]:
+def alone(
+    argv: list[str], before_training: Callable[[Any], None] | None = None
+) -> tuple[int, list[str]]:
     """Code and lines of a run in a process of its own."""
 
     def train() -> tuple[int, list[str]]:
@@ -178,16 +211,24 @@ def alone(argv: list[str], before_training: Callable[[Any], None] | None = None)
 REFUSED = {
     "seed": (
         ["seed=7"],
-        "was saved with seed=42, found seed=7; the order of the sequences follows from it: set seed=42",
+        (
+            "was saved with seed=42, found seed=7; the order of the sequences follows from it: set"
+            " seed=42"
+        ),
     ),
     "global batch": (
         ["gradient_accumulation_steps=2"],
-        "was saved with a global batch of 12 sequences, found 8; make batch_size x gradient_accumulation_steps x "
-        "ranks 12 again",
+        (
+            "was saved with a global batch of 12 sequences, found 8; make batch_size x"
+            " gradient_accumulation_steps x ranks 12 again"
+        ),
     ),
     "shorter rows": (["max_seq_len=20"], "was saved with other data (fingerprint "),
     "dtype": (["dtype=bf16"], "this run's model has bfloat16"),
-    "optimizer": (["optimizer.name=sgd"], "was saved by another optimizer (it has betas); resume with the run's own"),
+    "optimizer": (
+        ["optimizer.name=sgd"],
+        "was saved by another optimizer (it has betas); resume with the run's own",
+    ),
 }
 
 
@@ -199,7 +240,9 @@ def test_a_resume_that_would_be_another_run_is_refused(stopped: Path, tmp_path: 
     overrides, words = REFUSED[change]
     code, said = alone(command(output, 1, "resume=latest", *overrides))
     assert code == 2
-    assert said[-1].startswith(f"error: {output}/state/step_{STOP}: ") and words in said[-1], said[-1]
+    assert said[-1].startswith(f"error: {output}/state/step_{STOP}: ") and words in said[-1], said[
+        -1
+    ]
     assert "\n" not in said[-1]
     assert tree(output) == before
 
@@ -211,8 +254,9 @@ def test_a_folder_with_states_is_not_trained_into_unasked(stopped: Path, tmp_pat
     assert alone(command(output, 1)) == (
         2,
         [
-            f"error: output_dir: {output} holds saved states of an earlier run; resume=latest goes on from them, "
-            "overwrite_output_dir=true replaces what is there, or choose another output_dir"
+            f"error: output_dir: {output} holds saved states of an earlier run; resume=latest goes"
+            " on from them, overwrite_output_dir=true replaces what is there, or choose another"
+            " output_dir"
         ],
     )
     assert tree(output) == before
@@ -232,7 +276,9 @@ def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_p
     assert tree(output) == before
 
 
-def test_resume_latest_of_a_new_folder_starts_at_the_beginning(runs: dict[str, Any], tmp_path: Path):
+def test_resume_latest_of_a_new_folder_starts_at_the_beginning(
+    runs: dict[str, Any], tmp_path: Path
+):
     code, said = alone(command(tmp_path / "run", 1, "resume=latest"))
     assert code == 0, said
     assert steps(tmp_path / "run") == steps(runs["folder"] / "quiet1")
@@ -241,7 +287,9 @@ def test_resume_latest_of_a_new_folder_starts_at_the_beginning(runs: dict[str, A
 @pytest.mark.slow
 def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: Path):
     output = tmp_path / "run"
-    short = command(output, 1, "checkpoint.save_every_n_steps=3", "epochs=2", "lr_scheduler.type=constant")
+    short = command(
+        output, 1, "checkpoint.save_every_n_steps=3", "epochs=2", "lr_scheduler.type=constant"
+    )
     assert alone(short)[0] == 0
     assert sorted(path.name for path in (output / "state").iterdir()) == ["step_3", "step_4"]
     before = tree(output)
@@ -261,14 +309,17 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
     code, said = alone([*short, "max_steps=3", "resume=latest"])
     state = output / "state" / "step_4"
     assert code == 2
-    assert said[-1] == (
-        f"error: {state}: was saved after step 4, found a run of 3 steps (epochs, max_steps); set max_steps to 4 or "
-        "more, or resume from an earlier state"
+    assert (
+        said[-1]
+        == f"error: {state}: was saved after step 4, found a run of 3 steps (epochs, max_steps);"
+        " set max_steps to 4 or more, or resume from an earlier state"
     )
     assert tree(output) == after
 
     assert alone([*short, f"epochs={EPOCHS}", "resume=latest"])[0] == 0
-    longer = command(tmp_path / "longer", 1, "checkpoint.save_every_n_steps=3", "lr_scheduler.type=constant")
+    longer = command(
+        tmp_path / "longer", 1, "checkpoint.save_every_n_steps=3", "lr_scheduler.type=constant"
+    )
     assert alone(longer)[0] == 0
     assert steps(output) == steps(tmp_path / "longer")
     assert tree(output / "model") == tree(tmp_path / "longer" / "model")
@@ -287,7 +338,9 @@ def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, na
     config = load_config("demo/full", [*before, *CHANGES[name]]).optimizer
 
     def change_after_the_stop(recipe: Any) -> None:
-        """The same by hand, in a run without a stop; SGD's decay is read from the config when it steps."""
+        """The same by hand, in a run without a stop; SGD's decay is read from the config when it
+        steps.
+        """
         honest, begun = recipe.train_step, []
 
         def train_step(batches: Any) -> Any:
@@ -295,7 +348,11 @@ def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, na
             if len(begun) == STOP + 1:
                 for group in recipe.optimizer.param_groups:
                     if name == "adamw":
-                        group.update(betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay)
+                        group.update(
+                            betas=tuple(config.betas),
+                            eps=config.eps,
+                            weight_decay=config.weight_decay,
+                        )
                     else:
                         group["momentum"] = config.momentum
                 recipe.cfg.optimizer.weight_decay = config.weight_decay
@@ -323,11 +380,18 @@ def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: P
     """test_damage has the other damages."""
     output = tmp_path / "run"
     assert alone(command(output, 1, "checkpoint.save_every_n_steps=1"), stop_after(STOP))[0] == 3
-    assert sorted(path.name for path in (output / "state").iterdir()) == ["step_1", "step_2", "step_3"]
+    assert sorted(path.name for path in (output / "state").iterdir()) == [
+        "step_1",
+        "step_2",
+        "step_3",
+    ]
     _flip_a_bit(output / "state" / "step_3")
     before = tree(output)
     code, said = alone(command(output, 1, f"resume={output}/state/step_3"))
-    assert code == 2 and "expected a whole state folder: resume=latest takes the newest whole one" in said[-1]
+    assert (
+        code == 2
+        and "expected a whole state folder: resume=latest takes the newest whole one" in said[-1]
+    )
     assert tree(output) == before
     shutil.copytree(output, tmp_path / "named")
     assert alone(command(tmp_path / "named", 1, f"resume={tmp_path}/named/state/step_1"))[0] == 0
@@ -335,8 +399,11 @@ def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: P
     code, said = alone(command(output, 1, "resume=latest"))
     assert code == 0, said
     assert [line for line in said if line.startswith("warning: ")] == [
-        f"warning: {output}/state/step_3: {next((output / 'state').glob('step_3/shard-*')).name} "
-        "has changed since it was written (SHA-256 differs from the manifest); it is not used",
+        (
+            f"warning: {output}/state/step_3:"
+            f" {next((output / 'state').glob('step_3/shard-*')).name} has changed since it was"
+            " written (SHA-256 differs from the manifest); it is not used"
+        ),
         f"warning: resuming from {output}/state/step_2",
     ]
     assert steps(output) == steps(tmp_path / "named") == steps(runs["folder"] / "quiet1")

@@ -1,5 +1,6 @@
-"""Reward and classification runs: two ranks record what one does, and transformers and PEFT give exports' sequences the
-scores that the run's model gives them."""
+"""Reward and classification runs: two ranks record what one does, and transformers and PEFT give
+exports' sequences the scores that the run's model gives them.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +12,15 @@ import torch
 from recipe_lib.cli.main import main
 from recipe_lib.training.scores import sequence_scores
 from tests.distributed.ranks import run_ranks
-from tests.recipes.labeled_runs import arguments, metrics_of, train_all, validated, write, write_classes, write_margins
+from tests.recipes.labeled_runs import (
+    arguments,
+    metrics_of,
+    train_all,
+    validated,
+    write,
+    write_classes,
+    write_margins,
+)
 from tests.recipes.runs import LORA, PLAIN, REWARD, run_here
 from tests.selection import selected
 
@@ -39,7 +48,9 @@ CASES = [(kind, case) for kind, cases in TWO.items() for case in cases]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, Any]:
     """By kind, ranks and overrides."""
     found = {}
     wanted = selected(request, "case")
@@ -48,7 +59,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         cases = [case for held, case in wanted if held == kind]
         one = [case for case in ONE[kind] if any(set(case) <= set(two) for two in cases)]
         for ranks, chosen in ((1, one), (2, cases)):
-            made = run_ranks(train_all, ranks, data, REWARD, ranks, chosen, timeout=300)[0] if chosen else {}
+            made = (
+                run_ranks(train_all, ranks, data, REWARD, ranks, chosen, timeout=300)[0]
+                if chosen
+                else {}
+            )
             found |= {(kind, ranks, case): lines for case, lines in made.items()}
     return found
 
@@ -67,13 +82,20 @@ def test_two_ranks_record_what_one_records(results: Any, case: tuple[str, tuple[
 
 
 def stories(realdata: Path, data: Path, output: Path, *overrides: str) -> list[str]:
-    given = ("dtype=fp32", "batch_size=4", "checkpoint.save_model=true", f"model.path={realdata / 'stories260K-hf'}")
+    given = (
+        "dtype=fp32",
+        "batch_size=4",
+        "checkpoint.save_model=true",
+        f"model.path={realdata / 'stories260K-hf'}",
+    )
     words = arguments(data, output, REWARD, *given, *validated(data), *overrides)
     return [word for word in words if not word.startswith(("model.preset", "tokenizer.path"))]
 
 
 def scores_of(run: Any, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the validation sequences, one at a time and padded together: by the run's model, and by a loaded one."""
+    """Of the validation sequences, one at a time and padded together: by the run's model, and by a
+    loaded one.
+    """
     data = run.recipe.data.validation_dataset
     rows = [torch.from_numpy(data[number].tokens).long() for number in range(len(data))]
     own = [run.recipe.model.eval()(row.unsqueeze(0))[0, -1] for row in rows]
@@ -88,7 +110,9 @@ def scores_of(run: Any, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["pairs", "classes"])
-def test_transformers_opens_the_model_with_equal_scores(kind: str, realdata: Path, tmp_path: Path) -> None:
+def test_transformers_opens_the_model_with_equal_scores(
+    kind: str, realdata: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     data = write_margins(tmp_path) if kind == "pairs" else write_classes(tmp_path)
@@ -97,7 +121,9 @@ def test_transformers_opens_the_model_with_equal_scores(kind: str, realdata: Pat
         first = run_here(stories(realdata, data, tmp_path / "first", *own), recipe=REWARD)
     assert first.code == 0, first.said
     folder = tmp_path / "first" / "model"
-    loaded, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    loaded, loading = AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     own_scores, found = scores_of(first, loaded)
     assert torch.allclose(found, own_scores, rtol=1e-5, atol=1e-5) and own_scores.abs().max() > 0.01
@@ -106,9 +132,13 @@ def test_transformers_opens_the_model_with_equal_scores(kind: str, realdata: Pat
     assert AutoTokenizer.from_pretrained(folder).pad_token_id == config["pad_token_id"]
     if kind == "classes":
         assert loaded.config.id2label == {0: "cat", 1: "dog", 2: "fish"}
-    with torch.enable_grad():  # a checkpoint with a head is gone on with; the number of labels is its own
+    with (
+        torch.enable_grad()
+    ):  # a checkpoint with a head is gone on with; the number of labels is its own
         more = [word for word in own if "num_labels" not in word]
-        argv = stories(realdata, data, tmp_path / "second", *more, f"model.path={folder}", "optimizer.lr=1e-12")
+        argv = stories(
+            realdata, data, tmp_path / "second", *more, f"model.path={folder}", "optimizer.lr=1e-12"
+        )
         second = run_here([word for word in argv if f"{realdata}" not in word], recipe=REWARD)
     assert second.code == 0, second.said
     assert any("score head:" in line and "read from the checkpoint" in line for line in second.said)
@@ -131,7 +161,9 @@ def test_peft_opens_the_adapter_and_the_merged_model_is_the_same(
     adapter = tmp_path / "run" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
-    frozen = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
+    frozen = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=3, dtype=torch.float32
+    )
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
     frozen.config.pad_token_id = merged.config.pad_token_id
     own_scores, found = scores_of(run, PeftModel.from_pretrained(frozen, adapter))
@@ -141,12 +173,28 @@ def test_peft_opens_the_adapter_and_the_merged_model_is_the_same(
     assert merged.config.id2label == {0: "cat", 1: "dog", 2: "fish"}
     with torch.enable_grad():
         argv = stories(
-            realdata, data, tmp_path / "more", *own[:2], f"lora.adapter_path={adapter}", "optimizer.lr=1e-12"
+            realdata,
+            data,
+            tmp_path / "more",
+            *own[:2],
+            f"lora.adapter_path={adapter}",
+            "optimizer.lr=1e-12",
         )
         more = run_here(argv, recipe=REWARD)
         assert more.code == 0, more.said
-        causal = ["--config", str(PLAIN), f"recipe={LORA}", f"model.path={base}", f"lora.adapter_path={adapter}"]
-        causal += ["data.source=examples/demo/train.jsonl", "data.format=alpaca", "device=cpu", "dtype=fp32"]
+        causal = [
+            "--config",
+            str(PLAIN),
+            f"recipe={LORA}",
+            f"model.path={base}",
+            f"lora.adapter_path={adapter}",
+        ]
+        causal += [
+            "data.source=examples/demo/train.jsonl",
+            "data.format=alpaca",
+            "device=cpu",
+            "dtype=fp32",
+        ]
         refused = run_here([*causal, f"output_dir={tmp_path / 'no'}"], recipe=LORA)
     assert torch.allclose(scores_of(more, merged)[0], own_scores, atol=1e-5)
     assert refused.code == 2 and "is an adapter with a score head, which" in refused.said[-1]
@@ -172,15 +220,28 @@ def test_an_adapter_of_peft_is_gone_on_with(realdata: Path, tmp_path: Path) -> N
         realdata / "stories260K-hf", num_labels=1, dtype=torch.float32
     )
     theirs = get_peft_model(
-        base, LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
+        base,
+        LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"]),
     )
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             parameter.normal_(std=0.1)
     theirs.save_pretrained(tmp_path / "theirs")
-    own = ("lora.rank=4", "lora.alpha=8", "lora.target_modules=[q, up]", f"lora.adapter_path={tmp_path / 'theirs'}")
+    own = (
+        "lora.rank=4",
+        "lora.alpha=8",
+        "lora.target_modules=[q, up]",
+        f"lora.adapter_path={tmp_path / 'theirs'}",
+    )
     with torch.enable_grad():
-        argv = stories(realdata, write_margins(tmp_path), tmp_path / "run", *own, "optimizer.lr=1e-12", "max_steps=1")
+        argv = stories(
+            realdata,
+            write_margins(tmp_path),
+            tmp_path / "run",
+            *own,
+            "optimizer.lr=1e-12",
+            "max_steps=1",
+        )
         run = run_here(argv, recipe=REWARD)
     assert run.code == 0, run.said
     base.config.pad_token_id = 1  # BOS
@@ -189,9 +250,19 @@ def test_an_adapter_of_peft_is_gone_on_with(realdata: Path, tmp_path: Path) -> N
 
 
 def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> None:
-    """Of a model that has not moved, by a plain backward: two runs that agree say nothing of a fault of both."""
-    still = (*ALL, "max_steps=1", "optimizer.lr=1e-30", "batch_size=3", "gradient_accumulation_steps=2")
-    argv = arguments(write_margins(tmp_path), tmp_path / "run", REWARD, *still, "clip_grad_norm=null")
+    """Of a model that has not moved, by a plain backward: two runs that agree say nothing of a
+    fault of both.
+    """
+    still = (
+        *ALL,
+        "max_steps=1",
+        "optimizer.lr=1e-30",
+        "batch_size=3",
+        "gradient_accumulation_steps=2",
+    )
+    argv = arguments(
+        write_margins(tmp_path), tmp_path / "run", REWARD, *still, "clip_grad_norm=null"
+    )
     run = run_here(argv, recipe=REWARD)
     assert run.code == 0, run.said
     model = run.recipe.model
@@ -223,7 +294,10 @@ def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
     last = metrics_of(tmp_path / "run")[-1]
     assert last["validation_accuracy"] == 1 and last["validation_sequences"] == 7
     batch = next(run.recipe.data.batches(0)).micro_batches[0]
-    assert sequence_scores(torch.zeros(*batch.tokens.shape, 3), batch).shape == (batch.num_segments, 3)
+    assert sequence_scores(torch.zeros(*batch.tokens.shape, 3), batch).shape == (
+        batch.num_segments,
+        3,
+    )
 
 
 def test_bad_samples(tmp_path: Path) -> None:
@@ -234,13 +308,21 @@ def test_bad_samples(tmp_path: Path) -> None:
         return run.said[-1]
 
     classes = ("reward.loss=classification", "reward.num_labels=2")
-    assert "found one class (a) in all samples" in refused([{"text": "x", "label": "a"}] * 3, *classes)
+    assert "found one class (a) in all samples" in refused(
+        [{"text": "x", "label": "a"}] * 3, *classes
+    )
     mixed = [{"text": "x", "label": 0}, {"text": "y", "label": "b"}]
     assert "found classes by number (0) and by name (b)" in refused(mixed, *classes)
     lacking = [{"text": "x", "label": 1}, {"text": "y"}]
-    assert ":2: found the columns text, expected label (format classification)" in refused(lacking, *classes)
-    assert ".label: found 1.5, expected text or a whole number" in refused([{"text": "x", "label": 1.5}], *classes)
-    assert "found text and prompt, expected one of" in refused([{"text": "x", "prompt": "y", "label": 1}], *classes)
+    assert ":2: found the columns text, expected label (format classification)" in refused(
+        lacking, *classes
+    )
+    assert ".label: found 1.5, expected text or a whole number" in refused(
+        [{"text": "x", "label": 1.5}], *classes
+    )
+    assert "found text and prompt, expected one of" in refused(
+        [{"text": "x", "prompt": "y", "label": 1}], *classes
+    )
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert ":1: .margin: found no finite number" in refused([pair | {"margin": "large"}])
     assert "found answers without a prompt" in refused([{"chosen": "b", "rejected": "c"}])

@@ -1,4 +1,6 @@
-"""Ranks whose settings differ, as on machines with a config each, end before they wait for each other."""
+"""Ranks whose settings differ, as on machines with a config each, end before they wait for each
+other.
+"""
 
 import os
 from pathlib import Path
@@ -11,15 +13,24 @@ from tests.recipes.runs import arguments, run_here
 
 def train(folder: Path, strategies: list[str]) -> tuple[int, list[str]]:
     rank = int(os.environ["RANK"])
-    own = [f"parallel.strategy={strategies[rank]}", f"seed={rank}", "log.trackers=[]", "max_steps=1"]
-    run = run_here([*arguments(folder / f"of rank {rank}"), *own, f"data.cache_dir={folder / f'cache{rank}'}"])
+    own = [
+        f"parallel.strategy={strategies[rank]}",
+        f"seed={rank}",
+        "log.trackers=[]",
+        "max_steps=1",
+    ]
+    run = run_here(
+        [*arguments(folder / f"of rank {rank}"), *own, f"data.cache_dir={folder / f'cache{rank}'}"]
+    )
     return run.code, run.said
 
 
 @pytest.mark.slow
 def test_settings_that_differ_are_named_and_paths_may(tmp_path: Path) -> None:
     found = run_ranks(train, 2, tmp_path, ["fsdp", "ddp"], process_group=False, timeout=60)
-    remedy = "expected the same on all ranks; start every machine with the same config and overrides"
+    remedy = (
+        "expected the same on all ranks; start every machine with the same config and overrides"
+    )
     assert [code for code, _ in found] == [2, 2]
     # Either rank says it; the launcher, which is not here, sees to it that a user reads it once.
     assert {line for _, said in found for line in said if line.startswith("error: ")} == {

@@ -1,5 +1,6 @@
-"""Whole runs whose ranks share matrices: the losses of one process, folders that others open, states that any number of
-ranks goes on from."""
+"""Whole runs whose ranks share matrices: the losses of one process, folders that others open,
+states that any number of ranks goes on from.
+"""
 
 import hashlib
 import json
@@ -43,12 +44,17 @@ FULL_RUNS = ("full 2", "2 to 4", "2 to 1")
 
 
 class Runs:
-    """The runs of this file: each kind by one process and by two in a group; two such groups go on. slow: all."""
+    """The runs of this file: each kind by one process and by two in a group; two such groups go on.
+    slow: all.
+    """
 
     def __init__(self, realdata: Path, folder: Path, slow: bool = False) -> None:
         self.realdata, self.folder, self.slow = realdata, folder, slow
         preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
-        wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # each rank's columns are whole blocks of 64
+        wide = preset | {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+        }  # each rank's columns are whole blocks of 64
         (folder / "wide.json").write_text(json.dumps(wide))
         text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
         for name, part in {"text": text[:15_000], "validation": text[-1_000:]}.items():
@@ -68,17 +74,32 @@ class Runs:
         ]
 
     def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        validation = (f"validation.source={self.folder / 'validation.txt'}", f"validation.every_n_steps={SAVED}")
-        argv = stories(self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides)
+        validation = (
+            f"validation.source={self.folder / 'validation.txt'}",
+            f"validation.every_n_steps={SAVED}",
+        )
+        argv = stories(
+            self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides
+        )
         return done(run_here(argv, recipe=FULL))
 
     def adapters(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        argv = stories(self.realdata, self.folder / name, *self.text(data_ranks), "optimizer.lr=1e-2", *overrides)
+        argv = stories(
+            self.realdata,
+            self.folder / name,
+            *self.text(data_ranks),
+            "optimizer.lr=1e-2",
+            *overrides,
+        )
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         return done(run_here(argv, recipe=LORA))
 
     def quantized(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize_base=nf4")
+        model = (
+            "~model.path",
+            f"model.preset={self.folder / 'wide.json'}",
+            "lora.quantize_base=nf4",
+        )
         tokenizer = f"tokenizer.path={self.realdata / 'stories260K-hf'}"
         return self.adapters(name, data_ranks, *model, tokenizer, *overrides)
 
@@ -127,7 +148,11 @@ def found(
     slow = not QUICK.issuperset([*selected(request, "name"), *selected(request, "kind")])
     runs = Runs(realdata, tmp_path_factory.mktemp("tensor"), slow)
     logits: dict[str, torch.Tensor] = {}
-    for ranks, part in [(1, alone), (2, group_of_two), *([(1, alone_again), (4, two_groups)] if slow else [])]:
+    for ranks, part in [
+        (1, alone),
+        (2, group_of_two),
+        *([(1, alone_again), (4, two_groups)] if slow else []),
+    ]:
         logits |= run_ranks(part, ranks, runs)[0]
     return runs.folder, logits
 
@@ -149,7 +174,9 @@ def test_a_group_records_what_one_process_does(found: tuple[Path, Any], name: st
 def test_a_group_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
     folder, _ = found
     for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
-        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens"))
+        assert all(
+            line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens")
+        )
 
 
 def validated(output: Path) -> list[float]:
@@ -159,7 +186,9 @@ def validated(output: Path) -> list[float]:
 @pytest.mark.parametrize("name", slow_except(["full 2", "2 to 4"], ["full 2"]))
 def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: str) -> None:
     folder, logits = found
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / name / "model", output_loading_info=True
+    )
     assert not any(report.values()), report
     with torch.no_grad():
         theirs = model(probe()).logits
@@ -174,7 +203,9 @@ def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kin
     alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
     assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in alone]) <= 1e-5
     assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in alone]) <= 1e-4
-    wanted, found_there = (load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2))
+    wanted, found_there = (
+        load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2)
+    )
     assert wanted.keys() == found_there.keys()
     for tensor in wanted:
         difference = torch.linalg.vector_norm(found_there[tensor] - wanted[tensor])
@@ -196,13 +227,22 @@ def test_a_group_prefers_what_one_process_does(found: tuple[Path, Any], kind: st
     alone, shared = (metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
     assert len(alone) == len(shared) > 0
     for line, wanted in zip(shared, alone, strict=True):
-        for key in ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "reward_chosen",
+            "reward_rejected",
+            "reward_margin",
+            "reward_accuracy",
+        ):
             assert line[key] == pytest.approx(wanted[key], rel=1e-8), key
 
 
 @pytest.mark.slow
 def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_path: Path) -> None:
-    """Two groups of two. What all ranks have gets one sum of gradients, so that its bits are the same after steps."""
+    """Two groups of two. What all ranks have gets one sum of gradients, so that its bits are the
+    same after steps.
+    """
     runs = Runs(realdata, tmp_path)
 
     def train() -> tuple[list[str], list[str], int]:
@@ -215,7 +255,9 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
             return dropped
 
         F.dropout = watched
-        run = runs.quantized("dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=2")
+        run = runs.quantized(
+            "dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=2"
+        )
         F.dropout = dropout
         run.recipe.model.state_dict()  # FSDP frees what is gathered
         replicas = [
@@ -229,12 +271,16 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
     for calls in zip(*(masks for masks, _, _ in results), strict=True):
         assert len(set(calls)) == 4
     assert len(results[0][0]) == 7 * 2 * 2  # the linears of two layers, in two steps
-    by_group = [{tuple(replicas) for _, replicas, group in results if group == number} for number in (0, 1)]
+    by_group = [
+        {tuple(replicas) for _, replicas, group in results if group == number} for number in (0, 1)
+    ]
     assert [len(alike) for alike in by_group] == [1, 1] and len(results[0][1]) == 7 * 2
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
@@ -247,13 +293,18 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
             ["lora.quantize_base=nf4"],
             "does not cut o_proj and down_proj, whose blocks of numbers stay whole",
         ),
-        "heads": (["parallel.tensor=8"], "the model has 4 key and value heads, which 8 ranks cannot share evenly"),
+        "heads": (
+            ["parallel.tensor=8"],
+            "the model has 4 key and value heads, which 8 ranks cannot share evenly",
+        ),
     }
     for name, (overrides, message) in cases.items():
         argv = stories(realdata, tmp_path / name, *runs.text(1), SHARED, *overrides)
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         run = run_here(argv, before_model=read.append, recipe=LORA)
-        assert run.code == 2 and message in run.said[-1] and "sizes that fit: 1" in run.said[-1], run.said
+        assert run.code == 2 and message in run.said[-1] and "sizes that fit: 1" in run.said[-1], (
+            run.said
+        )
         assert tune(["validate", *argv[1:]]) == 2
         assert message in capsys.readouterr().err
     assert read == []

@@ -1,5 +1,6 @@
-"""What training wrote is what transformers' `apply_chat_template` writes with every export, and its ids are the ids
-that were trained."""
+"""What training wrote is what transformers' `apply_chat_template` writes with every export, and its
+ids are the ids that were trained.
+"""
 
 import json
 from pathlib import Path
@@ -13,8 +14,8 @@ from tests.recipes.runs import DPO, FULL, LORA, run_here, stories
 from tests.tokenizers.made import CHATML
 
 FILE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}"
-    "{{ eos_token if m['role'] == 'assistant' }}{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}{{ eos_token if"
+    " m['role'] == 'assistant' }}{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
 CONVERSATIONS = [
     [("user", "Hi"), ("assistant", "Hello, you.")],
@@ -68,7 +69,14 @@ def train(realdata: Path, folder: Path, form: str, recipe: str, *more: str) -> A
         *more,
     ]
     run = run_here(
-        stories(realdata, folder / "run", "data.shuffle=false", "data.cache=false", "max_seq_len=256", *words),
+        stories(
+            realdata,
+            folder / "run",
+            "data.shuffle=false",
+            "data.cache=false",
+            "max_seq_len=256",
+            *words,
+        ),
         recipe=recipe,
     )
     assert run.code == 0, run.said
@@ -76,7 +84,9 @@ def train(realdata: Path, folder: Path, form: str, recipe: str, *more: str) -> A
 
 
 def trained_ids(run: Any, form: str) -> list[list[int]]:
-    """The ids of each sample's sequence, without anything that was padded; of a pair those with the chosen answer."""
+    """The ids of each sample's sequence, without anything that was padded; of a pair those with the
+    chosen answer.
+    """
     dataset = run.recipe.data.dataset
     step = 2 if form == "preference" else 1
     found = [dataset[number] for number in range(0, len(dataset), step)]
@@ -84,15 +94,21 @@ def trained_ids(run: Any, form: str) -> list[list[int]]:
 
 
 def check(export: Path, run: Any, form: str, begins: str = "") -> None:
-    """Text and ids of transformers are those of training, for whole conversations and for prompts."""
+    """Text and ids of transformers are those of training, for whole conversations and for
+    prompts.
+    """
     theirs = transformers.AutoTokenizer.from_pretrained(export)
     for turns, ids in zip(conversations(form), trained_ids(run, form), strict=True):
         messages = as_messages(turns)
         found = theirs.apply_chat_template(messages, return_dict=False)
-        assert found[: len(ids)] == ids and len(found) - len(ids) <= 1  # a last line end is nothing to train
+        assert (
+            found[: len(ids)] == ids and len(found) - len(ids) <= 1
+        )  # a last line end is nothing to train
         text = theirs.apply_chat_template(messages, tokenize=False)
         assert text.startswith(begins) and text.count("<s>") == 1
-        prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        prompt = theirs.apply_chat_template(
+            messages[:-1], add_generation_prompt=True, return_dict=False
+        )
         assert prompt == ids[: len(prompt)]
 
 
@@ -114,8 +130,9 @@ def test_plain(recipe: str, form: str, realdata: Path, tmp_path: Path) -> None:
 
 
 DATED = (
-    "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ bos_token }}"
-    'Today is {{ day }}, {{ strftime_now( "%Y" ) }}.\n' + FILE.removeprefix("{{ bos_token }}")
+    "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{"
+    ' bos_token }}Today is {{ day }}, {{ strftime_now( "%Y" ) }}.\n'
+    + FILE.removeprefix("{{ bos_token }}")
 )
 
 
@@ -130,7 +147,15 @@ def test_the_date_of_training_stays(given: bool, realdata: Path, tmp_path: Path)
     template = tmp_path / "dated.jinja" if given else tokenizer / "chat_template.jinja"
     template.write_text(DATED)
     chosen = [f"tokenizer.chat_template={template}"] if given else []
-    run = train(realdata, tmp_path, "messages", LORA, f"tokenizer.path={tokenizer}", "lora.merge_on_save=true", *chosen)
+    run = train(
+        realdata,
+        tmp_path,
+        "messages",
+        LORA,
+        f"tokenizer.path={tokenizer}",
+        "lora.merge_on_save=true",
+        *chosen,
+    )
     assert any("26 Jul 2024 in training" in line for line in run.said)
     for export in ("adapter", "model"):
         check(tmp_path / "run" / export, run, "messages", begins="<s>Today is 26 Jul 2024, 2024.\n")
@@ -141,18 +166,36 @@ def test_the_date_of_training_stays(given: bool, realdata: Path, tmp_path: Path)
 @pytest.mark.parametrize("trainable", ["all", "adapters"])
 def test_preference(trainable: str, realdata: Path, tmp_path: Path) -> None:
     run = train(realdata, tmp_path, "preference", DPO, f"dpo.trainable={trainable}")
-    check(tmp_path / "run" / ("model" if trainable == "all" else "adapter"), run, "preference", begins="<s>")
+    check(
+        tmp_path / "run" / ("model" if trainable == "all" else "adapter"),
+        run,
+        "preference",
+        begins="<s>",
+    )
 
 
 @pytest.mark.slow
 def test_exports_of_a_state(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     saves = ["checkpoint.save_every_n_steps=1", "checkpoint.save_model=false"]
     run = train(realdata, tmp_path, "messages", LORA, *saves)
-    assert main(["export", str(tmp_path / "run/state/step_1"), "--merge", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "run/state/step_1"),
+                "--merge",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     check(tmp_path / "out", run, "messages", begins="<s>")
 
 
-def test_the_model_of_a_state(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_model_of_a_state(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     saves = ["checkpoint.save_every_n_steps=1", "checkpoint.save_model=false"]
     run = train(realdata, tmp_path, "messages", FULL, *saves)
     assert main(["export", str(tmp_path / "run"), "--hf", "--out", str(tmp_path / "out")]) == 0
@@ -160,7 +203,9 @@ def test_the_model_of_a_state(realdata: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_an_adapter_without_its_run_keeps_it(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_adapter_without_its_run_keeps_it(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     run = train(realdata, tmp_path, "messages", LORA)
     (tmp_path / "run" / "adapter").rename(tmp_path / "alone")
     assert main(["export", str(tmp_path / "alone"), "--merge", "--out", str(tmp_path / "out")]) == 0
@@ -184,7 +229,9 @@ def with_template(realdata: Path, folder: Path, template: str) -> Path:
     folder.mkdir()
     for name in ("tokenizer.model", "tokenizer_config.json"):
         (folder / name).write_bytes((realdata / "stories260K-hf" / name).read_bytes())
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": template
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -198,7 +245,9 @@ def test_the_tokenizers_own_template_stays(realdata: Path, tmp_path: Path) -> No
 def test_plain_in_place_of_the_tokenizers_own(realdata: Path, tmp_path: Path) -> None:
     own = with_template(realdata, tmp_path / "own", CHATML)
     (own / "chat_template.jinja").write_text(CHATML)
-    run = train(realdata, tmp_path, "messages", LORA, f"tokenizer.path={own}", "data.template=plain")
+    run = train(
+        realdata, tmp_path, "messages", LORA, f"tokenizer.path={own}", "data.template=plain"
+    )
     check(tmp_path / "run" / "adapter", run, "messages", begins="<s>")
     assert CHATML not in (tmp_path / "run" / "adapter" / "tokenizer_config.json").read_text()
 
@@ -207,7 +256,9 @@ def test_plain_in_place_of_the_tokenizers_own(realdata: Path, tmp_path: Path) ->
 def test_no_template_was_trained(form: str, realdata: Path, tmp_path: Path) -> None:
     own = with_template(realdata, tmp_path / "own", CHATML)
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"text": "Once upon a time.", "prompt": "Once", "completion": " upon"}) + "\n")
+    file.write_text(
+        json.dumps({"text": "Once upon a time.", "prompt": "Once", "completion": " upon"}) + "\n"
+    )
     words = [
         f"data.source={file}",
         f"data.format={form}",

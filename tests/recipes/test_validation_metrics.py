@@ -1,4 +1,6 @@
-"""validation.metrics in the loop: transformers on the exported model finds the same, whatever divides the model."""
+"""validation.metrics in the loop: transformers on the exported model finds the same, whatever
+divides the model.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,12 @@ SCORED = "validation.metrics=[token_accuracy, exact_match]"
 # How the model is divided over two ranks, and what else the run has.
 DIVISIONS = {
     "fsdp": ["validation.metrics=[token_accuracy, exact_match, letters]"],
-    "pipeline": [SCORED, "parallel.pipeline=2", "batch_size=10", "parallel.pipeline_microbatches=2"],
+    "pipeline": [
+        SCORED,
+        "parallel.pipeline=2",
+        "batch_size=10",
+        "parallel.pipeline_microbatches=2",
+    ],
 }
 
 
@@ -47,7 +54,9 @@ def words(files: Path, output: Path, *more: str) -> list[str]:
 
 def by_transformers(folder: Path) -> dict[str, float]:
     """Of the exported model, by its plain forward and its own search."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     known, tokenizer = samples(folder), AutoTokenizer.from_pretrained(folder)
     found = [(*likelihood(model, sample), len(sample.answer)) for sample in known]
     said = [answer(model, tokenizer, sample, 12) for sample in known]
@@ -55,7 +64,9 @@ def by_transformers(folder: Path) -> dict[str, float]:
         "loss": -sum(each[0] for each in found) / sum(each[2] for each in found),
         "token_accuracy": sum(each[1] for each in found) / sum(each[2] for each in found),
         "exact_match": sum(right == count for _, right, count in found) / len(found),
-        "said": sum(text == row["output"] for text, row in zip(said, ROWS, strict=True)) / len(ROWS),
+        "said": (
+            sum(text == row["output"] for text, row in zip(said, ROWS, strict=True)) / len(ROWS)
+        ),
         "letters": sum(map(len, said)) / len(said),
     }
 
@@ -67,7 +78,9 @@ def check(output: Path) -> dict[str, float]:
     for name in ("token_accuracy", "exact_match", "letters"):
         if f"validation_{name}" in line:
             assert line[f"validation_{name}"] == pytest.approx(wanted[name], abs=1e-9), name
-    assert wanted["exact_match"] == wanted["said"]  # greedy decoding gives what is likeliest all along
+    assert (
+        wanted["exact_match"] == wanted["said"]
+    )  # greedy decoding gives what is likeliest all along
     assert wanted["exact_match"] > 0
     return line
 
@@ -76,7 +89,10 @@ def test_numbers_of_one_rank_are_those_of_transformers(files: Path, tmp_path: Pa
     run = run_here(words(files, tmp_path / "run", DIVISIONS["fsdp"][0]))
     assert run.code == 0, run.said
     line = check(tmp_path / "run")
-    assert 0 < line["validation_exact_match"] < line["validation_token_accuracy"] < 1 and "validation_letters" in line
+    assert (
+        0 < line["validation_exact_match"] < line["validation_token_accuracy"] < 1
+        and "validation_letters" in line
+    )
     said = next(text for text in run.said if "validation loss" in text)
     assert f"exact match {line['validation_exact_match']:.4f}" in said and "letters" in said
 
@@ -104,7 +120,16 @@ def test_a_metric_of_answers_needs_a_question(files: Path, tmp_path: Path) -> No
 def test_a_metric_that_raises_is_named(files: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "wrong.py"
     plugin.write_text(PLUGIN.replace("letters", "wrong").replace("len(prediction)", "1 / 0"))
-    line = words(files, tmp_path / "run", "validation.metrics=[wrong]", "max_steps=1", "~validation.every_n_steps")
+    line = words(
+        files,
+        tmp_path / "run",
+        "validation.metrics=[wrong]",
+        "max_steps=1",
+        "~validation.every_n_steps",
+    )
     line = [str(plugin) if word.endswith("plugin.py") else word for word in line]
     run = run_here([word for word in line if not word.startswith("validation.every_n_steps=")])
-    assert run.code == 2 and "metric wrong: raised ZeroDivisionError for the answer of sequence 0" in run.said[-1]
+    assert (
+        run.code == 2
+        and "metric wrong: raised ZeroDivisionError for the answer of sequence 0" in run.said[-1]
+    )

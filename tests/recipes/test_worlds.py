@@ -1,5 +1,6 @@
-"""Real weights on real text: the same losses on 1 and 2 ranks, those of a plain loop over transformers' model, and
-an exported folder that transformers opens with equal logits."""
+"""Real weights on real text: the same losses on 1 and 2 ranks, those of a plain loop over
+transformers' model, and an exported folder that transformers opens with equal logits.
+"""
 
 import logging
 import math
@@ -25,7 +26,8 @@ STEPS = 10
 PEAK, WARMUP = 1e-3, 2
 # What every step of the text, and of the Alpaca rows, is told by hand in `reference`.
 DECAY = {"text": 0.0, "alpaca": 0.1}
-# The text's last two losses are below those of the untrained model on the same rows by at least this, nats per token.
+# The text's last two losses are below those of the untrained model on the same rows by at least
+# this, nats per token.
 MARGIN = 1.0
 WORLDS = (1, 2)
 
@@ -60,7 +62,9 @@ def runs(
     def train(ranks: int) -> dict[str, torch.Tensor]:
         logits = {}
         for kind in kinds:
-            run = run_here(stories(realdata, folder / f"{kind}{ranks}", *overrides(realdata, kind, ranks)))
+            run = run_here(
+                stories(realdata, folder / f"{kind}{ranks}", *overrides(realdata, kind, ranks))
+            )
             assert run.code == 0, run.said
             with torch.no_grad():
                 logits[kind] = whole(run.recipe.model(probe()))
@@ -87,7 +91,10 @@ def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kin
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text"])
 def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str):
-    untrained = [loss for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)]
+    untrained = [
+        loss
+        for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)
+    ]
     for ranks in WORLDS:
         found = losses(runs[kind, ranks][0])
         gained = [before - after for before, after in zip(untrained, found, strict=True)]
@@ -113,7 +120,9 @@ def test_transformers_opens_the_result_with_equal_logits(
     finally:
         logger.removeHandler(caplog.handler)
     assert [str(warning.message) for warning in seen] == []
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("transformers")] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.name.startswith("transformers")
+    ] == []
     assert not any(report.values()), report
     assert model.dtype == torch.float32
     with torch.no_grad():
@@ -146,7 +155,9 @@ def data_rows(realdata: Path, kind: str) -> list[tuple[list[int], list[bool]]]:
 
 
 def text_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
-    """The first pieces of the text, each of 129 ids, the first with BOS; one begins with the last of the one before."""
+    """The first pieces of the text, each of 129 ids, the first with BOS; one begins with the last
+    of the one before.
+    """
     model = SentencePieceProcessor(model_file=str(realdata / "stories260K-hf" / "tokenizer.model"))
     ids = [1, *model.encode((realdata / "datasets/text/tinyshakespeare.txt").read_text())]
     pieces = [ids[128 * number : 128 * number + 129] for number in range(GLOBAL_BATCH * STEPS)]
@@ -159,9 +170,12 @@ def alpaca_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
     dataset = build_dataset(cfg.data, load_tokenizer(realdata / "stories260K-hf"), 128)
     rows = [dataset[number] for number in range(GLOBAL_BATCH * STEPS)]
     found = [
-        ([*row.tokens.tolist(), max(0, int(row.labels[-1]))], [False, *(row.labels >= 0).tolist()]) for row in rows
+        ([*row.tokens.tolist(), max(0, int(row.labels[-1]))], [False, *(row.labels >= 0).tolist()])
+        for row in rows
     ]
-    assert len({len(ids) for ids, _ in found}) > 10 and min(sum(trained) for _, trained in found) < 20
+    assert (
+        len({len(ids) for ids, _ in found}) > 10 and min(sum(trained) for _, trained in found) < 20
+    )
     return found
 
 
@@ -170,12 +184,16 @@ def reference(
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, in one process, without a line of the recipe's code."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=peak, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay
+    )
     found = []
     for step in range(STEPS):
         after = (step - WARMUP) / (STEPS - WARMUP)
         optimizer.param_groups[0]["lr"] = (
-            peak * (step + 1) / WARMUP if step < WARMUP else peak * (1 + math.cos(math.pi * after)) / 2
+            peak * (step + 1) / WARMUP
+            if step < WARMUP
+            else peak * (1 + math.cos(math.pi * after)) / 2
         )
         batch = rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
         width = max(len(ids) for ids, _ in batch)
@@ -183,7 +201,9 @@ def reference(
         real = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in batch])
         counts = torch.tensor([trained + [False] * (width - len(trained)) for _, trained in batch])
         logits = model(tokens, attention_mask=real).logits
-        likelihoods = F.log_softmax(logits[:, :-1], dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+        likelihoods = (
+            F.log_softmax(logits[:, :-1], dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+        )
         loss = -likelihoods[counts[:, 1:]].mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

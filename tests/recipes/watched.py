@@ -1,7 +1,8 @@
-"""What a run of one process does to its weights, beside what its optimizer's formula would do with the same gradients.
+"""What a run of one process does to its weights, beside what its optimizer's formula would do with
+the same gradients.
 
-Runs on ranks are compared with runs of one process; these are compared with a plain loop, so that a fault that both
-have is seen.
+Runs on ranks are compared with runs of one process; these are compared with a plain loop, so that a
+fault that both have is seen.
 """
 
 import math
@@ -16,7 +17,9 @@ from tests.training.formulas import Formula, clipped
 
 
 class Watch:
-    """Call it with the recipe before it trains; then `report` when it has. norms: of each step's gradients."""
+    """Call it with the recipe before it trains; then `report` when it has. norms: of each step's
+    gradients.
+    """
 
     def __init__(self) -> None:
         self.formulas: dict[str, Formula] = {}
@@ -25,12 +28,16 @@ class Watch:
     def __call__(self, recipe: Any) -> None:
         cfg, named = recipe.cfg, dict(recipe.model.named_parameters())
         named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.formulas = {name: Formula(cfg.optimizer, name, parameter) for name, parameter in named.items()}
+        self.formulas = {
+            name: Formula(cfg.optimizer, name, parameter) for name, parameter in named.items()
+        }
         original = recipe.train_step
         clip = training.clip_grad_norm
 
         def watch(*args: Any, **kwargs: Any) -> Any:
-            gradients, norm = clipped({name: one.grad.clone() for name, one in named.items()}, cfg.clip_grad_norm)
+            gradients, norm = clipped(
+                {name: one.grad.clone() for name, one in named.items()}, cfg.clip_grad_norm
+            )
             rate = rate_of(cfg, len(self.norms))
             self.norms.append(norm)
             for name, formula in self.formulas.items():
@@ -47,16 +54,23 @@ class Watch:
         recipe.train_step = train_step
 
     def report(self, recipe: Any) -> dict[str, Any]:
-        """norms; errors, those of `Formula.error`; unmoved, the trained parameters that are where they began; still,
-        those of them whose formula is not; start and weights, before and after."""
+        """norms; errors, those of `Formula.error`; unmoved, the trained parameters that are where
+        they began; still, those of them whose formula is not; start and weights, before and after.
+        """
         found = {name: parameter.detach() for name, parameter in recipe.model.named_parameters()}
-        still = {name for name, one in self.formulas.items() if torch.equal(found[name].double(), one.start)}
+        still = {
+            name
+            for name, one in self.formulas.items()
+            if torch.equal(found[name].double(), one.start)
+        }
         return {
             "norms": self.norms,
             "errors": {name: formula.error(found[name]) for name, formula in self.formulas.items()},
             "unmoved": sorted(still),
             "still": sorted(
-                name for name in still if not torch.equal(self.formulas[name].stored(), found[name].double())
+                name
+                for name in still
+                if not torch.equal(self.formulas[name].stored(), found[name].double())
             ),
             "start": {name: formula.start for name, formula in self.formulas.items()},
             "weights": {name: found[name].clone().detach() for name in self.formulas},
@@ -74,8 +88,12 @@ def rate_of(cfg: Any, step: int) -> float:
 
 
 def trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
-    """Every trained parameter, whole, on the first rank; nothing on the others. A collective of all ranks."""
-    trained = {name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad}
+    """Every trained parameter, whole, on the first rank; nothing on the others. A collective of all
+    ranks.
+    """
+    trained = {
+        name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad
+    }
     found = {name: value for name, value in parameters(recipe).items() if name in trained}
     if recipe.world.pipeline is not None:
         stages: list[Any] = [None] * dist.get_world_size()
@@ -84,9 +102,15 @@ def trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
     return found if recipe.world.is_main else {}
 
 
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
-    """How far weights are from those wanted, in parts of the way that these have come from the start."""
+def distance(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> float:
+    """How far weights are from those wanted, in parts of the way that these have come from the
+    start.
+    """
     assert found.keys() == wanted.keys() == start.keys()
-    off = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
+    off = sum(
+        float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted
+    )
     way = sum(float((wanted[name].double() - start[name]).square().sum()) for name in wanted)
     return math.sqrt(off / way)

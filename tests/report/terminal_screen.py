@@ -1,4 +1,5 @@
-"""A terminal for tests: what a stream leaves on the screen, for the few codes that are used. Lines never wrap.
+"""A terminal for tests: what a stream leaves on the screen, for the few codes that are used. Lines
+never wrap.
 
 As in tmux, what is erased from the first place of the screen on stays in the history.
 """
@@ -19,7 +20,9 @@ class Terminal(io.StringIO):
 
 
 def lines_on(text: str) -> list[str]:
-    """The lines that stand on the screen after `text`, history first, without the last empty ones."""
+    """The lines that stand on the screen after `text`, history first, without the last empty
+    ones.
+    """
     lines, row, column = [""], 0, 0
     history: list[str] = []
     for number, code, letter in CODES.findall(text):

@@ -18,7 +18,9 @@ def shown(svg: str, style: str) -> list[ElementTree.Element]:
 def test_a_long_run_is_drawn_with_few_points() -> None:
     points = [(step, 1.0) for step in range(1, 10_001)]
     points[5000] = (5001, 18.0)
-    found = line_figure("Loss", "", [Curve("loss", points), Curve("validation", [(10_000, 2.0)])], from_zero=True)
+    found = line_figure(
+        "Loss", "", [Curve("loss", points), Curve("validation", [(10_000, 2.0)])], from_zero=True
+    )
     assert found.note == "Line: mean of 17 steps."
     (line,) = shown(found.svg, "curve c0")
     assert len(line.get("points").split()) == 589
@@ -30,8 +32,12 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
 
 def test_long_numbers_do_not_touch_the_axis_name() -> None:
     """The name stands in the first 16 units, each number left of the plot."""
-    svg = line_figure("Loss", "", [Curve("training", [(1, 11.9381), (2, 11.9364), (3, 11.9371)])]).svg
-    numbers = [part for part in ElementTree.fromstring(svg).iter() if part.get("text-anchor") == "end"]
+    svg = line_figure(
+        "Loss", "", [Curve("training", [(1, 11.9381), (2, 11.9364), (3, 11.9371)])]
+    ).svg
+    numbers = [
+        part for part in ElementTree.fromstring(svg).iter() if part.get("text-anchor") == "end"
+    ]
     assert max(len(part.text or "") for part in numbers) >= 6
     assert all(float(part.get("x", "0")) - 6.6 * len(part.text or "") >= 16 for part in numbers)
 
@@ -47,14 +53,18 @@ def test_a_missing_value_breaks_the_line() -> None:
 def test_a_constant_or_single_value_is_inside_the_picture(value: float) -> None:
     for points in ([(1, value)], [(1, value), (2, value)]):
         for from_zero in (False, True):
-            (dot,) = shown(line_figure("x", "", [Curve("x", points)], from_zero=from_zero).svg, "dot c0")
+            (dot,) = shown(
+                line_figure("x", "", [Curve("x", points)], from_zero=from_zero).svg, "dot c0"
+            )
             assert 0 < float(dot.get("cy")) < HEIGHT - 30 and 50 <= float(dot.get("cx")) <= WIDTH
 
 
 def test_both_axes_have_their_names() -> None:
     curve = [Curve("x", [(1, 2.0), (9, 4.0)])]
     for unit, name in (("tokens per second", "tokens per second"), ("", "speed of light")):
-        names = [part.text for part in shown(line_figure("Speed of light", unit, curve).svg, "name")]
+        names = [
+            part.text for part in shown(line_figure("Speed of light", unit, curve).svg, "name")
+        ]
         assert names == ["step", name]
 
 
@@ -82,16 +92,24 @@ def test_equal_factors_are_equal_distances_on_a_log_axis() -> None:
     assert {"0.1", "0.01", "0.001"} <= set(texts)
 
 
-@pytest.mark.parametrize("points", [[(1, 9.0), (2, 0.85)], [(1, 1e49), (2, 1e-50)], [(1, 1e200), (2, 1e-200)]])
+@pytest.mark.parametrize(
+    "points", [[(1, 9.0), (2, 0.85)], [(1, 1e49), (2, 1e-50)], [(1, 1e200), (2, 1e-200)]]
+)
 def test_a_log_axis_has_some_numbers_and_not_many(points: list[tuple[int, float]]) -> None:
     figure = line_figure("Loss", "", [Curve("loss", points)], prefers_log=True)
-    numbers = [part for part in ElementTree.fromstring(figure.svg).iter("text") if part.get("text-anchor") == "end"]
+    numbers = [
+        part
+        for part in ElementTree.fromstring(figure.svg).iter("text")
+        if part.get("text-anchor") == "end"
+    ]
     assert 2 <= len(numbers) <= 7
 
 
 def test_texts_are_escaped() -> None:
     svg = line_figure(EVIL, EVIL, [Curve(EVIL, [(1, 1.0), (2, 100.0)])]).svg
-    assert "<script" not in svg and svg.count("&lt;script&gt;") == 4  # the label has three, the axis one
+    assert (
+        "<script" not in svg and svg.count("&lt;script&gt;") == 4
+    )  # the label has three, the axis one
     ElementTree.fromstring(svg)
 
 

@@ -12,7 +12,9 @@ EVIL = "<script>'a' & \"b\"</script>"
 def test_every_text_is_escaped_and_drawings_are_not():
     tree = [TreeLine(level, EVIL, EVIL, EVIL, EVIL, EVIL) for level in (0, 1)]
     figure = Figure("<svg><circle/></svg>", [("k0", EVIL)], EVIL)
-    sections = [Section(EVIL, facts=[(EVIL, EVIL)], figures=[figure], tree=tree, items=[EVIL], listing=EVIL)]
+    sections = [
+        Section(EVIL, facts=[(EVIL, EVIL)], figures=[figure], tree=tree, items=[EVIL], listing=EVIL)
+    ]
     page = render_page("run", EVIL, EVIL, EVIL, sections, status=EVIL, footer=EVIL)
     assert "<script" not in page and page.count("&lt;script&gt;") == 22
     assert page.count("<svg><circle/></svg>") == 1
@@ -25,5 +27,8 @@ def test_empty_sections_are_left_out():
 
 def test_only_a_page_imports_jinja() -> None:
     """A plan on the terminal has neither a page nor a chat template to render."""
-    program = "import sys, recipe_lib.plan.report, recipe_lib.tokenizers; assert 'jinja2' not in sys.modules"
+    program = (
+        "import sys, recipe_lib.plan.report, recipe_lib.tokenizers; assert 'jinja2' not in"
+        " sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,6 @@
-"""Rows on a terminal that leave what others print alone, lines elsewhere, silence where it is asked for."""
+"""Rows on a terminal that leave what others print alone, lines elsewhere, silence where it is asked
+for.
+"""
 
 import io
 import logging
@@ -18,8 +20,9 @@ from tests.report.terminal_screen import Terminal, lines_on
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Standard error is a terminal of 60 columns, and rows are drawn at once. Not a fixture: pytest sets the stream
-    anew when a test begins."""
+    """Standard error is a terminal of 60 columns, and rows are drawn at once. Not a fixture: pytest
+    sets the stream anew when a test begins.
+    """
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
@@ -68,8 +71,14 @@ def test_the_innermost_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "planning" not in row
             assert len(row) <= 59
             going.say("the fastest so far: batch_size=2 and more than a row of this terminal has")
-            (row,) = until_shown(terminal, "25%: the ")  # how much of it depends on the digits of the time
-            assert "trying levers: 3 of 12 settings, 25%: the " in row and "…" in row and len(row) <= 59
+            (row,) = until_shown(
+                terminal, "25%: the "
+            )  # how much of it depends on the digits of the time
+            assert (
+                "trying levers: 3 of 12 settings, 25%: the " in row
+                and "…" in row
+                and len(row) <= 59
+            )
         until_shown(terminal, "planning")
 
 
@@ -83,15 +92,29 @@ def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.Mo
     until_shown(terminal, "three")
     terminal.write(f"{phases.ERASE}of another process\n")  # as that writes to the same terminal
     deadline = time.monotonic() + 10
-    while lines_on(terminal.getvalue()) != ["printed", "logged", "of another process", "one", "two", "three"]:
+    while lines_on(terminal.getvalue()) != [
+        "printed",
+        "logged",
+        "of another process",
+        "one",
+        "two",
+        "three",
+    ]:
         assert time.monotonic() < deadline, lines_on(terminal.getvalue())
     print("begun, ", end="", file=sys.stderr)
     time.sleep(0.1)
-    assert lines_on(terminal.getvalue())[-1].startswith("begun,")  # nothing is drawn into a line that goes on
+    assert lines_on(terminal.getvalue())[-1].startswith(
+        "begun,"
+    )  # nothing is drawn into a line that goes on
     print("ended", file=sys.stderr)
     until_shown(terminal, "three")
     phases.hide_rows(show_all)
-    assert lines_on(terminal.getvalue()) == ["printed", "logged", "of another process", "begun, ended"]
+    assert lines_on(terminal.getvalue()) == [
+        "printed",
+        "logged",
+        "of another process",
+        "begun, ended",
+    ]
 
 
 def test_a_phase_of_more_than_a_second_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +172,14 @@ def test_a_fork_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         if not child:
             with phase("simulating"):
                 time.sleep(0.05)
-            os.write(writer, b"yes" if sys.stderr is terminal and "simulating" not in terminal.getvalue() else b"no")
+            os.write(
+                writer,
+                (
+                    b"yes"
+                    if sys.stderr is terminal and "simulating" not in terminal.getvalue()
+                    else b"no"
+                ),
+            )
             os._exit(0)
         assert os.read(reader, 3) == b"yes"
         os.waitpid(child, 0)
@@ -183,17 +213,22 @@ def test_verbosity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_ends_an_import_that_swallows_it() -> None:
     program = (
-        "import os, signal, time\nfrom recipe_lib.report.phases import importing\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with importing('torch'):\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(5)\n"
-        "    except BaseException:\n        pass\nprint('went on')\n"
+        "import os, signal, time\nfrom recipe_lib.report.phases import"
+        " importing\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nwith"
+        " importing('torch'):\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n       "
+        " time.sleep(5)\n    except BaseException:\n        pass\nprint('went on')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_a_line_on_standard_output_is_broken_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "check: 35 adapted modules are merged, every tensor of the model is there, and so is the tokenizer"
+def test_a_line_on_standard_output_is_broken_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (
+        "check: 35 adapted modules are merged, every tensor of the model is there, and so is the"
+        " tokenizer"
+    )
     for stream, lines in ((Terminal(), 2), (io.StringIO(), 1)):
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setenv("COLUMNS", "60")

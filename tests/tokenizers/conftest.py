@@ -36,7 +36,9 @@ def real(real_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
     def get(name: str) -> Tokenizer:
         if name not in loaded:
             folder, _, file = name.partition("/")
-            loaded[name] = load_tokenizer(real_folder(folder) / file if file else real_folder(folder))
+            loaded[name] = load_tokenizer(
+                real_folder(folder) / file if file else real_folder(folder)
+            )
         return loaded[name]
 
     return get
@@ -45,5 +47,7 @@ def real(real_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
 @pytest.fixture(scope="session", params=["json", "sentencepiece", "tiktoken"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tiny tokenizer of each kind."""
-    write = {"json": write_json, "sentencepiece": write_sentencepiece, "tiktoken": write_tiktoken}[request.param]
+    write = {"json": write_json, "sentencepiece": write_sentencepiece, "tiktoken": write_tiktoken}[
+        request.param
+    ]
     return load_tokenizer(write(tmp_path_factory.mktemp(request.param)))

@@ -60,27 +60,36 @@ def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: 
         "vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False, "hard_vocab_limit": False, "minloglevel": 2,
     } | options  # fmt: skip
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, **settings)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=model, **settings
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(model.getvalue())
     return folder
 
 
-def write_tiktoken(folder: Path, merges: tuple[bytes, ...] = (b"th", b"the", b" a", b"at", b" the")) -> Path:
+def write_tiktoken(
+    folder: Path, merges: tuple[bytes, ...] = (b"th", b"the", b" a", b"at", b" the")
+) -> Path:
     """Bytes and a few merges, as base64 lines; special tokens in tokenizer_config.json."""
     pieces = [bytes([b]) for b in range(256)] + list(merges)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [base64.b64encode(piece) + f" {rank}\n".encode() for rank, piece in enumerate(pieces)]
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
     specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
-    added = {str(len(pieces) + i): {"content": text, "special": True} for i, text in enumerate(specials)}
+    added = {
+        str(len(pieces) + i): {"content": text, "special": True} for i, text in enumerate(specials)
+    }
     config = {"added_tokens_decoder": added, "bos_token": specials[0], "eos_token": specials[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def render(
-    render_many: Callable[..., Sequence[str | DataError]], messages: Sequence[Any], prompt: bool, tools: Any = None
+    render_many: Callable[..., Sequence[str | DataError]],
+    messages: Sequence[Any],
+    prompt: bool,
+    tools: Any = None,
 ) -> str:
     """The one rendering of a conversation; raises what the template objects to."""
     (text,) = render_many(messages, [RenderRequest(len(messages), prompt)], tools)

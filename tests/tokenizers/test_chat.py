@@ -1,4 +1,6 @@
-"""Chat templates render as transformers renders them, and can neither reach out of the sandbox nor run away."""
+"""Chat templates render as transformers renders them, and can neither reach out of the sandbox nor
+run away.
+"""
 
 import re
 
@@ -39,7 +41,10 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
     source = (realdata / "chat-templates" / f"{name}.jinja").read_text()
     tokens = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     ours = ChatTemplate(source, name, tokens)
-    tool = {"type": "function", "function": {"name": "f<1>", "description": "é", "parameters": {"a": [1, 2]}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f<1>", "description": "é", "parameters": {"a": [1, 2]}},
+    }
     for messages in ([USER], [USER, ANSWER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER]):
         for prompt in (True, False):
             for tools in (None, [tool]):
@@ -56,32 +61,54 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
 
 
 def test_the_clock_stands_still():
-    assert render(template("{{ strftime_now('%d %b %Y') }}").render_many, [], False) == "26 Jul 2024"
+    assert (
+        render(template("{{ strftime_now('%d %b %Y') }}").render_many, [], False) == "26 Jul 2024"
+    )
 
 
 def test_helpers():
     assert (
-        render(template("{{ messages | tojson }}").render_many, [{"content": "<é>"}], False) == '[{"content": "<é>"}]'
+        render(template("{{ messages | tojson }}").render_many, [{"content": "<é>"}], False)
+        == '[{"content": "<é>"}]'
     )
-    assert render(template("{{ {'a': 1} | tojson(indent=2) }}").render_many, [], False) == '{\n  "a": 1\n}'
+    assert (
+        render(template("{{ {'a': 1} | tojson(indent=2) }}").render_many, [], False)
+        == '{\n  "a": 1\n}'
+    )
     assert (
         render(
-            template("{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}").render_many,
+            template(
+                "{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}"
+            ).render_many,
             [],
             False,
         )
         == "a"
     )
-    assert render(template("a{% generation %}b{{ eos_token }}{% endgeneration %}c").render_many, [], False) == "ab</s>c"
+    assert (
+        render(
+            template("a{% generation %}b{{ eos_token }}{% endgeneration %}c").render_many, [], False
+        )
+        == "ab</s>c"
+    )
     assert render(template("  {% if true %}\nx\n  {% endif %}\n").render_many, [], False) == "x\n"
-    assert render(template("{{ '<b>&lt;</b>' | striptags }}{{ 'a' | urlize }}").render_many, [], False) == "<a"
-    assert render(template("{{ unk_token is defined }}{{ tools is none }}").render_many, [], False) == "FalseTrue"
+    assert (
+        render(template("{{ '<b>&lt;</b>' | striptags }}{{ 'a' | urlize }}").render_many, [], False)
+        == "<a"
+    )
+    assert (
+        render(template("{{ unk_token is defined }}{{ tools is none }}").render_many, [], False)
+        == "FalseTrue"
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("{{ raise_exception('no  system\nrole') }}", r"^chat.jinja: the chat template failed \(no system role\)$"),
+        (
+            "{{ raise_exception('no  system\nrole') }}",
+            r"^chat.jinja: the chat template failed \(no system role\)$",
+        ),
         ("{{ messages[0].content }}", "the chat template failed"),
         ("{{ 1 / 0 }}", "the chat template failed"),
         ("{{ messages + 1 }}", "the chat template failed"),
@@ -97,7 +124,10 @@ def test_helpers():
         ("{% include 'other' %}", "the chat template failed"),
         ("{{ '\\ud800' }}", r"failed \(it writes half of a character\)"),
         ("{{ raise_exception('\x1b[2Jno') }}", r"failed \(\\x1b\[2Jno\)"),
-        ("{{ messages | random }}{{ lipsum() }}{{ [] | first | wordwrap(1) }}{{ 1/0 }}", "the chat template failed"),
+        (
+            "{{ messages | random }}{{ lipsum() }}{{ [] | first | wordwrap(1) }}{{ 1/0 }}",
+            "the chat template failed",
+        ),
     ],
 )
 def test_templates_that_object_or_misbehave(source, line):
@@ -109,7 +139,13 @@ def test_templates_that_object_or_misbehave(source, line):
 def test_long_conversations_have_room():
     messages = [{"role": "user", "content": "x" * 3_000_000}]
     assert (
-        len(render(template("{{ messages[0].content }}{{ messages[0].content }}").render_many, messages, False))
+        len(
+            render(
+                template("{{ messages[0].content }}{{ messages[0].content }}").render_many,
+                messages,
+                False,
+            )
+        )
         == 6_000_000
     )
 
@@ -117,17 +153,25 @@ def test_long_conversations_have_room():
 @pytest.mark.parametrize("source", ["{% for %}", "{{ a", "{% nothing %}"])
 def test_syntax_errors_name_the_line(source):
     with pytest.raises(
-        DataError, match=r"^chat.jinja: line 2: the chat template is not valid Jinja \(.*\); correct it"
+        DataError,
+        match=r"^chat.jinja: line 2: the chat template is not valid Jinja \(.*\); correct it",
     ):
         template("\n" + source)
 
 
 def test_several_renderings_in_one_go():
     source = (
-        "{% for m in messages %}{{ m.content or raise_exception('empty') }},{% endfor %}{{ add_generation_prompt }}"
+        "{% for m in messages %}{{ m.content or raise_exception('empty') }},{% endfor %}{{"
+        " add_generation_prompt }}"
     )
     messages = [{"content": "a"}, {"content": "b"}, {"content": ""}]
-    wanted = [(2, False, ()), (1, True, ()), (3, False, ()), (3, False, ((0, "é"), (2, "\ue000"))), (0, True, ())]
+    wanted = [
+        (2, False, ()),
+        (1, True, ()),
+        (3, False, ()),
+        (3, False, ((0, "é"), (2, "\ue000"))),
+        (0, True, ()),
+    ]
     found = template(source).render_many(messages, wanted)
     assert [str(one) for one in found] == [
         "a,b,False", "a,True", "chat.jinja: the chat template failed (empty)", "é,b,\ue000,False", "True",

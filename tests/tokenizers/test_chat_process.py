@@ -1,4 +1,6 @@
-"""Templates of others run in a process of their own, which cannot hang, fill the memory, open a file or stay behind."""
+"""Templates of others run in a process of their own, which cannot hang, fill the memory, open a
+file or stay behind.
+"""
 
 import os
 import signal
@@ -32,7 +34,11 @@ def template(source: str = "{{ messages[0].content }}") -> ChatTemplate:
 def test_one_process_serves_all_templates():
     first, second = template("1{{ messages[0].content }}"), template("2{{ messages[0].content }}")
     number = child()
-    assert [render(one.render_many, MESSAGES, False) for one in (first, second, first)] == ["1a", "2a", "1a"]
+    assert [render(one.render_many, MESSAGES, False) for one in (first, second, first)] == [
+        "1a",
+        "2a",
+        "1a",
+    ]
     assert child() == number != os.getpid()
 
 
@@ -42,14 +48,17 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
     monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)
     endless, number, begun = template(source), child(), time.monotonic()
     line = (
-        r"^chat.jinja: the chat template was stopped: it took more than 0.4 s; set tokenizer.chat_template to another"
+        r"^chat.jinja: the chat template was stopped: it took more than 0.4 s; set"
+        r" tokenizer.chat_template to another"
     )
     with pytest.raises(DataError, match=line):
         render(endless.render_many, MESSAGES, False)
     assert time.monotonic() - begun < 10
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)
-    assert render(template().render_many, MESSAGES, False) == "a", "a new process goes on with other templates"
+    assert render(template().render_many, MESSAGES, False) == "a", (
+        "a new process goes on with other templates"
+    )
 
 
 @pytest.mark.slow
@@ -62,10 +71,13 @@ def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
     assert render(ours.render_many, MESSAGES, False) == "a"
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].content | center(2000000000) }}", "{{ 'x' | center(2000000000) }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content | center(2000000000) }}", "{{ 'x' | center(2000000000) }}"]
+)
 def test_memory_is_bounded(source):
     with pytest.raises(
-        DataError, match=r"chat.jinja: the chat template (failed \(it needs too much memory\)|was stopped)"
+        DataError,
+        match=r"chat.jinja: the chat template (failed \(it needs too much memory\)|was stopped)",
     ):
         render(template(source).render_many, MESSAGES, False)
     assert render(template().render_many, MESSAGES, False) == "a"
@@ -75,7 +87,10 @@ def test_memory_is_bounded(source):
 def test_a_process_that_somebody_has_killed():
     ours = template()
     os.kill(child(), signal.SIGKILL)
-    with pytest.raises(DataError, match=r"was stopped: its process ended with signal 9 \(it may use 1024 MiB\); set"):
+    with pytest.raises(
+        DataError,
+        match=r"was stopped: its process ended with signal 9 \(it may use 1024 MiB\); set",
+    ):
         render(ours.render_many, MESSAGES, False)
     assert render(ours.render_many, MESSAGES, False) == "a"
 
@@ -134,10 +149,10 @@ def test_nothing_is_left_behind_and_nothing_is_handed_on():
 )
 def test_the_limits_hold_whatever_the_sandbox_does(attempt, error, tmp_path: Path):
     program = (
-        f"import os, signal, socket, sys; sys.path.insert(0, {str(Path(template_process.__file__).parent)!r})\n"
-        "import template_process\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); template_process._limit_process()\n"
-        f"try:\n    {attempt}\nexcept {error}:\n    sys.exit(7)"
+        "import os, signal, socket, sys; sys.path.insert(0,"
+        f" {str(Path(template_process.__file__).parent)!r})\nimport"
+        " template_process\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f" template_process._limit_process()\ntry:\n    {attempt}\nexcept {error}:\n    sys.exit(7)"
     )
     with (tmp_path / "open").open("w") as opened:
         done = subprocess.run(
@@ -158,5 +173,8 @@ def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
         "ask",
         lambda request, template: asked.append(template["source"]) or ask(request, template),
     )
-    assert render(load_tokenizer(folder, tmp_path / "own.jinja").render_chats, MESSAGES, False) == "ours"
+    assert (
+        render(load_tokenizer(folder, tmp_path / "own.jinja").render_chats, MESSAGES, False)
+        == "ours"
+    )
     assert set(asked) == {"ours"}

@@ -1,4 +1,6 @@
-"""Tokenizers in GGUF files: in llama.cpp they give the tokenizer's own ids; without it, what the file says."""
+"""Tokenizers in GGUF files: in llama.cpp they give the tokenizer's own ids; without it, what the
+file says.
+"""
 
 import json
 import shutil
@@ -25,19 +27,32 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_except([*PRE, "llama2", "mistral", "gemma2"], ["gpt2", "llama2"]))
-def test_tokens_are_those_of_the_tokenizer(name: str, real_folder: Callable[[str], Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", slow_except([*PRE, "llama2", "mistral", "gemma2"], ["gpt2", "llama2"])
+)
+def test_tokens_are_those_of_the_tokenizer(
+    name: str, real_folder: Callable[[str], Path], tmp_path: Path
+):
     """By the tokenizers library, or sentencepiece, whichever the folder has."""
     llama_cpp()
     folder, file = real_folder(name), tmp_path / "vocabulary.gguf"
     tokenizer = load_tokenizer(folder)
-    numbers = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64}
+    numbers = {
+        "context_length": 64,
+        "embedding_length": 64,
+        "block_count": 1,
+        "feed_forward_length": 64,
+    }
     numbers |= {"attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5}
     vocabulary = read_vocabulary(folder, tokenizer.vocab_size)
     write_gguf(
-        file, "llama", {f"llama.{key}": value for key, value in numbers.items()} | vocabulary_fields(vocabulary), []
+        file,
+        "llama",
+        {f"llama.{key}": value for key, value in numbers.items()} | vocabulary_fields(vocabulary),
+        [],
     )
-    # llama.cpp does not normalize as Qwen's NFC does, and takes Qwen's ordinary piece `</s>` for a special token.
+    # llama.cpp does not normalize as Qwen's NFC does, and takes Qwen's ordinary piece `</s>` for a
+    # special token.
     unlike = ("\u0301", "</s>") if name == "qwen2_5" else ()
     texts = [text for text in TEXTS if not any(part in text for part in unlike)]
     if (folder / "tokenizer.json").is_file():
@@ -54,7 +69,9 @@ def test_tokens_are_those_of_the_tokenizer(name: str, real_folder: Callable[[str
 
 
 @pytest.mark.parametrize("name", slow_except(["gpt2", "smollm2"], ["gpt2"]))
-def test_a_byte_level_tokenizer_keeps_pieces_and_merges(name: str, real_folder: Callable[[str], Path]):
+def test_a_byte_level_tokenizer_keeps_pieces_and_merges(
+    name: str, real_folder: Callable[[str], Path]
+):
     folder = real_folder(name)
     content = json.loads((folder / "tokenizer.json").read_text())
     size = load_tokenizer(folder).vocab_size + 3
@@ -65,16 +82,22 @@ def test_a_byte_level_tokenizer_keeps_pieces_and_merges(name: str, real_folder: 
             assert found.tokens[at].decode() == piece
     for token in content["added_tokens"]:
         assert found.tokens[token["id"]].decode() == token["content"]
-        assert found.kinds[token["id"]] == (PieceKind.CONTROL if token["special"] else PieceKind.USER_DEFINED)
+        assert found.kinds[token["id"]] == (
+            PieceKind.CONTROL if token["special"] else PieceKind.USER_DEFINED
+        )
     assert found.kinds[-3:] == [PieceKind.UNUSED] * 3 and len(found.tokens) == size
-    joined = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    joined = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
+    ]
     assert found.merges == joined
 
 
 def test_scores_are_sentencepieces_own(real_folder: Callable[[str], Path]):
     import sentencepiece
 
-    model = sentencepiece.SentencePieceProcessor(model_file=str(real_folder("llama2") / "tokenizer.model"))
+    model = sentencepiece.SentencePieceProcessor(
+        model_file=str(real_folder("llama2") / "tokenizer.model")
+    )
     found = read_vocabulary(real_folder("llama2"), 32000)
     assert (found.model, found.pre, found.merges, found.add_bos, found.add_space) == (
         "llama",
@@ -86,18 +109,28 @@ def test_scores_are_sentencepieces_own(real_folder: Callable[[str], Path]):
     assert found.ids == {"bos": 1, "eos": 2, "unknown": 0}
     assert found.tokens[:6] == [b"<unk>", b"<s>", b"</s>", b"<0x00>", b"<0x01>", b"<0x02>"]
     assert found.kinds[:5] == [2, 3, 3, 6, 6] and found.kinds[300] == 1
-    assert found.scores is not None and found.scores[259:] == [model.get_score(at) for at in range(259, 32000)]
+    assert found.scores is not None and found.scores[259:] == [
+        model.get_score(at) for at in range(259, 32000)
+    ]
 
 
-def test_a_converted_sentencepiece_orders_pieces_as_its_scores_do(real_folder: Callable[[str], Path], tmp_path: Path):
-    """Mistral's tokenizer.json by itself: merged pieces rank as in the sentencepiece model it was made of."""
+def test_a_converted_sentencepiece_orders_pieces_as_its_scores_do(
+    real_folder: Callable[[str], Path], tmp_path: Path
+):
+    """Mistral's tokenizer.json by itself: merged pieces rank as in the sentencepiece model it was
+    made of.
+    """
     import sentencepiece
 
-    model = sentencepiece.SentencePieceProcessor(model_file=str(real_folder("mistral") / "tokenizer.model.v1"))
+    model = sentencepiece.SentencePieceProcessor(
+        model_file=str(real_folder("mistral") / "tokenizer.model.v1")
+    )
     shutil.copy(real_folder("mistral") / "tokenizer.json", tmp_path)
     found = read_vocabulary(tmp_path, 32000)
     assert found.model == "llama" and found.scores is not None
-    assert [token.decode() for token in found.tokens[3:]] == [model.id_to_piece(at) for at in range(3, 32000)]
+    assert [token.decode() for token in found.tokens[3:]] == [
+        model.id_to_piece(at) for at in range(3, 32000)
+    ]
     merged = [at for at in range(259, 32000) if len(model.id_to_piece(at)) > 1]
     by_merges = sorted(merged, key=lambda at: -found.scores[at])
     assert by_merges == sorted(merged, key=lambda at: -model.get_score(at))
@@ -108,9 +141,15 @@ def test_special_tokens_and_the_template(tmp_path: Path):
     assert found.ids == {"bos": 0, "eos": 2, "padding": 3} and not found.add_bos
     assert found.template is not None and "<|im_start|>" in found.template
     fields = vocabulary_fields(found)
-    assert fields["tokenizer.ggml.eos_token_id"] == 2 and fields["tokenizer.chat_template"] == found.template
+    assert (
+        fields["tokenizer.ggml.eos_token_id"] == 2
+        and fields["tokenizer.chat_template"] == found.template
+    )
     other = read_vocabulary(write_json(tmp_path / "other", eos_token="<|pad|>"), 330)
-    assert (other.ids["eos"], other.ids["eot"]) == (3, 2)  # the template ends answers with another token than EOS
+    assert (other.ids["eos"], other.ids["eot"]) == (
+        3,
+        2,
+    )  # the template ends answers with another token than EOS
 
 
 def test_ids_without_a_row_are_left_out_and_said(tmp_path: Path):
@@ -136,12 +175,17 @@ def test_what_the_format_cannot_say_is_refused(tmp_path: Path):
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
     ]}  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert "its pre_tokenizer is none of those known here (llama-bpe, dbrx, qwen2" in refusal(folder)
-    assert read_vocabulary(folder, 320, "deepseek-llm").pre == "deepseek-llm"
-    assert refusal(folder, "deepseek-lm") == (
-        "--pre: llama.cpp has no pre-tokenizer 'deepseek-lm'; did you mean deepseek-llm?"
+    assert "its pre_tokenizer is none of those known here (llama-bpe, dbrx, qwen2" in refusal(
+        folder
     )
-    assert "is a sentencepiece model, which cuts no text" in refusal(write_sentencepiece(tmp_path / "sp"), "qwen2")
+    assert read_vocabulary(folder, 320, "deepseek-llm").pre == "deepseek-llm"
+    assert (
+        refusal(folder, "deepseek-lm")
+        == "--pre: llama.cpp has no pre-tokenizer 'deepseek-lm'; did you mean deepseek-llm?"
+    )
+    assert "is a sentencepiece model, which cuts no text" in refusal(
+        write_sentencepiece(tmp_path / "sp"), "qwen2"
+    )
     unigram = write_sentencepiece(tmp_path / "unigram", model_type="unigram")
     assert "of the kind unigram, which llama.cpp does not merge as it does" in refusal(unigram)
     assert "is a tiktoken vocabulary" in refusal(write_tiktoken(tmp_path / "tiktoken"))

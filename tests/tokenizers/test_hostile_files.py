@@ -30,7 +30,9 @@ def test_changed_files_encode_or_are_refused(tmp_path: Path):
         for name in draw.sample(sorted(whole), k=draw.choice((1, 1, 2))):
             (tmp_path / name).write_text(json.dumps(changed(json.loads(whole[name]), draw)))
         try:
-            load_tokenizer(tmp_path).encode("Write 4072 in words. <|im_end|>\n é 漢", allow_special=True)
+            load_tokenizer(tmp_path).encode(
+                "Write 4072 in words. <|im_end|>\n é 漢", allow_special=True
+            )
         except DataError as error:
             refused += 1
             assert all("\n" not in fault and len(fault) < 6000 for fault in error.faults), seed

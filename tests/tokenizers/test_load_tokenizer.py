@@ -52,7 +52,11 @@ def test_versions_of_mistral(tmp_path):
     write_sentencepiece(tmp_path, "tokenizer.model.v3")
     assert load_tokenizer(tmp_path).place.endswith("tokenizer.model.v3")
     write_sentencepiece(tmp_path, "tokenizer.model.v1")
-    refused(r"found several tokenizers \(tokenizer.model.v1, tokenizer.model.v3\); set tokenizer.path to one", tmp_path)
+    refused(
+        r"found several tokenizers \(tokenizer.model.v1, tokenizer.model.v3\); set tokenizer.path"
+        r" to one",
+        tmp_path,
+    )
 
 
 def test_nothing_there(tmp_path):
@@ -66,7 +70,10 @@ def test_nothing_there(tmp_path):
     ("content", "line"),
     [
         (b"", "tokenizer.model: the file is empty; copy it again"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "found a git-lfs pointer, expected the file itself"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "found a git-lfs pointer, expected the file itself",
+        ),
         (b"\x00\x01garbage", "found no sentencepiece model"),
         (b"IQ== 0\nIg== one\n", r"tokenizer.model:2: found b'Ig== one', expected `base64 rank`"),
         (b"IQ== 0\nIg== 1\n", "found 2 pieces that are not ranked 0 to 1 or lack single bytes"),
@@ -89,7 +96,9 @@ def test_tiktoken_of_an_unknown_kind_needs_its_special_tokens(tmp_path):
     write_tiktoken(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     refused(
-        r"found 261 tiktoken pieces and no special tokens, expected Llama 3's 128000 or a tokenizer_config", tmp_path
+        r"found 261 tiktoken pieces and no special tokens, expected Llama 3's 128000 or a"
+        r" tokenizer_config",
+        tmp_path,
     )
 
 
@@ -97,14 +106,30 @@ def test_tiktoken_of_an_unknown_kind_needs_its_special_tokens(tmp_path):
     ("name", "content", "line"),
     [
         ("tokenizer_config.json", b"{", r"tokenizer_config.json: line 1 column 2: invalid JSON"),
-        ("tokenizer_config.json", b"[]", r"tokenizer_config.json: found list, expected a JSON object"),
-        ("tokenizer_config.json", b'{"eos_token": "<none>"}', r"found eos_token '<none>', which is no token"),
+        (
+            "tokenizer_config.json",
+            b"[]",
+            r"tokenizer_config.json: found list, expected a JSON object",
+        ),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": "<none>"}',
+            r"found eos_token '<none>', which is no token",
+        ),
         ("tokenizer_config.json", b'{"a": "\xff"}', r"a byte that is not UTF-8 at 7"),
         ("tokenizer_config.json", b"[" * 100_000, r"JSON nested too deep"),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "<a>"}}}', r"found the added token"),
+        (
+            "tokenizer_config.json",
+            b'{"added_tokens_decoder": {"x": {"content": "<a>"}}}',
+            r"found the added token",
+        ),
         ("added_tokens.json", b'{"<a>": "one"}', r"added_tokens.json: found the added token"),
         ("chat_template.jinja", b"\xff", r"chat_template.jinja: found a byte that is not UTF-8"),
-        ("chat_template.jinja", b"{% for %}", r"chat_template.jinja: line 1: the chat template is not valid Jinja"),
+        (
+            "chat_template.jinja",
+            b"{% for %}",
+            r"chat_template.jinja: line 1: the chat template is not valid Jinja",
+        ),
     ],
 )
 def test_broken_settings(name, content, line, tmp_path):
@@ -116,7 +141,9 @@ def test_broken_settings(name, content, line, tmp_path):
 def test_template_file_of_the_user(tmp_path):
     write_json(tmp_path)
     refused(
-        r"nowhere.jinja: no such file; set tokenizer.chat_template", tmp_path, chat_template=tmp_path / "nowhere.jinja"
+        r"nowhere.jinja: no such file; set tokenizer.chat_template",
+        tmp_path,
+        chat_template=tmp_path / "nowhere.jinja",
     )
     (tmp_path / "mine.jinja").write_text("mine")
     assert load_tokenizer(tmp_path, tmp_path / "mine.jinja").chat_template == "mine"
@@ -125,9 +152,14 @@ def test_template_file_of_the_user(tmp_path):
 def test_template_of_the_folder(tmp_path):
     write_json(tmp_path, template=None)
     assert load_tokenizer(tmp_path).chat_template is None
-    with pytest.raises(DataError, match="the tokenizer has no chat template; set tokenizer.chat_template"):
+    with pytest.raises(
+        DataError, match="the tokenizer has no chat template; set tokenizer.chat_template"
+    ):
         render(load_tokenizer(tmp_path).render_chats, [], True)
-    write_json(tmp_path, chat_template=[{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}])
+    write_json(
+        tmp_path,
+        chat_template=[{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}],
+    )
     assert load_tokenizer(tmp_path).chat_template == "b"
     (tmp_path / "chat_template.jinja").write_text("c")
     assert load_tokenizer(tmp_path).chat_template == "c"
@@ -140,7 +172,10 @@ def test_roles_spelled_as_objects_and_in_the_map(tmp_path):
         '{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|bos|>"}'
     )
     made = load_tokenizer(tmp_path)
-    assert made.token_bytes(made.eos_id) == b"<|im_end|>" and made.token_bytes(made.bos_id) == b"<|bos|>"
+    assert (
+        made.token_bytes(made.eos_id) == b"<|im_end|>"
+        and made.token_bytes(made.bos_id) == b"<|bos|>"
+    )
     assert made.pad_id is None
 
 
@@ -163,12 +198,20 @@ def test_stop_ids_hold_the_end_of_turn(tmp_path):
 @pytest.mark.parametrize(
     ("part", "value", "line"),
     [
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "tokenizers library gave up on it"),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+            "tokenizers library gave up on it",
+        ),
         ("normalizer", {"type": "x"}, "found no tokenizer"),
         ("vocab", 2**31, "found the id 2147483648, expected ids below 134217728"),
         ("vocab", 2**40, "found no tokenizer"),
         ("added_tokens", {"id": 2**31, "content": "<z>", "special": True}, "found the added token"),
-        ("added_tokens", {"id": -1, "content": "<z>", "special": True}, "found (no tokenizer|the added token)"),
+        (
+            "added_tokens",
+            {"id": -1, "content": "<z>", "special": True},
+            "found (no tokenizer|the added token)",
+        ),
     ],
 )
 def test_a_hostile_tokenizer_json(part, value, line, tmp_path):
@@ -189,19 +232,29 @@ TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.content + END }}{% endfor 
 
 
 def test_how_a_turn_ends(tmp_path):
-    """What the template writes behind an answer, up to the last special token that is no part of what follows."""
+    """What the template writes behind an answer, up to the last special token that is no part of
+    what follows.
+    """
     ends = {
         "'<|im_end|>\n'": ("<|im_end|>", "\n", ""),
         "'<|pad|><|im_end|>'": ("<|im_end|>", "", ""),  # Command R7B
         "'<|pad|>\n' + (eos_token if loop.last else '')": ("<|pad|>", "\n<|im_end|>", ""),  # Phi-3
         "('<|im_end|>' if loop.last else '<|pad|>')": ("<|im_end|>", "", ""),  # gpt-oss
-        "'<|im_end|>' + ('<|im_start|>assistant' if loop.last else '')":  # Llama 3, which always asks for an answer
+        # Llama 3, which always asks for an answer
+        "'<|im_end|>' + ('<|im_start|>assistant' if loop.last else '')":
             ("<|im_end|>", "<|im_start|>assistant", ""),
         "''": ("", "", "<|im_start|>"),  # GLM-4.5
     }  # fmt: skip
     for number, (written, expected) in enumerate(ends.items()):
-        made = load_tokenizer(write_json(tmp_path / str(number), template=TURNS.replace("END", written)))
+        made = load_tokenizer(
+            write_json(tmp_path / str(number), template=TURNS.replace("END", written))
+        )
         found = made.turn_end
         assert (found.token, found.closing, found.next_turn) == expected, written
         assert made.encode(found.token or found.next_turn, allow_special=True)[0] in made.stop_ids
-    assert load_tokenizer(write_json(tmp_path / "none", template="{{ messages[0].content }}")).turn_end.token == ""
+    assert (
+        load_tokenizer(
+            write_json(tmp_path / "none", template="{{ messages[0].content }}")
+        ).turn_end.token
+        == ""
+    )

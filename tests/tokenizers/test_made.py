@@ -11,7 +11,9 @@ from recipe_lib.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 from tests.tokenizers.made import NASTY, write_json, write_sentencepiece
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
-ONCE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONCE = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @ONCE
@@ -25,13 +27,18 @@ def test_round_trip(made: Tokenizer, text: str):
 
 @ONCE
 @given(
-    parts=st.lists(st.one_of(TEXT, st.sampled_from(["SPECIAL", " ", "the cat"])), max_size=6), cut=st.integers(0, 40)
+    parts=st.lists(st.one_of(TEXT, st.sampled_from(["SPECIAL", " ", "the cat"])), max_size=6),
+    cut=st.integers(0, 40),
 )
 def test_stream_is_decode(made: Tokenizer, parts: list[str], cut: int):
-    ids = made.encode("".join(parts).replace("SPECIAL", made.special_texts[0]), add_bos=True, allow_special=True)
+    ids = made.encode(
+        "".join(parts).replace("SPECIAL", made.special_texts[0]), add_bos=True, allow_special=True
+    )
     for skip in (True, False):
         stream = StreamDecoder(made, skip_special=skip)
-        assert "".join([stream.push(i) for i in ids]) + stream.finish() == made.decode(ids, skip_special=skip)
+        assert "".join([stream.push(i) for i in ids]) + stream.finish() == made.decode(
+            ids, skip_special=skip
+        )
     first = ids[:cut]
     if not made.decode(first).endswith("�"):
         rest = StreamDecoder(made, prompt=first)
@@ -64,7 +71,9 @@ def test_special_tokens_are_parsed_only_when_asked(made: Tokenizer):
         assert not any(made.is_special(i) for i in plain) and made.decode(plain) == text
         assert sum(made.is_special(i) for i in parsed) == 1 and made.decode(parsed) == text
         assert made.decode(parsed, skip_special=True) == "ab"
-        pieces = made.encode_pieces([f"a{special[0]}\ue000{special[1:]}b{special}"], literal="\ue000")[0]
+        pieces = made.encode_pieces(
+            [f"a{special[0]}\ue000{special[1:]}b{special}"], literal="\ue000"
+        )[0]
         assert pieces == [*plain, made.encode(special, allow_special=True)[-1]]
 
 
@@ -94,7 +103,9 @@ def test_sentencepiece_begins_with_bos_by_default(tmp_path):
 
 
 def test_id_out_of_range_is_refused(made: Tokenizer):
-    with pytest.raises(DataError, match=rf"found the id {made.vocab_size + 7}, expected one from 0 to"):
+    with pytest.raises(
+        DataError, match=rf"found the id {made.vocab_size + 7}, expected one from 0 to"
+    ):
         made.decode([made.vocab_size + 7])
 
 
@@ -110,16 +121,22 @@ def test_space_after_a_special_token_follows_the_legacy_flag(legacy, tmp_path):
 
 
 def test_user_defined_pieces_that_are_special_stay_text(tmp_path):
-    """A sentencepiece model finds user-defined pieces in any text by itself; a user must not write a turn's end."""
+    """A sentencepiece model finds user-defined pieces in any text by itself; a user must not write
+    a turn's end.
+    """
     write_sentencepiece(tmp_path, user_defined_symbols=["<turn>", "\n\n"])
     (tmp_path / "added_tokens.json").write_text("{}")
     number = load_tokenizer(tmp_path).encode("<turn>")[-1]
     config = {"added_tokens_decoder": {str(number): {"content": "<turn>", "special": True}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     made = load_tokenizer(tmp_path)
-    assert number not in made.encode("a<turn>b") and made.decode(made.encode("a<turn>b")) == "a<turn>b"
+    assert (
+        number not in made.encode("a<turn>b") and made.decode(made.encode("a<turn>b")) == "a<turn>b"
+    )
     assert number in made.encode("a<turn>b", allow_special=True)
-    assert len(made.encode("a\n\nb")) == len(made.encode("ab")) + 1  # other user-defined pieces are vocabulary
+    assert (
+        len(made.encode("a\n\nb")) == len(made.encode("ab")) + 1
+    )  # other user-defined pieces are vocabulary
 
 
 def test_metaspace_json_begins_a_text_with_a_space_once(tmp_path):
@@ -131,13 +148,19 @@ def test_metaspace_json_begins_a_text_with_a_space_once(tmp_path):
         reference.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         reference.decoder = decoders.Metaspace(prepend_scheme=scheme)
         trainer = trainers.BpeTrainer(
-            vocab_size=200, special_tokens=["<s>"], initial_alphabet=list("the cat sodgm:,ur▁"), show_progress=False
+            vocab_size=200,
+            special_tokens=["<s>"],
+            initial_alphabet=list("the cat sodgm:,ur▁"),
+            show_progress=False,
         )
         reference.train_from_iterator(["the cat sat: the dog"] * 9, trainer)
         reference.save(str(tmp_path / "tokenizer.json"))
         ours = load_tokenizer(tmp_path)
         for text in ("the cat", " the cat", "<s>the<s> cat", "the<s>the"):
-            assert ours.encode(text, allow_special=True) == reference.encode(text, add_special_tokens=False).ids
+            assert (
+                ours.encode(text, allow_special=True)
+                == reference.encode(text, add_special_tokens=False).ids
+            )
         left, right = ours.encode_pieces(["the c", "at"])
         assert ours.decode(left + right) == "the cat" and ours.token_bytes(right[0])[:1] != b" "
         assert ours.decode(ours.encode("the cat")) == "the cat"
@@ -151,7 +174,10 @@ def test_tokens_that_swallow_white_space(left, right, tmp_path):
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["added_tokens"][2] |= {"lstrip": left, "rstrip": right}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    reference, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    reference, ours = (
+        tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+        load_tokenizer(tmp_path),
+    )
     for text in (
         "a <|im_end|> b",
         "a\n\n<|im_end|>\n\nb",

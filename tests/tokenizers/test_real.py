@@ -1,4 +1,6 @@
-"""Real tokenizers give the ids that the reference libraries give, and texts come back as they were."""
+"""Real tokenizers give the ids that the reference libraries give, and texts come back as they
+were.
+"""
 
 import base64
 import json
@@ -13,7 +15,11 @@ from recipe_lib.tokenizers import StreamDecoder, load_tokenizer
 from tests.selection import slow_except
 from tests.tokenizers.made import NASTY
 
-PIECES = ["llama2/tokenizer.model", "mistral/tokenizer.model.v1", "mistral/mistral_instruct_tokenizer_240323.model.v3"]
+PIECES = [
+    "llama2/tokenizer.model",
+    "mistral/tokenizer.model.v1",
+    "mistral/mistral_instruct_tokenizer_240323.model.v3",
+]
 JSONS = ["llama3_1", "qwen2_5", "gpt2", "gemma2", "smollm2", "mistral"]
 SPECIALS = {
     "llama3_1": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n hi  there<|eot_id|>",
@@ -28,7 +34,10 @@ SPECIALS = {
 @pytest.mark.parametrize("name", PIECES)
 def test_sentencepiece_ids(name, real_folder):
     path = real_folder(name.split("/")[0]) / name.split("/")[1]
-    ours, reference = load_tokenizer(path), sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours, reference = (
+        load_tokenizer(path),
+        sentencepiece.SentencePieceProcessor(model_file=str(path)),
+    )
     assert ours.vocab_size == len(reference)
     for text in NASTY:
         ids = ours.encode(text)
@@ -51,7 +60,9 @@ def test_tiktoken_ids_with_and_without_a_config(real_folder, tmp_path):
     path = real_folder("llama3") / "tokenizer.model"
     lines = [line.split() for line in path.read_bytes().splitlines()]
     ranks = {base64.b64decode(piece): int(rank) for piece, rank in lines}
-    pattern = json.loads((real_folder("llama3_1") / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
+    pattern = json.loads((real_folder("llama3_1") / "tokenizer.json").read_text())["pre_tokenizer"][
+        "pretokenizers"
+    ]
     specials = {"<|begin_of_text|>": 128000, "<|eot_id|>": 128009, "<|python_tag|>": 128010}
     reference = tiktoken.Encoding(
         "x", pat_str=pattern[0]["pattern"]["Regex"], mergeable_ranks=ranks, special_tokens=specials
@@ -63,10 +74,14 @@ def test_tiktoken_ids_with_and_without_a_config(real_folder, tmp_path):
             assert ours.encode(text) == reference.encode_ordinary(text), text
             assert ours.decode(ours.encode(text)) == text
         chat = "<|begin_of_text|>hi  there<|eot_id|>"
-        assert ours.encode(chat, allow_special=True) == reference.encode(chat, allowed_special="all")
+        assert ours.encode(chat, allow_special=True) == reference.encode(
+            chat, allowed_special="all"
+        )
     assert ours.encode("<|python_tag|>", allow_special=True) == [128010]
     assert ours.stop_ids == {128001, 128008, 128009}
-    config = json.loads((real_folder("llama3_2") / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    config = json.loads((real_folder("llama3_2") / "tokenizer_config.json").read_text())[
+        "added_tokens_decoder"
+    ]
     for number, entry in config.items():
         assert ours.encode(entry["content"], allow_special=True) == [int(number)]
 
@@ -91,7 +106,9 @@ def test_tokenizer_json_ids(name, real, real_folder):
         expected = reference.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == expected, text
         assert ours.decode(expected) == reference.decode(expected, skip_special_tokens=False), text
-        if name != "qwen2_5" or text.isascii():  # Qwen's tokenizer writes composed letters anew (NFC)
+        if (
+            name != "qwen2_5" or text.isascii()
+        ):  # Qwen's tokenizer writes composed letters anew (NFC)
             assert ours.decode(ours.encode(text)) == text
 
 
@@ -100,7 +117,9 @@ def test_ids_agree_with_transformers(name, real, real_folder):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(real_folder(name)))
     ours = real(f"{name}/tokenizer.json")
-    assert ours.encode(SPECIALS[name], allow_special=True) == reference.encode(SPECIALS[name], add_special_tokens=False)
+    assert ours.encode(SPECIALS[name], allow_special=True) == reference.encode(
+        SPECIALS[name], add_special_tokens=False
+    )
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == tuple(
         getattr(reference, f"{role}_token_id") for role in ("bos", "eos", "pad")
     )
@@ -124,7 +143,9 @@ def test_stream_emits_what_decoding_gives(name, real):
                 continue
             rest = StreamDecoder(ours, prompt=ids[:cut])
             said = "".join(rest.push(i) for i in ids[cut:]) + rest.finish()
-            assert ours.decode(ids[:cut], skip_special=True) + said == ours.decode(ids, skip_special=True)
+            assert ours.decode(ids[:cut], skip_special=True) + said == ours.decode(
+                ids, skip_special=True
+            )
 
 
 def test_special_token_in_ordinary_text_stays_text(real):
@@ -135,8 +156,12 @@ def test_special_token_in_ordinary_text_stays_text(real):
         assert not any(ours.is_special(i) for i in ours.encode(text))
         assert any(ours.is_special(i) for i in ours.encode(text, allow_special=True))
     mistral = real("mistral/mistral_instruct_tokenizer_240323.model.v3")
-    assert mistral.encode("[INST]", allow_special=True) == [3]  # a control piece, though no config lists it
-    assert mistral.decode(mistral.encode("[INST]")) == "[INST]" and 3 not in mistral.encode("[INST]")
+    assert mistral.encode("[INST]", allow_special=True) == [
+        3
+    ]  # a control piece, though no config lists it
+    assert mistral.decode(mistral.encode("[INST]")) == "[INST]" and 3 not in mistral.encode(
+        "[INST]"
+    )
 
 
 @pytest.mark.slow
@@ -156,10 +181,14 @@ def test_stop_ids_of_real_layouts(layout, stops, realdata, real_folder, tmp_path
 
 
 def test_phi_tokens_beside_a_sentencepiece_model(realdata, real_folder, tmp_path):
-    """Phi-3 puts its chat tokens behind Llama 2's pieces; they swallow the white space that follows."""
+    """Phi-3 puts its chat tokens behind Llama 2's pieces; they swallow the white space that
+    follows.
+    """
     for file in (realdata / "hf-layouts" / "phi-3-mini-merge").glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "tokenizer.model").write_bytes((real_folder("llama2") / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(
+        (real_folder("llama2") / "tokenizer.model").read_bytes()
+    )
     ours = load_tokenizer(tmp_path)
     assert ours.encode("<|user|>\nhi<|end|>\n<|assistant|>", allow_special=True)[0] == 32010
     assert ours.encode("<|end|>", allow_special=True) == [32007]

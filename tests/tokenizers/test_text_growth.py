@@ -1,4 +1,6 @@
-"""What a tokenizer.json makes of a text has a bound, or is refused before the tokenizers library reads the file."""
+"""What a tokenizer.json makes of a text has a bound, or is refused before the tokenizers library
+reads the file.
+"""
 
 import base64
 import json
@@ -56,9 +58,14 @@ def write(folder: Path, parts: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", WITHOUT_BOUND)
-def test_growth_without_bound_never_reaches_the_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_growth_without_bound_never_reaches_the_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(vocabulary.tokenizers.Tokenizer, "from_str", None)
-    with pytest.raises(DataError, match="that makes? a text longer without bound; expected the tokenizer of a model"):
+    with pytest.raises(
+        DataError,
+        match="that makes? a text longer without bound; expected the tokenizer of a model",
+    ):
         load_tokenizer(write(tmp_path, WITHOUT_BOUND[name]))
 
 
@@ -75,14 +82,20 @@ def test_growth_without_bound_never_reaches_the_library(name: str, tmp_path: Pat
     ],
 )
 def test_a_text_that_grows_is_refused(
-    normalizer: dict[str, Any], text: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    normalizer: dict[str, Any],
+    text: str,
+    fits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     tokenizer = load_tokenizer(write(tmp_path, {"normalizer": normalizer}))
     monkeypatch.setattr(vocabulary, "MOST_CHARACTERS", LIMIT)
     if fits:
         assert tokenizer.encode(text)
     else:
-        with pytest.raises(DataError, match="normalizers that make a text of 500 characters too long to be read"):
+        with pytest.raises(
+            DataError, match="normalizers that make a text of 500 characters too long to be read"
+        ):
             tokenizer.encode(text)
 
 
@@ -101,4 +114,7 @@ def test_the_bound_holds_what_the_library_does():
     for letter in map(chr, range(0x11000)):
         if not 0xD800 <= ord(letter) < 0xE000:
             assert len(normalizers.NFKD().normalize_str(letter)) <= vocabulary._GROWTH["NFKD"]
-            assert len(normalizers.BertNormalizer().normalize_str(letter)) <= vocabulary._GROWTH["BertNormalizer"]
+            assert (
+                len(normalizers.BertNormalizer().normalize_str(letter))
+                <= vocabulary._GROWTH["BertNormalizer"]
+            )

@@ -1,4 +1,6 @@
-"""Parameters cut among the ranks of a test as recipes cut them: by FSDP, and by tensor parallel before it."""
+"""Parameters cut among the ranks of a test as recipes cut them: by FSDP, and by tensor parallel
+before it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,9 @@ from recipe_lib.ops.dtensor_shards import local_part
 
 @dataclass(frozen=True)
 class Cut:
-    """how: `rows`, by FSDP over all ranks; `rows, then rows` or `columns, then rows`: first by tensor parallel of 2."""
+    """how: `rows`, by FSDP over all ranks; `rows, then rows` or `columns, then rows`: first by
+    tensor parallel of 2.
+    """
 
     how: str
     ranks: int
@@ -34,7 +38,9 @@ def placed(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]
         mesh = init_device_mesh("cpu", (cut.ranks // 2, 2), mesh_dim_names=("data", "tensor"))
         dim = 0 if cut.how.startswith("rows") else 1
         for name, parameter in params.items():
-            part = parameter.detach().chunk(2, dim=dim)[mesh["tensor"].get_local_rank()].contiguous()
+            part = (
+                parameter.detach().chunk(2, dim=dim)[mesh["tensor"].get_local_rank()].contiguous()
+            )
             shared = DTensor.from_local(part, mesh["tensor"], [Shard(dim)], run_check=False, shape=parameter.shape,
                                         stride=parameter.stride())  # fmt: skip
             params[name] = nn.Parameter(shared)

@@ -1,4 +1,5 @@
-"""Optimizers written out from their papers, a tensor at a time in fp64, with the roundings that the docs speak of.
+"""Optimizers written out from their papers, a tensor at a time in fp64, with the roundings that the
+docs speak of.
 
 Nothing here is torch.optim's or ours: what tests find in a run is compared with this.
 """
@@ -17,8 +18,9 @@ LONGEST_BLOCK = {8: 256, 4: 128}
 
 
 def dynamic_levels(bits: int, signed: bool) -> Tensor:
-    """The 2^bits numbers that codes stand for, fp64, rising (Dettmers, arXiv:1511.04561; of unsigned 4 bits: Li, Chen
-    and Zhu, arXiv:2309.01507)."""
+    """The 2^bits numbers that codes stand for, fp64, rising (Dettmers, arXiv:1511.04561; of
+    unsigned 4 bits: Li, Chen and Zhu, arXiv:2309.01507).
+    """
     if bits == 4 and not signed:
         return torch.arange(1, 17, dtype=torch.float64) / 16
     decades = {8: 7, 4: 3}[bits]
@@ -33,21 +35,27 @@ def dynamic_levels(bits: int, signed: bool) -> Tensor:
 
 
 def in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
-    """Numbers of which each block shares its largest absolute value as scale, each rounded to the nearest level.
+    """Numbers of which each block shares its largest absolute value as scale, each rounded to the
+    nearest level.
 
-    Unsigned ones that are more than zero never become zero."""
+    Unsigned ones that are more than zero never become zero.
+    """
     blocks = numbers.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
     levels = dynamic_levels(bits, signed)
     scaled = (blocks / scales).contiguous()
     upper = torch.searchsorted(levels, scaled).clamp(1, len(levels) - 1)
     low, high = levels[upper - 1], levels[upper]
-    nearest = torch.where((scaled - low < high - scaled) & (signed | (low > 0) | (scaled == 0)), low, high)
+    nearest = torch.where(
+        (scaled - low < high - scaled) & (signed | (low > 0) | (scaled == 0)), low, high
+    )
     return (nearest * scales).reshape(numbers.shape)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Five steps of the quintic Newton-Schulz iteration (Jordan 2024) on a matrix divided by its Frobenius norm."""
+    """Five steps of the quintic Newton-Schulz iteration (Jordan 2024) on a matrix divided by its
+    Frobenius norm.
+    """
     found = matrix / max(float(matrix.norm()), 1e-7)
     if matrix.shape[0] > matrix.shape[1]:
         found = found.T
@@ -59,9 +67,10 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 @dataclass
 class Formula:
-    """One parameter and its states. at: the weights as they are stored, in fp64; exact: where they would be if weights
-    were never rounded (those of the same gradients). by_chance: each step's rounding goes up or down at random, so that
-    `at` is not known: compare with `exact`, on average."""
+    """One parameter and its states. at: the weights as they are stored, in fp64; exact: where they
+    would be if weights were never rounded (those of the same gradients). by_chance: each step's
+    rounding goes up or down at random, so that `at` is not known: compare with `exact`, on average.
+    """
 
     cfg: OptimizerConfig
     name: str
@@ -83,8 +92,12 @@ class Formula:
         return self.cfg.stochastic_rounding and self.dtype == torch.bfloat16
 
     def kept(self, state: str, value: Tensor, signed: bool) -> Tensor:
-        """The state as it is stored until the next step; computing goes on with the value before that."""
-        bits = 32 if self.cfg.state_bits is None and self.cfg.master_weights else self.cfg.state_bits
+        """The state as it is stored until the next step; computing goes on with the value before
+        that.
+        """
+        bits = (
+            32 if self.cfg.state_bits is None and self.cfg.master_weights else self.cfg.state_bits
+        )
         if bits in LONGEST_BLOCK:
             block = math.gcd(value.shape[-1], LONGEST_BLOCK[bits]) if value.dim() else 1
             if value.dim() >= 2 and value.numel() >= LEAST_IN_BLOCKS and block >= 16:
@@ -92,7 +105,9 @@ class Formula:
                 return value
             bits = 32
         dtype = {None: self.dtype, 16: torch.bfloat16, 32: torch.float32}[bits]
-        by_chance = self.by_chance and dtype == torch.bfloat16  # right on average: as if it was not rounded
+        by_chance = (
+            self.by_chance and dtype == torch.bfloat16
+        )  # right on average: as if it was not rounded
         self.states[state] = value if by_chance else value.to(dtype).double()
         return value
 
@@ -117,20 +132,30 @@ class Formula:
 
     def sgd(self, gradient: Tensor) -> Tensor:
         momentum = self.cfg.momentum or 0.0
-        return self.kept("momentum", momentum * self.before("momentum") + gradient, True) if momentum else gradient
+        return (
+            self.kept("momentum", momentum * self.before("momentum") + gradient, True)
+            if momentum
+            else gradient
+        )
 
     def adamw(self, gradient: Tensor) -> Tensor:
         """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2."""
         beta1, beta2 = self.cfg.betas
         mean = self.kept("mean", beta1 * self.before("mean") + (1 - beta1) * gradient, True)
-        square = self.kept("square", beta2 * self.before("square") + (1 - beta2) * gradient**2, False)
+        square = self.kept(
+            "square", beta2 * self.before("square") + (1 - beta2) * gradient**2, False
+        )
         mean, square = mean / (1 - beta1**self.steps), square / (1 - beta2**self.steps)
         return mean / (square.sqrt() + self.cfg.eps)
 
     def muon(self, gradient: Tensor) -> Tensor:
-        """Jordan 2024 with Nesterov's look ahead; the size of AdamW's steps, as in Liu et al., arXiv:2502.16982."""
+        """Jordan 2024 with Nesterov's look ahead; the size of AdamW's steps, as in Liu et al.,
+        arXiv:2502.16982.
+        """
         momentum = 0.95 if self.cfg.momentum is None else self.cfg.momentum
-        mean = self.kept("momentum", momentum * self.before("momentum") + (1 - momentum) * gradient, True)
+        mean = self.kept(
+            "momentum", momentum * self.before("momentum") + (1 - momentum) * gradient, True
+        )
         ahead = (1 - momentum) * gradient + momentum * mean
         return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalized(ahead)
 
@@ -141,11 +166,13 @@ class Formula:
     def error(self, found: Tensor) -> float:
         """How far weights are from the formula's, in parts of the length of the way that it goes.
 
-        Where at most one weight, or one of a hundred, is the next number, and no other differs, it is nothing: those
-        lay between two numbers, and a way of less than one number's distance would be a part of such a difference.
+        Where at most one weight, or one of a hundred, is the next number, and no other differs, it
+        is nothing: those lay between two numbers, and a way of less than one number's distance
+        would be a part of such a difference.
 
-        Of weights that are rounded by chance: how far the mean is, along that way, beyond five standard deviations of
-        such roundings, each of which has a variance of at most a quarter of the square of the distance of two numbers.
+        Of weights that are rounded by chance: how far the mean is, along that way, beyond five
+        standard deviations of such roundings, each of which has a variance of at most a quarter of
+        the square of the distance of two numbers.
         """
         way = self.exact - self.start
         length = float(way.norm())
@@ -164,7 +191,12 @@ class Formula:
 
 
 def clipped(gradients: dict[str, Tensor], most: float | None) -> tuple[dict[str, Tensor], float]:
-    """The gradients scaled so that the norm of all of them is at most `most`, each in its type; and the norm before."""
+    """The gradients scaled so that the norm of all of them is at most `most`, each in its type; and
+    the norm before.
+    """
     norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
     factor = 1.0 if most is None else min(1.0, most / (norm + 1e-6))
-    return {name: (gradient.double() * factor).to(gradient.dtype) for name, gradient in gradients.items()}, norm
+    return {
+        name: (gradient.double() * factor).to(gradient.dtype)
+        for name, gradient in gradients.items()
+    }, norm

@@ -1,4 +1,6 @@
-"""Random sequences with labels as datasets, a small Llama of transformers, and ours with the same weights."""
+"""Random sequences with labels as datasets, a small Llama of transformers, and ours with the same
+weights.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,17 @@ SHAPE = {
 
 
 def sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
-    """lengths: of each item the prompt's, then those of its answers, one for each of its `group` sequences."""
+    """lengths: of each item the prompt's, then those of its answers, one for each of its `group`
+    sequences.
+    """
     generator = np.random.Generator(np.random.Philox(7))
     ids, trained = list[np.ndarray](), list[np.ndarray]()
     for prompt_length, *answers in lengths:
         prompt = generator.integers(2, PAD, prompt_length)
         for length in answers:
-            ids.append(np.concatenate([prompt, generator.integers(2, PAD, length)]).astype(np.int32))
+            ids.append(
+                np.concatenate([prompt, generator.integers(2, PAD, length)]).astype(np.int32)
+            )
             trained.append(np.repeat(np.array([0, 1], dtype=np.uint8), [prompt_length, length]))
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
     report = DataReport("made", "made", LIMIT)
@@ -54,7 +60,9 @@ def parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
 
 
 def theirs(seed: int, folder: Path, **changed: Any) -> Any:
-    """A model of transformers with random weights in fp32, saved to a folder; with num_labels it has a score head."""
+    """A model of transformers with random weights in fp32, saved to a folder; with num_labels it
+    has a score head.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(seed)
@@ -76,7 +84,9 @@ def tokenizer() -> Any:
     """For TRL, which wants one; nothing of what is compared goes through it."""
     from transformers import AutoTokenizer
 
-    made = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples" / "demo" / "tokenizer")
+    made = AutoTokenizer.from_pretrained(
+        Path(__file__).parents[2] / "examples" / "demo" / "tokenizer"
+    )
     made.pad_token = made.eos_token
     return made
 
@@ -86,4 +96,7 @@ def assert_gradients(found: Decoder, expected: Any) -> None:
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
     for name, parameter in found.named_parameters():
         assert parameter.grad is not None
-        assert float((parameter.grad - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()) + 1e-9, name
+        assert (
+            float((parameter.grad - wanted[name]).norm())
+            <= 1e-5 * float(wanted[name].norm()) + 1e-9
+        ), name

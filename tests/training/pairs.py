@@ -1,4 +1,6 @@
-"""Pairs of random answers as a dataset, and their losses by the formulas, one answer at a time, from full logits."""
+"""Pairs of random answers as a dataset, and their losses by the formulas, one answer at a time,
+from full logits.
+"""
 
 import numpy as np
 import torch
@@ -23,14 +25,18 @@ LOSSES = {
 
 
 def pairs(vocabulary: int) -> Dataset:
-    """A dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids are trained."""
+    """A dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids
+    are trained.
+    """
     generator = np.random.Generator(np.random.Philox(3))
     ids: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     for prompt_length, *answers in LENGTHS:
         prompt = generator.integers(0, vocabulary, prompt_length)
         for length in answers:
-            ids.append(np.concatenate([prompt, generator.integers(0, vocabulary, length)]).astype(np.int32))
+            ids.append(
+                np.concatenate([prompt, generator.integers(0, vocabulary, length)]).astype(np.int32)
+            )
             trained.append(np.repeat(np.array([0, 1], dtype=np.uint8), [prompt_length, length]))
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
     report = DataReport("made", "preference", 64)
@@ -38,14 +44,18 @@ def pairs(vocabulary: int) -> Dataset:
 
 
 def answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
-    """Log-probability of one row's trained targets, from all its logits; their mean instead of their sum if asked."""
+    """Log-probability of one row's trained targets, from all its logits; their mean instead of
+    their sum if asked.
+    """
     tokens, labels = row
     log_probs = model(tokens.unsqueeze(0))[0].log_softmax(-1)
     counted = [log_probs[at, label] for at, label in enumerate(labels.tolist()) if label != -100]
     return sum(counted) / (len(counted) if mean else 1)
 
 
-def plain_loss(model: Decoder, reference: Decoder | None, rows: Dataset, cfg: DpoConfig) -> tuple[Tensor, list[float]]:
+def plain_loss(
+    model: Decoder, reference: Decoder | None, rows: Dataset, cfg: DpoConfig
+) -> tuple[Tensor, list[float]]:
     """Mean loss over all pairs; and the means of chosen reward, rejected reward and accuracy."""
     mean = cfg.loss in ("ipo", "simpo")
     total = torch.zeros((), dtype=torch.float64)
@@ -55,7 +65,10 @@ def plain_loss(model: Decoder, reference: Decoder | None, rows: Dataset, cfg: Dp
         read = [(torch.from_numpy(row.tokens).long(), torch.from_numpy(row.labels)) for row in both]
         chosen, rejected = (answer(model, row, mean) for row in read)
         with torch.no_grad():
-            old = [answer(reference, row, mean) if reference else torch.zeros(()).double() for row in read]
+            old = [
+                answer(reference, row, mean) if reference else torch.zeros(()).double()
+                for row in read
+            ]
         ratio = (chosen - old[0]) - (rejected - old[1])
         if cfg.loss == "ipo":
             total = total + (ratio - 1 / (2 * cfg.beta)) ** 2
@@ -66,6 +79,9 @@ def plain_loss(model: Decoder, reference: Decoder | None, rows: Dataset, cfg: Dp
             total = total - (1 - cfg.label_smoothing) * torch.log(right)
             if cfg.label_smoothing:
                 total = total - cfg.label_smoothing * torch.log(1 - right)
-        rewards = [cfg.beta * float(new.detach() - before) for new, before in zip((chosen, rejected), old, strict=True)]
+        rewards = [
+            cfg.beta * float(new.detach() - before)
+            for new, before in zip((chosen, rejected), old, strict=True)
+        ]
         numbers += np.array([*rewards, rewards[0] > rewards[1]])
     return total / rows.items, (numbers / rows.items).tolist()

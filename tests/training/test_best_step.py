@@ -1,4 +1,6 @@
-"""Which step is best and where a run stops, against a plain loop over the numbers; and what is refused."""
+"""Which step is best and where a run stops, against a plain loop over the numbers; and what is
+refused.
+"""
 
 import math
 import random
@@ -24,11 +26,18 @@ WORLD: Any = SingleRank()
 def best_step(output: Path | str = "run", **keys: Any) -> BestStep:
     """keys: of the sections checkpoint and validation."""
     of_validation = {name: keys.pop(name) for name in ("patience", "min_delta") if name in keys}
-    checkpoint, validation = CheckpointConfig(**keys), ValidationConfig(source="own.jsonl", **of_validation)
-    return BestStep(FullFinetuneConfig(checkpoint=checkpoint, validation=validation, output_dir=str(output)))
+    checkpoint, validation = (
+        CheckpointConfig(**keys),
+        ValidationConfig(source="own.jsonl", **of_validation),
+    )
+    return BestStep(
+        FullFinetuneConfig(checkpoint=checkpoint, validation=validation, output_dir=str(output))
+    )
 
 
-def by_hand(numbers: list[float], greater: bool, patience: int, delta: float) -> tuple[int | None, int | None]:
+def by_hand(
+    numbers: list[float], greater: bool, patience: int, delta: float
+) -> tuple[int | None, int | None]:
     """(place of the best, place at which to stop): the first of the best numbers up to there."""
     worth = [-math.inf if not math.isfinite(one) else one if greater else -one for one in numbers]
     stop, bar, since = None, -math.inf, 0
@@ -44,13 +53,24 @@ def by_hand(numbers: list[float], greater: bool, patience: int, delta: float) ->
 
 @pytest.mark.parametrize("greater", [False, True])
 @pytest.mark.parametrize("delta", [0.0, 0.25])
-def test_the_best_and_the_end_are_those_of_a_plain_loop(tmp_path: Path, greater: bool, delta: float):
-    """Numbers that recur, among them such as are not finite; also of a run that goes on from its record each time."""
+def test_the_best_and_the_end_are_those_of_a_plain_loop(
+    tmp_path: Path, greater: bool, delta: float
+):
+    """Numbers that recur, among them such as are not finite; also of a run that goes on from its
+    record each time.
+    """
     draw, stopped = random.Random(7), 0
     for trial in range(200):
-        numbers = [draw.choice([1.0, 1.125, 1.25, 1.5, 1.75, 2.0, math.nan, math.inf]) for _ in range(12)]
+        numbers = [
+            draw.choice([1.0, 1.125, 1.25, 1.5, 1.75, 2.0, math.nan, math.inf]) for _ in range(12)
+        ]
         patience = draw.randint(1, 5)
-        keys = {"best_metric": "validation_x", "greater_is_better": greater, "patience": patience, "min_delta": delta}
+        keys = {
+            "best_metric": "validation_x",
+            "greater_is_better": greater,
+            "patience": patience,
+            "min_delta": delta,
+        }
         best = best_step(**keys)
         found, expected = None, by_hand(numbers, greater, patience, delta)
         for place, number in enumerate(numbers):
@@ -85,8 +105,8 @@ def test_the_name_says_which_way_is_better(metric: str, greater: bool):
 def test_a_number_that_validation_does_not_give_is_named():
     best = best_step(best_metric="validation_los", keep_best=True)
     line = (
-        "checkpoint.best_metric: found validation_los, expected a number of the recipe's validation: validation_loss, "
-        "validation_x; did you mean validation_loss?"
+        "checkpoint.best_metric: found validation_los, expected a number of the recipe's"
+        " validation: validation_loss, validation_x; did you mean validation_loss?"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
         best.judge(1, {"validation_loss": 1.0, "validation_tokens": 5, "validation_x": 2.0}, WORLD)
@@ -96,7 +116,10 @@ def test_the_first_ranks_number_counts():
     """Rounding may differ between ranks; what they decide may not."""
     first: Any = SimpleNamespace(broadcast_json=lambda value: 1.0)
     best = best_step(patience=1)
-    assert [best.judge(step, {"validation_loss": 9.0 - step}, first) for step in (1, 2)] == [True, False]
+    assert [best.judge(step, {"validation_loss": 9.0 - step}, first) for step in (1, 2)] == [
+        True,
+        False,
+    ]
     assert best.value == 1.0 and best.is_waited_out
 
 
@@ -123,15 +146,18 @@ def test_one_sentence_says_what_is_exported(
     best.load(model, len(numbers), 9, WORLD)
     assert best.sentence(9) == said
     assert best.facts(9).get("outcome") == said
-    assert best.facts(9).get("exported_step") == (None if said is None else int(re.findall(r"step (\d+)", said)[0]))
+    assert best.facts(9).get("exported_step") == (
+        None if said is None else int(re.findall(r"step (\d+)", said)[0])
+    )
 
 
 def test_the_log_says_by_what_it_is_found():
     cfg = FullFinetuneConfig(validation=ValidationConfig(source="x", patience=2, min_delta=0.01))
     assert describe_best(FullFinetuneConfig()) == []
     assert describe_best(replace(cfg, checkpoint=CheckpointConfig(keep_best=True))) == [
-        "best step: by validation_loss, lower is better; its weights are kept and exported; the run stops after 2 "
-        "validations without improvement by more than 0.01; the learning rate is scheduled over all steps all the same"
+        "best step: by validation_loss, lower is better; its weights are kept and exported; the run"
+        " stops after 2 validations without improvement by more than 0.01; the learning rate is"
+        " scheduled over all steps all the same"
     ]
 
 
@@ -146,7 +172,9 @@ def state(output: Path, step: int, best: BestStep) -> Path:
     """A state that names the best step until then."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    path = save_state(output / "state", step, model, optimizer, {"step": step, "best": best.record()}, WORLD, 2)
+    path = save_state(
+        output / "state", step, model, optimizer, {"step": step, "best": best.record()}, WORLD, 2
+    )
     best.remove_others(WORLD)
     return path
 
@@ -199,18 +227,24 @@ def record_of(step: int, **changes: Any) -> dict[str, Any]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "metric": (
         {"metric": "validation_x"},
-        "was saved with checkpoint.best_metric=validation_x, found validation_loss; what was best until then was "
-        "decided by it: set checkpoint.best_metric=validation_x",
+        (
+            "was saved with checkpoint.best_metric=validation_x, found validation_loss; what was"
+            " best until then was decided by it: set checkpoint.best_metric=validation_x"
+        ),
     ),
     "direction": (
         {"greater_is_better": True},
-        "was saved with checkpoint.greater_is_better=true, found false; what was best until then was decided by it: "
-        "set checkpoint.greater_is_better=true",
+        (
+            "was saved with checkpoint.greater_is_better=true, found false; what was best until"
+            " then was decided by it: set checkpoint.greater_is_better=true"
+        ),
     ),
     "gone": (
         {},
-        "names {root}/state/best/step_1 as the best step of its run: manifest.json is missing; resume from another "
-        "state, or set checkpoint.keep_best=false",
+        (
+            "names {root}/state/best/step_1 as the best step of its run: manifest.json is missing;"
+            " resume from another state, or set checkpoint.keep_best=false"
+        ),
     ),
 }
 

@@ -1,4 +1,6 @@
-"""The results in the card of an export: what the metrics say, and nothing that differs between equal runs."""
+"""The results in the card of an export: what the metrics say, and nothing that differs between
+equal runs.
+"""
 
 import json
 
@@ -42,7 +44,10 @@ TRAINED = {
 
 
 def test_the_peak_of_a_device_is_the_largest_of_its_steps() -> None:
-    assert results_of(lines("device", 3.5, 2.0)) == {**TRAINED, "peak memory of a rank, measured": "3.50 GiB"}
+    assert results_of(lines("device", 3.5, 2.0)) == {
+        **TRAINED,
+        "peak memory of a rank, measured": "3.50 GiB",
+    }
 
 
 @pytest.mark.parametrize("kind", ["resident set", "resident set since start"])

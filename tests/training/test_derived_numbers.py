@@ -36,7 +36,9 @@ DATA: Any = SimpleNamespace(dataset=Rows(), plan=Plan())
 
 
 def config() -> FullFinetuneConfig:
-    cfg = FullFinetuneConfig(batch_size=2, gradient_accumulation_steps=4, epochs=3, max_seq_len=512, dtype="fp32")
+    cfg = FullFinetuneConfig(
+        batch_size=2, gradient_accumulation_steps=4, epochs=3, max_seq_len=512, dtype="fp32"
+    )
     cfg.lr_scheduler.warmup_steps = 2
     cfg.lr_scheduler.min_lr_ratio = 0.1
     return cfg
@@ -55,12 +57,20 @@ def test_every_line_word_for_word() -> None:
     assert derived_numbers(config(), world, model(), Parallel(), DATA) == [
         "devices: 1 cpu",
         "global batch: 8 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
-        "tokens per step: 400 on average, 100 label tokens (25.0%); at most 4.1 K (8 sequences x max_seq_len 512)",
+        (
+            "tokens per step: 400 on average, 100 label tokens (25.0%); at most 4.1 K (8 sequences"
+            " x max_seq_len 512)"
+        ),
         "steps: 6 (2 per epoch of 20 sequences x 3 epochs)",
-        "learning rate: warm-up over 2 steps to 2.00e-05, then cosine over 4 steps towards 2.00e-06",
+        (
+            "learning rate: warm-up over 2 steps to 2.00e-05, then cosine over 4 steps towards"
+            " 2.00e-06"
+        ),
         "parameters: 327.7 K, trainable 262.1 K (80.00%), fp32",
-        "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB, optimizer state 2.00 MiB; together 4.25 MiB before "
-        "activations",
+        (
+            "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB, optimizer state 2.00 MiB;"
+            " together 4.25 MiB before activations"
+        ),
     ]
 
 
@@ -68,15 +78,21 @@ def test_what_is_freed_and_what_is_on_the_host() -> None:
     cfg = config()
     cfg.memory.optimizer_in_backward = cfg.memory.optimizer_offload = True
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
-    assert derived_numbers(cfg, world, model(), Parallel(), DATA)[-1] == (
-        "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state 2.00 MiB in host memory; "
-        "together 2.25 MiB before activations"
+    assert (
+        derived_numbers(cfg, world, model(), Parallel(), DATA)[-1]
+        == "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state"
+        " 2.00 MiB in host memory; together 2.25 MiB before activations"
     )
 
 
 def test_other_settings_are_said() -> None:
     cfg = config()
-    cfg.max_steps, cfg.lr_scheduler.type, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
+    cfg.max_steps, cfg.lr_scheduler.type, cfg.memory.cpu_offload, cfg.optimizer.name = (
+        5,
+        "constant",
+        True,
+        "mine",
+    )
     cfg.parallel.data_replicate = 2
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh, pipeline=None)
@@ -106,16 +122,28 @@ def test_a_pipeline_is_said() -> None:
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 1, 2, 1))
     lines = derived_numbers(
         cfg,
-        SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, pipeline=0, gather_json=lambda value: [value]),
+        SimpleNamespace(
+            size=4,
+            device=CPU,
+            data_ranks=2,
+            mesh=mesh,
+            pipeline=0,
+            gather_json=lambda value: [value],
+        ),
         network,
         Parallel(pipeline),
         DATA,
     )
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
-    assert lines[1] == "global batch: 16 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
-    assert lines[3] == (
-        "pipeline: 8 micro-batches of 1 sequence through 4 stages, zbv; here stage 1 (layers 2 to 3) "
-        "and stage 2 (layer 4)"
+    assert (
+        lines[1]
+        == "global batch: 16 sequences = batch_size 2 x gradient_accumulation_steps 4 x data"
+        " ranks 2"
+    )
+    assert (
+        lines[3]
+        == "pipeline: 8 micro-batches of 1 sequence through 4 stages, zbv; here stage 1 (layers 2"
+        " to 3) and stage 2 (layer 4)"
     )
 
 
@@ -135,8 +163,10 @@ def test_a_rank_counts_its_own_shards() -> None:
         assert lines[1].startswith("global batch: 16 sequences = ")
         assert lines[-2:] == [
             "parameters: 262.1 K, trainable 262.1 K (100.00%), fp32",
-            "memory per rank: parameters 512.00 KiB, gradients 512.00 KiB, optimizer state 1.00 MiB; together 2.00 MiB "
-            "before activations",
+            (
+                "memory per rank: parameters 512.00 KiB, gradients 512.00 KiB, optimizer state 1.00"
+                " MiB; together 2.00 MiB before activations"
+            ),
         ]
 
 
@@ -150,4 +180,7 @@ def test_a_limit_beyond_the_epochs_is_said() -> None:
         Parallel(),
         DATA,
     )
-    assert "steps: 6 (2 per epoch of 20 sequences x 3 epochs; max_steps 100 needs more epochs)" in lines
+    assert (
+        "steps: 6 (2 per epoch of 20 sequences x 3 epochs; max_steps 100 needs more epochs)"
+        in lines
+    )

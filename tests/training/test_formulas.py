@@ -1,6 +1,8 @@
-"""Every optimizer and every setting of one moves weights as its formula says, in each type, whatever steps them.
+"""Every optimizer and every setting of one moves weights as its formula says, in each type,
+whatever steps them.
 
-The formulas are written out in `formulas`. Two runs of ours that agree say nothing of a fault that both have.
+The formulas are written out in `formulas`. Two runs of ours that agree say nothing of a fault that
+both have.
 """
 
 from dataclasses import replace
@@ -23,7 +25,8 @@ from tests.training.formulas import Formula
 CPU = torch.device("cpu")
 STEPS = 5
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
-# Whole vectors of a kernel, less than one, and a rest; matrices of layers and others, some with states in blocks.
+# Whole vectors of a kernel, less than one, and a rest; matrices of layers and others, some with
+# states in blocks.
 SHAPES = {
     "a": (768,),
     "b": (7,),
@@ -67,13 +70,18 @@ def is_refused(cfg: OptimizerConfig, dtype: torch.dtype) -> bool:
     """What a config that is read cannot have, or `build_optimizer` refuses."""
     if dtype == BF16:
         return cfg.name == "sgd" and cfg.implementation == "fused"
-    return cfg.master_weights or cfg.stochastic_rounding or (dtype == FP64 and cfg.state_bits is not None)
+    return (
+        cfg.master_weights
+        or cfg.stochastic_rounding
+        or (dtype == FP64 and cfg.state_bits is not None)
+    )
 
 
 def tolerance(cfg: OptimizerConfig, dtype: torch.dtype, name: str) -> float:
-    """Of `Formula.error`. Muon's iteration is in bf16, whatever the weights; torch's kernels that are not fused, and
-    decay that is apart, round to the weights' type several times in a step, which a few numbers have no mean of; a
-    state in 4 or 8 bits is the next level now and then."""
+    """Of `Formula.error`. Muon's iteration is in bf16, whatever the weights; torch's kernels that
+    are not fused, and decay that is apart, round to the weights' type several times in a step,
+    which a few numbers have no mean of; a state in 4 or 8 bits is the next level now and then.
+    """
     formula = Formula(cfg, name, torch.zeros(SHAPES[name]))
     if cfg.name == "muon" and formula.is_matrix_of_a_layer:
         return 0.08 if dtype == BF16 else 0.03
@@ -88,7 +96,9 @@ class Product(nn.Module):
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         drawn = torch.Generator().manual_seed(1)
-        self.weights = [nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in SHAPES.values()]
+        self.weights = [
+            nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in SHAPES.values()
+        ]
         for name, parameter in zip(SHAPES, self.weights, strict=True):
             self.register_parameter(name.replace(".", "-"), parameter)
 
@@ -102,8 +112,12 @@ def gradients(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=drawn).to(dtype) for shape in SHAPES.values()]
 
 
-def errors(cfg: OptimizerConfig, dtype: torch.dtype, memory: MemoryConfig = ARRANGED["step"]) -> dict[str, float]:
-    """Of every parameter how far it is from its formula after some steps, and whether it has moved at all."""
+def errors(
+    cfg: OptimizerConfig, dtype: torch.dtype, memory: MemoryConfig = ARRANGED["step"]
+) -> dict[str, float]:
+    """Of every parameter how far it is from its formula after some steps, and whether it has moved
+    at all.
+    """
     model = Product(dtype)
     named = list(zip(SHAPES, model.weights, strict=True))
     optimizer = build_optimizer(cfg, named, CPU, seed=3)
@@ -119,21 +133,29 @@ def errors(cfg: OptimizerConfig, dtype: torch.dtype, memory: MemoryConfig = ARRA
         for name, gradient in zip(SHAPES, found, strict=True):
             formulas[name].step(gradient, rate)
     for name, parameter in named:
-        assert not torch.equal(parameter.detach().double(), formulas[name].start), f"{name} has not moved"
+        assert not torch.equal(parameter.detach().double(), formulas[name].start), (
+            f"{name} has not moved"
+        )
     return {name: formulas[name].error(parameter.detach()) for name, parameter in named}
 
 
-CASES = [(s, d) for d in (FP64, FP32, BF16) for s in SETTINGS if not is_refused(replace(BASE, **s), d)]
+CASES = [
+    (s, d) for d in (FP64, FP32, BF16) for s in SETTINGS if not is_refused(replace(BASE, **s), d)
+]
 
 
 @pytest.mark.parametrize(("settings", "dtype"), CASES, ids=str)
 def test_weights_move_as_the_formula_says(settings: dict[str, Any], dtype: torch.dtype) -> None:
     cfg = replace(BASE, **settings)
     found = errors(cfg, dtype)
-    assert {name: error for name, error in found.items() if not error <= tolerance(cfg, dtype, name)} == {}
+    assert {
+        name: error for name, error in found.items() if not error <= tolerance(cfg, dtype, name)
+    } == {}
 
 
-@pytest.mark.parametrize("arranged", slow_except(["in backward", "offloaded, in backward"], ["offloaded, in backward"]))
+@pytest.mark.parametrize(
+    "arranged", slow_except(["in backward", "offloaded, in backward"], ["offloaded, in backward"])
+)
 def test_however_steps_are_arranged(arranged: str) -> None:
     """In a process of its own, in which a CPU is said to have a host."""
 
@@ -153,15 +175,21 @@ def test_however_steps_are_arranged(arranged: str) -> None:
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_fused_sgd_of_16_bits_is_refused_on_a_cpu(dtype: torch.dtype, momentum: float | None) -> None:
+def test_fused_sgd_of_16_bits_is_refused_on_a_cpu(
+    dtype: torch.dtype, momentum: float | None
+) -> None:
     cfg = OptimizerConfig(name="sgd", momentum=momentum, implementation="fused")
     kind = "bf16" if dtype == BF16 else "fp16"
     expected = (
-        f"^optimizer.implementation: found fused with optimizer.name=sgd and {kind} parameters on a CPU, of which "
-        "torch's kernel leaves most elements as they are; use auto or foreach$"
+        f"^optimizer.implementation: found fused with optimizer.name=sgd and {kind} parameters on a"
+        " CPU, of which torch's kernel leaves most elements as they are; use auto or foreach$"
     )
     with pytest.raises(ConfigError, match=expected):
-        build_optimizer(cfg, [nn.Parameter(torch.zeros(3, dtype=FP32)), nn.Parameter(torch.zeros(3, dtype=dtype))], CPU)
+        build_optimizer(
+            cfg,
+            [nn.Parameter(torch.zeros(3, dtype=FP32)), nn.Parameter(torch.zeros(3, dtype=dtype))],
+            CPU,
+        )
 
 
 def test_auto_takes_no_fused_sgd_of_16_bits_for_a_plugin_either() -> None:
@@ -170,7 +198,9 @@ def test_auto_takes_no_fused_sgd_of_16_bits_for_a_plugin_either() -> None:
     )
     for dtype, is_fused in ((FP32, True), (BF16, False)):
         parameter = nn.Parameter(torch.ones(64, dtype=dtype))
-        optimizer = build_optimizer(OptimizerConfig(name="plugin_for_tests", lr=0.5), [parameter], CPU)
+        optimizer = build_optimizer(
+            OptimizerConfig(name="plugin_for_tests", lr=0.5), [parameter], CPU
+        )
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         assert optimizer.param_groups[0]["fused"] == is_fused
@@ -180,15 +210,29 @@ def test_auto_takes_no_fused_sgd_of_16_bits_for_a_plugin_either() -> None:
 def kernels_of_torch() -> list[Any]:
     adam = [{}, {"amsgrad": True}, {"weight_decay": 0.1}, {"maximize": True}]
     found = [(kind, options) for kind in ("Adam", "AdamW") for options in adam]
-    found += [("Adagrad", options) for options in ({}, {"weight_decay": 0.1}, {"lr_decay": 0.1}, {"maximize": True})]
-    sgd: list[Any] = [{}, {"weight_decay": 0.1}, {"maximize": True}, {"momentum": 0.9, "nesterov": True}]
+    found += [
+        ("Adagrad", options)
+        for options in ({}, {"weight_decay": 0.1}, {"lr_decay": 0.1}, {"maximize": True})
+    ]
+    sgd: list[Any] = [
+        {},
+        {"weight_decay": 0.1},
+        {"maximize": True},
+        {"momentum": 0.9, "nesterov": True},
+    ]
     return found + [("SGD", options) for options in sgd]
 
 
 @pytest.mark.parametrize(("kind", "options"), kernels_of_torch(), ids=str)
-def test_torchs_fused_kernels_on_a_cpu_are_right_where_auto_takes_them(kind: str, options: Any) -> None:
-    """Of every optimizer that a plugin may give the arguments to; the other implementation is the measure here."""
-    for dtype, size in [(dtype, size) for dtype in (FP64, FP32, BF16) for size in (1, 15, 16, 33, 1000)]:
+def test_torchs_fused_kernels_on_a_cpu_are_right_where_auto_takes_them(
+    kind: str, options: Any
+) -> None:
+    """Of every optimizer that a plugin may give the arguments to; the other implementation is the
+    measure here.
+    """
+    for dtype, size in [
+        (dtype, size) for dtype in (FP64, FP32, BF16) for size in (1, 15, 16, 33, 1000)
+    ]:
         if (kind, dtype) == ("SGD", BF16):
             continue
         found = []
@@ -196,7 +240,9 @@ def test_torchs_fused_kernels_on_a_cpu_are_right_where_auto_takes_them(kind: str
             drawn = torch.Generator().manual_seed(size)
             parameter = nn.Parameter(torch.randn(size, generator=drawn).to(dtype))
             start = parameter.detach().clone()
-            optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, fused=fused, foreach=False, **options)
+            optimizer = getattr(torch.optim, kind)(
+                [parameter], lr=0.1, fused=fused, foreach=False, **options
+            )
             for _ in range(3):
                 parameter.grad = torch.randn(size, generator=drawn).to(dtype)
                 optimizer.step()

@@ -25,8 +25,15 @@ STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 
 
 def config(*overrides: str) -> Any:
-    settings = ["model.preset=demo/0.5M", "tokenizer.path=unread", "data.source=unread", "output_dir=/none"]
-    return load_config(PLAIN, [*settings, f"batch_size={2 * ROWS}", f"max_seq_len={3 * LENGTH}", *overrides])
+    settings = [
+        "model.preset=demo/0.5M",
+        "tokenizer.path=unread",
+        "data.source=unread",
+        "output_dir=/none",
+    ]
+    return load_config(
+        PLAIN, [*settings, f"batch_size={2 * ROWS}", f"max_seq_len={3 * LENGTH}", *overrides]
+    )
 
 
 def power_of_two(size: int) -> int:
@@ -42,24 +49,38 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     largest = max(sizes)
     pinned = sum(map(power_of_two, sizes))
     assert offloaded_bytes(model, config()) == {}
-    assert offloaded_bytes(model, config("memory.cpu_offload=true")) == {"cpu_offload": 2 * pinned + 2 * sum(sizes)}
+    assert offloaded_bytes(model, config("memory.cpu_offload=true")) == {
+        "cpu_offload": 2 * pinned + 2 * sum(sizes)
+    }
     # Micro-batches that are reduced one by one are added up on the host.
     for override, more in (
-        ("gradient_accumulation_steps=3 parallel.accumulate_grad_in_fp32=true dtype=bf16", 2 * sum(sizes)),
+        (
+            "gradient_accumulation_steps=3 parallel.accumulate_grad_in_fp32=true dtype=bf16",
+            2 * sum(sizes),
+        ),
         ("gradient_accumulation_steps=3 parallel.reduce_gradients=step", 0),
     ):
         found = offloaded_bytes(model, config("memory.cpu_offload=true", *override.split()))
         assert found == {"cpu_offload": 2 * pinned + more + 2 * sum(sizes)}
-    single = config("memory.cpu_offload=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null")
-    assert offloaded_bytes(model, single) == {"cpu_offload": pinned + power_of_two(largest) + 2 * sum(sizes)}
-    assert offloaded_bytes(model, config("memory.optimizer_offload=true")) == {"optimizer_offload": 2 * pinned}
+    single = config(
+        "memory.cpu_offload=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null"
+    )
+    assert offloaded_bytes(model, single) == {
+        "cpu_offload": pinned + power_of_two(largest) + 2 * sum(sizes)
+    }
+    assert offloaded_bytes(model, config("memory.optimizer_offload=true")) == {
+        "optimizer_offload": 2 * pinned
+    }
     reference = build_meta(small_spec(), torch.bfloat16).requires_grad_(False)
     beside = offloaded_bytes(model, config("memory.cpu_offload=true"), reference)
     assert beside == {"cpu_offload": 3 * pinned + 2 * sum(sizes)}
-    # Each state is memory of its own, of which codes, scales and master weights have different sizes.
+    # Each state is memory of its own, of which codes, scales and master weights have different
+    # sizes.
     few = ("dtype=bf16", "optimizer.state_bits=32", "optimizer.master_weights=true")
     several = config("memory.optimizer_offload=true", *few)
-    assert offloaded_bytes(model, several) == {"optimizer_offload": 3 * sum(power_of_two(2 * size) for size in sizes)}
+    assert offloaded_bytes(model, several) == {
+        "optimizer_offload": 3 * sum(power_of_two(2 * size) for size in sizes)
+    }
 
 
 def arriving() -> list[int]:
@@ -69,9 +90,15 @@ def arriving() -> list[int]:
     with start_world(cfg) as world:
         model = build_meta(small_spec(layers=LAYERS), torch.bfloat16)
         parallelize(model, cfg, world)
-        layers = [[each for name, each in model.named_parameters() if f"layers.{at}." in name] for at in range(LAYERS)]
+        layers = [
+            [each for name, each in model.named_parameters() if f"layers.{at}." in name]
+            for at in range(LAYERS)
+        ]
         rest = [each for name, each in model.named_parameters() if "layers." not in name]
-        units = [sum(power_of_two(each.to_local().numel() * 2) for each in unit) for unit in (*layers, rest)]  # type: ignore[attr-defined]
+        units = [
+            sum(power_of_two(each.to_local().numel() * 2) for each in unit)
+            for unit in (*layers, rest)
+        ]  # type: ignore[attr-defined]
         states = sum(2 * 2 * each.to_local().numel() for each in model.parameters())  # type: ignore[attr-defined]
         return [*units, offloaded_bytes(model, judged)["cpu_offload"] - states]
 
@@ -85,7 +112,9 @@ def test_two_units_arrive_where_gradients_are_added_up() -> None:
 def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the final norm, and states of what is trained."""
     monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
-    cfg = config("memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, "dtype=bf16")
+    cfg = config(
+        "memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, "dtype=bf16"
+    )
     for frozen in (False, True):
         model = build_meta(small_spec(), torch.bfloat16).requires_grad_(not frozen)
         layer_stream.stream_layers(model, cfg.memory, torch.device("cpu"))
@@ -95,8 +124,12 @@ def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) 
         expected["optimizer_offload"] = 0 if frozen else 2 * sum(map(power_of_two, sizes.values()))
         assert offloaded_bytes(model, cfg) == expected
     allowed = "memory.host_memory_limit_gib=0.0001"
-    with pytest.raises(SetupError, match="found 104.86 KiB allowed .*stream_layers .* choose lora.quant"):
-        limited = config("memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, allowed)
+    with pytest.raises(
+        SetupError, match="found 104.86 KiB allowed .*stream_layers .* choose lora.quant"
+    ):
+        limited = config(
+            "memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, allowed
+        )
         check_host_memory(model, Parallel(), limited, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
 
 
@@ -106,12 +139,18 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
     model = build_meta(small_spec(), torch.bfloat16)
     cfg = config("memory.cpu_offload=true", "memory.host_memory_limit_gib=0.0001")
     check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
-    with pytest.raises(SetupError, match=r"^host memory: found 104\.86 KiB allowed .* for 2 ranks .*cpu_offload"):
+    with pytest.raises(
+        SetupError, match=r"^host memory: found 104\.86 KiB allowed .* for 2 ranks .*cpu_offload"
+    ):
         check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
 
 
-def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With checkpointing: inputs of the layers that are sent, of rows twice as many and three times as long."""
+def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With checkpointing: inputs of the layers that are sent, of rows twice as many and three times
+    as long.
+    """
     monkeypatch.setattr(activation_offload, "has_host", lambda device: True)
     longest = 2 * ROWS * 3 * LENGTH
     expected = (LAYERS - 1) * power_of_two(ROWS * LENGTH * WIDTH * 4) * longest // (ROWS * LENGTH)
@@ -127,7 +166,10 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monk
         window = activation_offload.offload_activations(model, cfg.memory, torch.device("cpu"))
         assert window is not None and calls_at_once(Parallel(), cfg, window) == LAYERS - 1
         check_host_memory(
-            model, Parallel(levers=MemoryLevers(offload=window)), cfg, SimpleNamespace(device=torch.device("cuda"))
+            model,
+            Parallel(levers=MemoryLevers(offload=window)),
+            cfg,
+            SimpleNamespace(device=torch.device("cuda")),
         )  # type: ignore[arg-type]
         model.to_empty(device="cpu")
         init_weights(model, 3, spec)
@@ -145,7 +187,9 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monk
 
 def test_a_pipeline_has_several_micro_batches_under_way() -> None:
     moments = [{0: 1, 3: 0}, {0: 2, 3: 1}, {0: 1, 3: 2}]
-    pipeline = SimpleNamespace(layers={0: range(0, 2), 3: range(9, 12)}, in_flight=lambda count: moments[:count])
+    pipeline = SimpleNamespace(
+        layers={0: range(0, 2), 3: range(9, 12)}, in_flight=lambda count: moments[:count]
+    )
     parallel = Parallel(pipeline)  # type: ignore[arg-type]
     cfg = config("memory.activation_offload=true", "gradient_accumulation_steps=3")
     assert calls_at_once(parallel, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Preference losses against the formulas in float64: values, gradients, rewards, however the pairs are batched."""
+"""Preference losses against the formulas in float64: values, gradients, rewards, however the pairs
+are batched.
+"""
 
 from functools import cache
 from types import SimpleNamespace
@@ -36,12 +38,18 @@ LORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
 Found = tuple[list[float], dict[str, Tensor]]  # means of NUMBERS, gradients by name
 
 
-def compared(model: Decoder, reference: Decoder | None, batch: Batch, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
-    """What a recipe does with a micro-batch; without a second model the reference is the model's frozen part."""
+def compared(
+    model: Decoder, reference: Decoder | None, batch: Batch, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """What a recipe does with a micro-batch; without a second model the reference is the model's
+    frozen part.
+    """
 
     def answers(of: Decoder) -> Tensor:
         inputs = (batch.tokens, batch.positions, batch.attention)
-        return answer_log_probs(of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg)
+        return answer_log_probs(
+            of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg
+        )
 
     old = None
     if cfg.needs_reference:
@@ -61,9 +69,15 @@ def step(
     """One step over all pairs."""
     rows = pairs(VOCABULARY)
     items = np.arange(rows.items)
-    slots = [items[at : at + 2] for at in range(0, len(items), 2)] if packed else list(items.reshape(-1, 1))
+    slots = (
+        [items[at : at + 2] for at in range(0, len(items), 2)]
+        if packed
+        else list(items.reshape(-1, 1))
+    )
     accumulation = len(slots) // (batch_size * world.size)
-    batches = make_step(rows, slots, world.data_rank, world.data_ranks, batch_size, accumulation, pad_id=0)
+    batches = make_step(
+        rows, slots, world.data_rank, world.data_ranks, batch_size, accumulation, pad_id=0
+    )
     assert batches.items == rows.items
     model.zero_grad(set_to_none=True)
     sums = torch.zeros(4, dtype=torch.float64)
@@ -94,7 +108,9 @@ def expected(kind: str, tied: bool, loss: str) -> Found:
 
 
 class made:  # noqa: N801  (used as a context manager)
-    """The model to train, the reference (None: none, or the model with its adapters off) and the world."""
+    """The model to train, the reference (None: none, or the model with its adapters off) and the
+    world.
+    """
 
     def __init__(self, kind: str, spec: DecoderSpec, cfg: DpoConfig, **levers) -> None:
         self.kind, self.spec, self.cfg = kind, spec, cfg
@@ -108,7 +124,9 @@ class made:  # noqa: N801  (used as a context manager)
         self.inner = start_world(DpoFinetuneConfig(device="cpu", parallel=self.setting.parallel))
         world = self.inner.__enter__()
         model = self.placed(world, 11)
-        reference = self.placed(world, 3).requires_grad_(False) if self.cfg.needs_reference else None
+        reference = (
+            self.placed(world, 3).requires_grad_(False) if self.cfg.needs_reference else None
+        )
         return model, reference, world
 
     def placed(self, world: World, seed: int) -> Decoder:
@@ -144,7 +162,9 @@ def test_loss_rewards_and_gradients_equal_the_formulas(loss: str, kind: str, pac
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_micro_batches_of_any_size_give_the_same_step(batch_size: int) -> None:
     with made("lora", small_spec(), LOSSES["ipo"]) as (model, reference, world):
-        assert_same(step(model, reference, LOSSES["ipo"], world, batch_size), expected("lora", False, "ipo"))
+        assert_same(
+            step(model, reference, LOSSES["ipo"], world, batch_size), expected("lora", False, "ipo")
+        )
 
 
 def notes(model: nn.Module) -> int:
@@ -160,17 +180,30 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
     levers = [
         ("sigmoid", ParallelConfig(fsdp_wrap_policy="layers"), checkpointed),
         ("sigmoid", ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig()),
-        ("simpo", ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False), MemoryConfig()),
-        ("sigmoid", ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2), checkpointed),
+        (
+            "simpo",
+            ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False),
+            MemoryConfig(),
+        ),
+        (
+            "sigmoid",
+            ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2),
+            checkpointed,
+        ),
     ]
 
     def work() -> None:
         for loss, parallel, memory in levers:
-            placing = made(kind, small_spec(tied=tied), LOSSES[loss], parallel=parallel, memory=memory)
+            placing = made(
+                kind, small_spec(tied=tied), LOSSES[loss], parallel=parallel, memory=memory
+            )
             with placing as (model, reference, world):
                 assert (reference is None) == (kind == "lora" or loss == "simpo")
                 for packed in (False, True):  # the second step from a clean start
-                    assert_same(step(model, reference, LOSSES[loss], world, 2 - packed, packed), wanted[loss])
+                    assert_same(
+                        step(model, reference, LOSSES[loss], world, 2 - packed, packed),
+                        wanted[loss],
+                    )
                     for part in (model, reference):
                         assert part is None or gathered_bytes(part) == notes(part) == 0
 
@@ -183,7 +216,11 @@ def test_hybrid_sharding_on_two_by_two_ranks() -> None:
     parallel = ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2)
 
     def work() -> None:
-        with made("full", small_spec(tied=True), LOSSES["sigmoid"], parallel=parallel) as (model, reference, world):
+        with made("full", small_spec(tied=True), LOSSES["sigmoid"], parallel=parallel) as (
+            model,
+            reference,
+            world,
+        ):
             assert_same(step(model, reference, LOSSES["sigmoid"], world, 1), wanted)
 
     run_ranks(work, 4)
@@ -221,7 +258,12 @@ def test_metrics_are_named_means() -> None:
     loss, numbers = step_numbers(4 * means, 4, None, DpoConfig())
     found = {name: float(value) for name, value in numbers.items()}
     assert loss == 0.5
-    assert found == {"reward_chosen": 2.0, "reward_rejected": -1.5, "reward_accuracy": 0.75, "reward_margin": 3.5}
+    assert found == {
+        "reward_chosen": 2.0,
+        "reward_rejected": -1.5,
+        "reward_accuracy": 0.75,
+        "reward_margin": 3.5,
+    }
 
 
 def test_rows_of_one_answer_are_refused_in_one_line() -> None:
@@ -229,8 +271,12 @@ def test_rows_of_one_answer_are_refused_in_one_line() -> None:
     check_pairs(cast(Any, SimpleNamespace(dataset=rows, validation_dataset=None)), "do else")
     single = SimpleNamespace(group=1, report=SimpleNamespace(format="alpaca"))
     for key, given in (("data.format", (single, None)), ("validation.format", (rows, single))):
-        with pytest.raises(ConfigError, match=rf"^{key}: found alpaca, .*; set {key}=preference, or do else$"):
-            check_pairs(cast(Any, SimpleNamespace(dataset=given[0], validation_dataset=given[1])), "do else")
+        with pytest.raises(
+            ConfigError, match=rf"^{key}: found alpaca, .*; set {key}=preference, or do else$"
+        ):
+            check_pairs(
+                cast(Any, SimpleNamespace(dataset=given[0], validation_dataset=given[1])), "do else"
+            )
 
 
 def test_the_reference_is_said() -> None:
@@ -238,4 +284,7 @@ def test_the_reference_is_said() -> None:
     assert describe_reference(DpoConfig(), None) == "reference: the model without its adapters"
     assert describe_reference(DpoConfig(), model) == "reference: a frozen copy, 128 B per rank"
     assert describe_reference(LOSSES["simpo"], None) == "reference: none, dpo.loss=simpo"
-    assert describe_reference(LOSSES["ipo without reference"], None) == "reference: none, dpo.reference_free=true"
+    assert (
+        describe_reference(LOSSES["ipo without reference"], None)
+        == "reference: none, dpo.reference_free=true"
+    )

@@ -1,4 +1,6 @@
-"""A run that replaces an earlier one: what it refuses, what stays until when, and that nothing of others ever goes."""
+"""A run that replaces an earlier one: what it refuses, what stays until when, and that nothing of
+others ever goes.
+"""
 
 import json
 import os
@@ -11,12 +13,24 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint.run_files import describe, publish, read_record, write_manifest, write_record
+from recipe_lib.checkpoint.run_files import (
+    describe,
+    publish,
+    read_record,
+    write_manifest,
+    write_record,
+)
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.training.metrics import MetricsFile, write_summary
-from recipe_lib.training.output import check_output, drop_earlier, is_record, note_written, open_output
+from recipe_lib.training.output import (
+    check_output,
+    drop_earlier,
+    is_record,
+    note_written,
+    open_output,
+)
 from recipe_lib.training.report_page import write_report
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
@@ -34,8 +48,13 @@ def write_model(root: Path, value: float, name: str = "model") -> None:
     """Publishes a folder as an export does."""
     temporary = files.temporary_path(root / name)
     files.make_folder(temporary)
-    files.write_json(temporary / ("config.json" if name == "model" else "adapter_config.json"), {"value": value})
-    save_file({"w": torch.full((4,), value)}, temporary / f"{name.replace('adapter', 'adapter_model')}.safetensors")
+    files.write_json(
+        temporary / ("config.json" if name == "model" else "adapter_config.json"), {"value": value}
+    )
+    save_file(
+        {"w": torch.full((4,), value)},
+        temporary / f"{name.replace('adapter', 'adapter_model')}.safetensors",
+    )
     publish(temporary, root / name)
 
 
@@ -66,21 +85,33 @@ def earlier_run(root: Path, *names: str) -> None:
 
 
 def seed_in(folder: Path) -> str:
-    return next(line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("seed:"))
+    return next(
+        line
+        for line in (folder / "config.yaml").read_text().splitlines()
+        if line.startswith("seed:")
+    )
 
 
 def test_the_earlier_run_stays_until_the_new_model_is_there(tmp_path: Path) -> None:
     root = tmp_path / "out"
     earlier_run(root)
     model, state = tree(root / "model"), tree(root / "state")
-    records = {name: (root / name).read_bytes() for name in ("config.yaml", "summary.json", "report.html")}
+    records = {
+        name: (root / name).read_bytes() for name in ("config.yaml", "summary.json", "report.html")
+    }
     cfg = config(root, seed=2, overwrite_output_dir=True)
     check_output(cfg)
     open_output(cfg)
     assert tree(root / "model") == model and tree(root / "earlier" / "state") == state
     assert {name: (root / "earlier" / name).read_bytes() for name in records} == records
-    assert (root / "earlier/trackers/tensorboard/events.out.tfevents.1.host.2.3").read_text() == "event"
-    assert seed_in(root) == "seed: 2" and not (root / "state").exists() and not (root / "metrics.jsonl").exists()
+    assert (
+        root / "earlier/trackers/tensorboard/events.out.tfevents.1.host.2.3"
+    ).read_text() == "event"
+    assert (
+        seed_in(root) == "seed: 2"
+        and not (root / "state").exists()
+        and not (root / "metrics.jsonl").exists()
+    )
     finish(root, "diverged")
     drop_earlier(root)  # there is no model yet
     assert tree(root / "model") == model and tree(root / "earlier" / "state") == state
@@ -102,13 +133,16 @@ def test_an_attempt_that_failed_does_not_take_the_place_of_the_earlier_run(tmp_p
         open_output(config(tmp_path, seed=seed, overwrite_output_dir=True))
         finish(tmp_path, "failed")
     write_state(tmp_path, 1)  # the third attempt has a state
-    with pytest.raises(ConfigError, match=r"holds saved states .*; resume=latest goes on from them"):
+    with pytest.raises(
+        ConfigError, match=r"holds saved states .*; resume=latest goes on from them"
+    ):
         check_output(config(tmp_path))
     check_output(config(tmp_path, resume="latest"))
     open_output(config(tmp_path, seed=4, overwrite_output_dir=True))
     assert tree(tmp_path / "model") == model
     kept = {
-        seed_in(folder): [path.name for path in (folder / "state").iterdir()] for folder in tmp_path.glob("earlier*")
+        seed_in(folder): [path.name for path in (folder / "state").iterdir()]
+        for folder in tmp_path.glob("earlier*")
     }
     assert kept == {"seed: 1": ["step_4"], "seed: 3": ["step_1"]}
     write_model(tmp_path, 2.0)
@@ -130,12 +164,16 @@ UNRECORDED: dict[str, Callable[[Path], object]] = {
     "model/config.json": lambda path: path.write_text('{"value": "mine"}'),
     "model/model.safetensors": lambda path: save_file({"w": torch.full((4,), 7.0)}, path),
     "model/more": lambda path: path.mkdir(),
-    "adapter/README.md": lambda path: path.write_text("mine") if path.parent.mkdir() is None else None,
+    "adapter/README.md": lambda path: (
+        path.write_text("mine") if path.parent.mkdir() is None else None
+    ),
     "state/notes.txt": lambda path: path.write_text("mine"),
     "state/step_4/mine": lambda path: path.write_text("mine"),
     "state/old_step_4": lambda path: shutil.copytree(path.parent / "step_4", path),
     "trackers/mine.log": lambda path: path.write_text("mine"),
-    "config.yaml": lambda path: path.write_text("# my notes\nrecipe: full_finetune_distributed\nseed: 3\n"),
+    "config.yaml": lambda path: path.write_text(
+        "# my notes\nrecipe: full_finetune_distributed\nseed: 3\n"
+    ),
     "metrics.jsonl": lambda path: path.write_text('{"step": 1, "accuracy": 0.5}\n'),
     "summary.json": lambda path: path.write_text('{"status": "good"}'),
     "report.html": lambda path: path.write_text("<!DOCTYPE html><p>mine"),
@@ -150,9 +188,10 @@ def test_what_no_run_wrote_is_refused_and_stays(name: str, tmp_path: Path) -> No
     for use in (check_output, open_output):
         with pytest.raises(ConfigError) as caught:
             use(config(tmp_path, overwrite_output_dir=True))
-        assert str(caught.value) == (
-            f"output_dir: {tmp_path / name} is not, or no longer, what a run wrote, and would be replaced; move it "
-            "away, or choose another output_dir"
+        assert (
+            str(caught.value)
+            == f"output_dir: {tmp_path / name} is not, or no longer, what a run wrote, and would be"
+            " replaced; move it away, or choose another output_dir"
         )
     assert tree(tmp_path) == before
 
@@ -215,7 +254,11 @@ def test_a_record_of_an_earlier_version(tmp_path: Path) -> None:
 def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
     """Every file that a run has left."""
     earlier_run(tmp_path / "out", "model", "adapter")
-    names = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    names = [
+        path.relative_to(tmp_path / "out")
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    ]
     assert len(names) > 8
     for name in names:
         root = tmp_path / "copy"
@@ -228,7 +271,9 @@ def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
             return str(caught.value)
 
         if name.parts[0] not in ("state", "trackers"):  # which are known by their names
-            assert "is not, or no longer, what a run wrote" in call_forked(refuse, as_plain_user=True), name
+            assert "is not, or no longer, what a run wrote" in call_forked(
+                refuse, as_plain_user=True
+            ), name
         shutil.rmtree(root)
 
 
@@ -287,9 +332,13 @@ def leading_to(name: str, place: Path, away: Path) -> str:
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(
-    "how", [{"overwrite_output_dir": True}, {"resume": "latest"}], ids=["overwrite_output_dir", "resume"]
+    "how",
+    [{"overwrite_output_dir": True}, {"resume": "latest"}],
+    ids=["overwrite_output_dir", "resume"],
 )
-def test_inputs_inside_what_is_replaced_are_refused(name: str, how: dict[str, object], tmp_path: Path) -> None:
+def test_inputs_inside_what_is_replaced_are_refused(
+    name: str, how: dict[str, object], tmp_path: Path
+) -> None:
     root = tmp_path / "out"
     earlier_run(root, "model", "adapter")
     key, place = INPUTS[name]
@@ -328,7 +377,9 @@ def test_nothing_is_ours_without_a_record(tmp_path: Path) -> None:
         check_output(config(tmp_path, overwrite_output_dir=True))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "folders": {"../x": []}}', "\x00" * 100])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 1, "folders": {"../x": []}}', "\x00" * 100]
+)
 def test_a_record_that_cannot_be_read_makes_nothing_ours(text: str, tmp_path: Path) -> None:
     earlier_run(tmp_path)
     (tmp_path / "written.json").write_text(text)
@@ -393,7 +444,12 @@ def test_a_process_that_ends_at_every_fourth_operation(
         replace_run(root)
         assert tree(root / "adapter") == new
         names = {path.name for path in root.iterdir()}
-        assert names == {"adapter", "config.yaml", "state", "written.json"}, "leftovers outlive the next run"
+        assert names == {
+            "adapter",
+            "config.yaml",
+            "state",
+            "written.json",
+        }, "leftovers outlive the next run"
         record = read_record(root)
         assert record is not None and list(record.folders) == ["adapter"] and not record.kept
         shutil.rmtree(root)

@@ -20,7 +20,9 @@ def write_run(
     own: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
 ) -> Path:
-    """A run of so many steps. own: numbers of the recipe's, added to each step. facts: of its summary."""
+    """A run of so many steps. own: numbers of the recipe's, added to each step. facts: of its
+    summary.
+    """
     metrics = MetricsFile(folder)
     peak = PEAK if kind == "device" else dict.fromkeys(("active", "allocated", "reserved"), 2**30)
     for step in range(1, steps + 1):
@@ -42,7 +44,9 @@ def write_run(
         if step % 4 == 0:
             metrics.append({"step": step, "validation_loss": 6.0 / step, "validation_tokens": 7})
     (folder / "config.yaml").write_text("model:\n  path: a <b> & c\n")
-    write_summary(folder, "done", {}, wall_seconds=3700.0, total_steps=steps, world_size=2, facts=facts)
+    write_summary(
+        folder, "done", {}, wall_seconds=3700.0, total_steps=steps, world_size=2, facts=facts
+    )
     return write_report(folder)
 
 
@@ -60,7 +64,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href")
+        ]
         if tag != "meta":
             self.open.append(tag)
 
@@ -82,7 +88,9 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path: Path) -> None:
     assert not re.search(r"https?://|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text
     assert page.tags.count("figure") == 6
-    charts = [chart for chart in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if 'role="img"' in chart]
+    charts = [
+        chart for chart in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if 'role="img"' in chart
+    ]
     assert len(charts) == 6
     for chart in charts:
         texts = ElementTree.fromstring(chart).iter("text")
@@ -94,7 +102,15 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path: Path) -> None:
 def test_the_numbers_are_on_the_page(tmp_path: Path) -> None:
     page = Page(write_run(tmp_path, 12).read_text())
     assert "12 of 12 steps, loss 5.0000 → 0.4167, validation loss 0.5000" in page.text
-    for expected in ("training 0.4167", "validation 0.5", "reserved 3", "1h01m", "4.8 K (4,800)", "3.00 GiB", "done"):
+    for expected in (
+        "training 0.4167",
+        "validation 0.5",
+        "reserved 3",
+        "1h01m",
+        "4.8 K (4,800)",
+        "3.00 GiB",
+        "done",
+    ):
         assert expected in page.text
 
 
@@ -119,18 +135,24 @@ def chart_of(text: str, title: str) -> str:
 def test_a_loss_over_a_decade_has_a_log_axis(tmp_path: Path) -> None:
     loss = chart_of(write_run(tmp_path, 12).read_text(), "Loss")
     assert loss.count('role="img"') == 1 and "validation 0.5" in loss
-    (_, after_nan) = re.findall(r'"curve c0" points="([^"]*)"', loss)
-    heights = [float(pair.split(",")[1]) for pair in after_nan.split()]  # of the steps 4 to 12, the loss is 5 / step
+    _, after_nan = re.findall(r'"curve c0" points="([^"]*)"', loss)
+    heights = [
+        float(pair.split(",")[1]) for pair in after_nan.split()
+    ]  # of the steps 4 to 12, the loss is 5 / step
     assert abs((heights[4] - heights[0]) - (heights[8] - heights[2])) < 0.2
 
 
 def test_numbers_of_the_recipe_s_own_are_charts(tmp_path: Path) -> None:
-    """And those of its validations, beside the step's where they have the same name; no other values are."""
+    """And those of its validations, beside the step's where they have the same name; no other
+    values are.
+    """
     own = {"weight <norm>": 0.5, "accuracy": 0.01}
     MetricsFile(tmp_path).append({"step": 1, "validation_accuracy": 0.25, "validation_depth": 7.0, "said": "text",
                                   "is_good": True, "broken": None, "many": [1, 2]})  # fmt: skip
     text = write_run(tmp_path, 12, own=own).read_text()
-    titles = re.findall("<figcaption>(.*?)</figcaption>", text.partition("Metrics of the recipe")[2])
+    titles = re.findall(
+        "<figcaption>(.*?)</figcaption>", text.partition("Metrics of the recipe")[2]
+    )
     assert titles == ["validation_depth", "weight &lt;norm&gt;", "accuracy"]
     assert "weight &lt;norm&gt; 6</li>" in chart_of(text, "weight &lt;norm&gt;")
     both = chart_of(text, "accuracy")
@@ -158,12 +180,17 @@ FIGURES = {
 def rows_of(text: str, title: str) -> dict[str, list[str]]:
     """The rows of a section's table, by their first cell."""
     section = text.partition(f"<h2>{title}</h2>")[2].partition("</section>")[0]
-    rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", section, re.DOTALL)]
+    rows = [
+        re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row)
+        for row in re.findall("<tr>.*?</tr>", section, re.DOTALL)
+    ]
     return {row[0]: row[1:] for row in rows}
 
 
 def test_planned_and_measured_are_beside_each_other(tmp_path: Path) -> None:
-    """Of the first rank, whose peaks the run records; a step is the median of those after the first."""
+    """Of the first rank, whose peaks the run records; a step is the median of those after the
+    first.
+    """
     text = write_run(tmp_path, 12, facts={"planned": FIGURES}).read_text()
     rows = rows_of(text, "Planned and measured")
     assert rows["peak active memory"] == ["1.00 GiB", "1.00 GiB", "+0.0%"]

@@ -1,5 +1,6 @@
-"""The ranks that share matrices, or a pipeline, have read the same rows, or the run does not begin; neither does it
-when resumed."""
+"""The ranks that share matrices, or a pipeline, have read the same rows, or the run does not begin;
+neither does it when resumed.
+"""
 
 from pathlib import Path
 
@@ -19,7 +20,9 @@ MESSAGE = "data: the 2 ranks {} that have data rank {} found different batches f
 SHARED = "that share matrices"
 
 
-def step(tokens: list[int], labels: list[int], positions: torch.Tensor | None = None) -> StepBatches:
+def step(
+    tokens: list[int], labels: list[int], positions: torch.Tensor | None = None
+) -> StepBatches:
     batch = Batch(torch.tensor([tokens]), torch.tensor([labels]), positions)
     return StepBatches([batch], len(labels), len(tokens), len(tokens), items=1)
 
@@ -44,14 +47,19 @@ def test_rows_may_differ_between_groups_and_not_within_one() -> None:
         cases += [[first, longer, second, second], [starts, first, first, first]]
         found = [check(case, tensor=2) for case in cases]
         # The ranks of a pipeline are not neighbors.
-        found += [check([first, second, first, second], pipeline=2), check([first, second] * 2, pipeline=2, tensor=2)]
+        found += [
+            check([first, second, first, second], pipeline=2),
+            check([first, second] * 2, pipeline=2, tensor=2),
+        ]
         return [*found, check([first, second, first, other_label], pipeline=2)]
 
     for alike, *refused, alike_too, both, piped in run_ranks(all_cases, 4):
         assert alike == alike_too == ""
         told = zip(refused, (1, 0, 0), strict=True)
         assert all(line.startswith(MESSAGE.format(SHARED, group)) for line, group in told)
-        assert both.startswith("data: the 4 ranks of a pipeline and that share matrices that have data rank 0 found")
+        assert both.startswith(
+            "data: the 4 ranks of a pipeline and that share matrices that have data rank 0 found"
+        )
         assert piped.startswith(MESSAGE.format("of a pipeline", 1))
 
 
@@ -70,10 +78,17 @@ def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> No
         recipe.data.batches = batches  # type: ignore[attr-defined]
 
     def run() -> list[list[str]]:
-        argv = [*arguments(tmp_path / "run"), "parallel.tensor=2", "max_steps=2", "checkpoint.save_model=false"]
+        argv = [
+            *arguments(tmp_path / "run"),
+            "parallel.tensor=2",
+            "max_steps=2",
+            "checkpoint.save_model=false",
+        ]
         said = [run_here(argv, before_training=changed).said]
         dist.barrier()  # a rank that is there first would find the folder in use
-        saved = run_here([*argv, "max_steps=1", "checkpoint.save_every_n_steps=1", "overwrite_output_dir=true"])
+        saved = run_here(
+            [*argv, "max_steps=1", "checkpoint.save_every_n_steps=1", "overwrite_output_dir=true"]
+        )
         assert saved.code == 0, saved.said
         dist.barrier()
         said.append(run_here([*argv, "resume=latest"], before_training=changed).said)

@@ -1,5 +1,6 @@
-"""Scores at the last tokens of sequences against TRL's RewardTrainer and transformers' classifiers: losses, accuracy,
-gradients, however sequences are batched."""
+"""Scores at the last tokens of sequences against TRL's RewardTrainer and transformers' classifiers:
+losses, accuracy, gradients, however sequences are batched.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Any, Dec
 
 
 def step(model: Decoder, cfg: RewardConfig, batches: list[StepBatches]) -> dict[str, float]:
-    """What a recipe does with the micro-batches of all ranks, here one after the other; leaves gradients."""
+    """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
+    gradients.
+    """
     scores, count = scored_with(model), batches[0].items
     model.zero_grad()
     sums = torch.zeros(2 if cfg.loss == "classification" else 4, dtype=torch.float64)
@@ -60,7 +63,9 @@ def step(model: Decoder, cfg: RewardConfig, batches: list[StepBatches]) -> dict[
         (loss / count).backward()
         sums += numbers
     means = sums / count
-    return {"loss": float(means[0])} | {name: float(value) for name, value in score_metrics(means, cfg).items()}
+    return {"loss": float(means[0])} | {
+        name: float(value) for name, value in score_metrics(means, cfg).items()
+    }
 
 
 def whole_step(model: Decoder, cfg: RewardConfig) -> dict[str, float]:
@@ -77,9 +82,13 @@ def test_rewards_equal_trl(models: Any, name: str, tmp_path: Path) -> None:
 
     cfg, (theirs, ours) = LOSSES[name], models[1]
     given = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": []}
-    arguments = TrlConfig(str(tmp_path), center_rewards_coefficient=cfg.center_rewards_coefficient, **given)
+    arguments = TrlConfig(
+        str(tmp_path), center_rewards_coefficient=cfg.center_rewards_coefficient, **given
+    )
     rows = Rows.from_list([{"chosen": "a b", "rejected": "c"}] * 2)
-    trainer = RewardTrainer(theirs, arguments, train_dataset=rows, processing_class=labeled.tokenizer())
+    trainer = RewardTrainer(
+        theirs, arguments, train_dataset=rows, processing_class=labeled.tokenizer()
+    )
     theirs.config.pad_token_id = labeled.PAD
     dataset = items(cfg)
     ids = [sum(labeled.parts(dataset, number), []) for number in range(len(dataset))]
@@ -96,7 +105,9 @@ def test_rewards_equal_trl(models: Any, name: str, tmp_path: Path) -> None:
     assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert found["accuracy"] == pytest.approx(logged["accuracy"])
     assert found["reward_margin"] == pytest.approx(logged["margin"], rel=1e-5)
-    assert (found["reward_chosen"] + found["reward_rejected"]) / 2 == pytest.approx(logged["mean_reward"], rel=1e-5)
+    assert (found["reward_chosen"] + found["reward_rejected"]) / 2 == pytest.approx(
+        logged["mean_reward"], rel=1e-5
+    )
     labeled.assert_gradients(ours, theirs)
 
 
@@ -127,7 +138,9 @@ def test_however_a_step_is_divided(models: Any, name: str, division: str) -> Non
     wanted = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     slots = list(np.arange(len(PAIRS)).reshape(-1, 1))
     if division == "ranks":
-        batches = [make_step(dataset, slots, rank, 3, 1, 2, labeled.PAD, multiple=8) for rank in range(3)]
+        batches = [
+            make_step(dataset, slots, rank, 3, 1, 2, labeled.PAD, multiple=8) for rank in range(3)
+        ]
     elif division == "packed":
         packs = [np.array([0, 3]), np.array([1]), np.array([2, 4, 5])]
         batches = [make_step(dataset, packs, 0, 1, 1, 3, pack_length=64)]
@@ -150,21 +163,31 @@ def test_a_sequence_has_all_its_ids_up_to_the_limit() -> None:
     assert dataset.trained_counts.tolist() == [1] * len(TEXTS)
 
 
-def settled(names: list[str], labels: int = 3, known: list[str] | None = None, validation: Any = None) -> Any:
+def settled(
+    names: list[str], labels: int = 3, known: list[str] | None = None, validation: Any = None
+) -> Any:
     """Of samples of these classes: values and names after they are settled."""
 
     def classes(found: list[str]) -> Dataset:
         seen = list(dict.fromkeys(found))
-        dataset = labeled.sequences([(1, 3)] * len(found), [float(seen.index(name)) for name in found])
+        dataset = labeled.sequences(
+            [(1, 3)] * len(found), [float(seen.index(name)) for name in found]
+        )
         dataset.report.classes = seen
         return dataset.scored(8)
 
-    special = SimpleNamespace(stop_ids={1}, eos_id=1, bos_id=0, pad_id=labeled.PAD, special_texts=(), place="t")
+    special = SimpleNamespace(
+        stop_ids={1}, eos_id=1, bos_id=0, pad_id=labeled.PAD, special_texts=(), place="t"
+    )
     special.encode_pieces = lambda texts: []
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     if known is not None:
-        config = score_config(config, known, None) | {"architectures": ["LlamaForSequenceClassification"]}
-    data = SimpleNamespace(dataset=classes(names), validation_dataset=validation and classes(validation))
+        config = score_config(config, known, None) | {
+            "architectures": ["LlamaForSequenceClassification"]
+        }
+    data = SimpleNamespace(
+        dataset=classes(names), validation_dataset=validation and classes(validation)
+    )
     data.tokenizer = special
     source = ResolvedModel("m", None, config, SimpleNamespace(num_labels=labels))  # type: ignore[arg-type]
     source = settle_items(data, source, LOSSES["classes"])
@@ -173,8 +196,16 @@ def settled(names: list[str], labels: int = 3, known: list[str] | None = None, v
 
 def test_names_of_classes() -> None:
     data, config = settled(["dog", "cat", "emu", "cat"], validation=["emu", "dog"])
-    assert data.dataset.values.tolist() == [1, 0, 2, 0] and data.validation_dataset.values.tolist() == [2, 1]
-    assert config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"} and config["pad_token_id"] == labeled.PAD
+    assert data.dataset.values.tolist() == [
+        1,
+        0,
+        2,
+        0,
+    ] and data.validation_dataset.values.tolist() == [2, 1]
+    assert (
+        config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"}
+        and config["pad_token_id"] == labeled.PAD
+    )
     assert config["problem_type"] == "single_label_classification" and head_labels(config) is None
     data, config = settled(["2", "0", "1", "0"])
     assert data.dataset.values.tolist() == [2, 0, 1, 0] and config["label2id"]["LABEL_2"] == 2
@@ -185,14 +216,26 @@ def test_names_of_classes() -> None:
 def test_classes_that_cannot_be_are_refused() -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: settled(["a", "a"]), DataError, r"found one class \(a\) in all samples"),
-        (lambda: settled(["1", "b", "0"]), DataError, r"found classes by number \(0\) and by name \(b\)"),
-        (lambda: settled(["a", "b"]), ConfigError, r"found 3, and 2 classes in made \(a, b\); set reward.num_labels=2"),
+        (
+            lambda: settled(["1", "b", "0"]),
+            DataError,
+            r"found classes by number \(0\) and by name \(b\)",
+        ),
+        (
+            lambda: settled(["a", "b"]),
+            ConfigError,
+            r"found 3, and 2 classes in made \(a, b\); set reward.num_labels=2",
+        ),
         (
             lambda: settled(["1", "4"]),
             ConfigError,
             r"found 3, and 5 classes in made \(1, 4, counted from 0\); set reward.num_labels=5",
         ),
-        (lambda: settled(["a", "b", "c"], validation=["d", "a"]), DataError, r"found the class d, which no training"),
+        (
+            lambda: settled(["a", "b", "c"], validation=["d", "a"]),
+            DataError,
+            r"found the class d, which no training",
+        ),
     ]
     for run, error, line in cases:
         with pytest.raises(error, match=line):
@@ -200,13 +243,29 @@ def test_classes_that_cannot_be_are_refused() -> None:
 
 
 def test_specs_of_scored_models() -> None:
-    config = labeled.SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6}
+    config = labeled.SHAPE | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-6,
+    }
     assert scored_spec(config, "here", 2).num_labels == 2
-    with pytest.raises(CheckpointError, match=r"^here: config.json: has no score head .*; set reward.num_labels to"):
+    with pytest.raises(
+        CheckpointError, match=r"^here: config.json: has no score head .*; set reward.num_labels to"
+    ):
         scored_spec(config, "here", None)
-    scored = config | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
+    scored = config | {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {"0": "a", "1": "b", "2": "c"},
+    }
     assert scored_spec(scored, "here", None).num_labels == 3
-    with pytest.raises(CheckpointError, match=r"its score head has 3 rows, the config asks for 1; set reward.num_lab"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"its score head has 3 rows, the config asks for 1; set reward.num_lab",
+    ):
         scored_spec(scored, "here", 1)
-    gemma = {"architectures": ["Gemma3TextForSequenceClassification"], "model_type": "gemma3_text", "hidden_size": 8}
+    gemma = {
+        "architectures": ["Gemma3TextForSequenceClassification"],
+        "model_type": "gemma3_text",
+        "hidden_size": 8,
+    }
     assert scored_spec(config | gemma | {"head_dim": 4}, "here", 2).family == "gemma3"

@@ -1,4 +1,6 @@
-"""Loss, clipping and optimizer together: two ranks end where one process ends, whatever the kernels."""
+"""Loss, clipping and optimizer together: two ranks end where one process ends, whatever the
+kernels.
+"""
 
 from types import SimpleNamespace
 
@@ -63,7 +65,9 @@ def train(model: nn.Module, cfg: OptimizerConfig, rows: list[int]) -> list[float
 @pytest.mark.parametrize("implementation", ["auto", "foreach", "single"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_two_ranks_end_where_one_process_ends(name: str, implementation: str) -> None:
-    cfg = OptimizerConfig(name=name, lr=0.05, weight_decay=0.1, momentum=0.9, implementation=implementation)
+    cfg = OptimizerConfig(
+        name=name, lr=0.05, weight_decay=0.1, momentum=0.9, implementation=implementation
+    )
     alone = Model()
     norms = train(alone, cfg, [0, 1])
 
@@ -96,9 +100,12 @@ def test_fused_sgd_on_shards_is_refused_in_one_line() -> None:
         model = Model()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(
-            ConfigError, match=r"^optimizer\.implementation: found fused with optimizer\.name=sgd .*auto"
+            ConfigError,
+            match=r"^optimizer\.implementation: found fused with optimizer\.name=sgd .*auto",
         ):
-            build_optimizer(OptimizerConfig(name="sgd", implementation="fused"), model.parameters(), CPU)
+            build_optimizer(
+                OptimizerConfig(name="sgd", implementation="fused"), model.parameters(), CPU
+            )
         return "refused"
 
     assert run_ranks(work, 2) == ["refused", "refused"]

@@ -16,8 +16,8 @@ from recipe_lib.training import run as run_module
 from tests.cli.commands import environment
 
 LINE = (
-    "warning: dtype=bf16 on this CPU, which has no instructions for it: matrices are multiplied many times as slowly "
-    "as in fp32; set dtype=fp32"
+    "warning: dtype=bf16 on this CPU, which has no instructions for it: matrices are multiplied"
+    " many times as slowly as in fp32; set dtype=fp32"
 )
 
 
@@ -32,14 +32,21 @@ LINE = (
     ],
 )
 def test_who_is_warned(
-    dtype: str, device: str, is_main: bool, is_supported: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    device: str,
+    is_main: bool,
+    is_supported: bool,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[logging.LogRecord] = []
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_supported)
     monkeypatch.setattr(get_logger(), "handle", said.append)
     world = cast(Any, SimpleNamespace(device=torch.device(device), is_main=is_main))
     run_module.warn_of_slow_dtype(FullFinetuneConfig(dtype=dtype), world)
-    assert [(record.levelno, record.getMessage()) for record in said] == [(logging.WARNING, LINE)] * warned
+    assert [(record.levelno, record.getMessage()) for record in said] == [
+        (logging.WARNING, LINE)
+    ] * warned
 
 
 def test_a_torch_without_onednn_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,11 +77,17 @@ for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variables are those of x86")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="the variables are those of x86"
+)
 def test_it_is_slow_where_torch_says_that_it_has_no_instructions() -> None:
     limit = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     said = subprocess.run(
-        [sys.executable, "-c", PROBE], env=environment(**limit), capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROBE],
+        env=environment(**limit),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for line in said.stdout.splitlines():
         has_it, is_slow = line.split()

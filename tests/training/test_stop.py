@@ -36,7 +36,8 @@ def test_the_former_handlers_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "signals, code", [(["SIGINT", "SIGINT"], -signal.SIGINT), (["SIGINT"], 0), (["SIGTERM", "SIGINT"], 0)]
+    "signals, code",
+    [(["SIGINT", "SIGINT"], -signal.SIGINT), (["SIGINT"], 0), (["SIGTERM", "SIGINT"], 0)],
 )
 def test_only_a_second_sigint_ends_the_process(signals: list[str], code: int) -> None:
     child = os.fork()

@@ -1,4 +1,6 @@
-"""Losses of single answers against TRL's KTOTrainer: the loss, rewards, the KL estimate and gradients of a step."""
+"""Losses of single answers against TRL's KTOTrainer: the loss, rewards, the KL estimate and
+gradients of a step.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,20 +45,32 @@ def answers() -> Dataset:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Decoder]]:
     """A policy and a reference, each TRL's and ours."""
     found = {}
-    for seed, name in ((1, "policy"), (0, "reference")):  # the other way round the estimate is below 0
+    for seed, name in (
+        (1, "policy"),
+        (0, "reference"),
+    ):  # the other way round the estimate is below 0
         folder = tmp_path_factory.mktemp(name)
         theirs = labeled.theirs(seed, folder)
-        found[name] = theirs, labeled.ours(spec_from_config(read_config(folder), str(folder)), folder)
+        found[name] = (
+            theirs,
+            labeled.ours(spec_from_config(read_config(folder), str(folder)), folder),
+        )
     return found
 
 
 def log_probs(model: Decoder, batch: Any, cfg: DpoConfig) -> torch.Tensor:
     inputs = (batch.tokens, batch.positions, batch.attention)
-    return answer_log_probs(model(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg)
+    return answer_log_probs(
+        model(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg
+    )
 
 
-def step(policy: Decoder, reference: Decoder, cfg: DpoConfig, batches: list[StepBatches]) -> dict[str, float]:
-    """What a recipe does with the micro-batches of all ranks, here one after the other; leaves gradients."""
+def step(
+    policy: Decoder, reference: Decoder, cfg: DpoConfig, batches: list[StepBatches]
+) -> dict[str, float]:
+    """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
+    gradients.
+    """
     items = batches[0].items
     mismatched = [batch for each in batches for batch in each.mismatched if cfg.loss == "kto"]
     world: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda total: total)
@@ -97,13 +111,22 @@ def trl_step(pair: Any, cfg: DpoConfig, folder: Path) -> dict[str, float]:
         gradient_checkpointing=False,
         report_to=[],
     )
-    rows = Rows.from_list([{"prompt": "a", "completion": " b", "label": bool(at % 2)} for at in range(len(LENGTHS))])
+    rows = Rows.from_list(
+        [{"prompt": "a", "completion": " b", "label": bool(at % 2)} for at in range(len(LENGTHS))]
+    )
     (policy, _), (reference, _) = pair["policy"], pair["reference"]
-    trainer = KTOTrainer(policy, reference, arguments, train_dataset=rows, processing_class=labeled.tokenizer())
+    trainer = KTOTrainer(
+        policy, reference, arguments, train_dataset=rows, processing_class=labeled.tokenizer()
+    )
     dataset = answers()
     made = [labeled.parts(dataset, number) for number in range(len(dataset))]
     examples = [
-        {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": made[at - 1][1], "label": wanted > 0}
+        {
+            "prompt_ids": prompt,
+            "completion_ids": answer,
+            "KL_completion_ids": made[at - 1][1],
+            "label": wanted > 0,
+        }
         for at, ((prompt, answer), wanted) in enumerate(zip(made, WANTED, strict=True))
     ]
     batch = trainer.data_collator(examples)
@@ -128,7 +151,9 @@ def test_a_step_equals_trl(pair: Any, name: str, tmp_path: Path) -> None:
     assert cfg.loss != "kto" or expected["kl"] > 0.1
     policy, reference = pair["policy"][1], pair["reference"][1]
     slots = list(np.arange(len(LENGTHS)).reshape(-1, 1))
-    whole = [make_step(answers(), slots, 0, 1, len(slots), 1, labeled.PAD, mismatched=labeled.LIMIT)]
+    whole = [
+        make_step(answers(), slots, 0, 1, len(slots), 1, labeled.PAD, mismatched=labeled.LIMIT)
+    ]
     assert step(policy, reference, cfg, whole) == pytest.approx(expected, rel=1e-5)
     labeled.assert_gradients(policy, pair["policy"][0])
 
@@ -136,7 +161,9 @@ def test_a_step_equals_trl(pair: Any, name: str, tmp_path: Path) -> None:
 def test_the_estimate_is_0_at_the_least(pair: Any) -> None:
     """The other way round the mean difference is below 0."""
     slots = list(np.arange(len(LENGTHS)).reshape(-1, 1))
-    whole = [make_step(answers(), slots, 0, 1, len(slots), 1, labeled.PAD, mismatched=labeled.LIMIT)]
+    whole = [
+        make_step(answers(), slots, 0, 1, len(slots), 1, labeled.PAD, mismatched=labeled.LIMIT)
+    ]
     assert step(pair["reference"][1], pair["policy"][1], LOSSES["kto"], whole)["kl"] == 0
 
 
@@ -165,7 +192,9 @@ def test_however_a_step_is_divided(pair: Any, division: str) -> None:
 
 
 def test_mismatched_sequences() -> None:
-    """Each prompt with the answer before it, cut at the limit; of a validation the same, whatever its batches."""
+    """Each prompt with the answer before it, cut at the limit; of a validation the same, whatever
+    its batches.
+    """
     dataset = answers()
     made = [labeled.parts(dataset, number) for number in range(len(dataset))]
     expected = []
@@ -185,14 +214,18 @@ def test_mismatched_sequences() -> None:
                 here = batch.segments == number
                 found.append((batch.tokens[here].tolist(), batch.labels[here].tolist()))
         key = str
-        assert sorted(found, key=key) == sorted(((tokens, labels[:9]) for tokens, labels in expected), key=key)
+        assert sorted(found, key=key) == sorted(
+            ((tokens, labels[:9]) for tokens, labels in expected), key=key
+        )
 
 
 def test_pairs_are_taken_apart() -> None:
     pairs = labeled.sequences([(3, 2, 4), (2, 5, 1)], [0.0, 0.0], group=2)
     split = pairs.labeled_answers()
     assert split.items == 4 and split.values.tolist() == [1, 0, 1, 0] and split.group == 1
-    assert [labeled.parts(split, number) for number in range(4)] == [labeled.parts(pairs, at) for at in range(4)]
+    assert [labeled.parts(split, number) for number in range(4)] == [
+        labeled.parts(pairs, at) for at in range(4)
+    ]
     assert split.fingerprint != pairs.fingerprint
     assert len(set(split.digests.tolist())) == 4
 
@@ -200,12 +233,19 @@ def test_pairs_are_taken_apart() -> None:
 def test_one_label_and_steps_of_one_sample_are_refused() -> None:
     def data(values: list[float], size: int) -> Any:
         plan = SimpleNamespace(slots=lambda step: [np.array([0])] * size)
-        return SimpleNamespace(dataset=SimpleNamespace(values=np.array(values)), global_batch_size=size, plan=plan)
+        return SimpleNamespace(
+            dataset=SimpleNamespace(values=np.array(values)), global_batch_size=size, plan=plan
+        )
 
     check_labels(data([1, 0], 2), LOSSES["kto"])
     check_labels(data([1, 0], 1), LOSSES["apo"])
     for values, word in (([1, 1], "true"), ([0, 0], "false")):
-        with pytest.raises(ConfigError, match=rf"^data.source: found 2 answers, all with the label {word}, .*; add"):
+        with pytest.raises(
+            ConfigError, match=rf"^data.source: found 2 answers, all with the label {word}, .*; add"
+        ):
             check_labels(data(values, 2), LOSSES["kto"])
-    with pytest.raises(ConfigError, match=r"^batch_size: found steps of one sample, expected two or more: .*; raise"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^batch_size: found steps of one sample, expected two or more: .*; raise",
+    ):
         check_labels(data([1, 0], 1), LOSSES["kto"])

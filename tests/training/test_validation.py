@@ -10,7 +10,9 @@ from recipe_lib.training.validation import sum_over_validation, validation_loss
 
 BATCHES = SimpleNamespace(micro_batches=[None], trained_tokens=4, items=2)
 ONE: Any = SimpleNamespace(pipeline=None)
-DATA: Any = SimpleNamespace(validation_batches=lambda: iter([BATCHES]), scored_metrics=[], generated_metrics=[])
+DATA: Any = SimpleNamespace(
+    validation_batches=lambda: iter([BATCHES]), scored_metrics=[], generated_metrics=[]
+)
 WORLD: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda tensor: tensor)
 
 

@@ -1,6 +1,7 @@
 """The faults of one run: what is planted.
 
-A fault is planted into a `Setup` before the one command that is judged (`states.py` has those that take two runs).
+A fault is planted into a `Setup` before the one command that is judged (`states.py` has those that
+take two runs).
 """
 
 import json
@@ -16,8 +17,8 @@ from benchmarks.peers.planted.ground import Row, Setup, edit_json, rows_between,
 class Fault:
     """name: for files and `--only`. title: what was done. plant: does it.
 
-    trained: of a fault in masks, whether the texts that are trained (one list of pieces a row) are as they should be.
-    group: of the page.
+    trained: of a fault in masks, whether the texts that are trained (one list of pieces a row) are
+    as they should be. group: of the page.
     """
 
     name: str
@@ -111,7 +112,9 @@ def _pad_is_eos(setup: Setup) -> None:
 
 
 def _untrained_token(setup: Setup) -> None:
-    """Two new special tokens in tokenizer and template; their embedding, which adapters leave as it is, is zero."""
+    """Two new special tokens in tokenizer and template; their embedding, which adapters leave as it
+    is, is zero.
+    """
     setup.targets = ["q_proj", "v_proj"]
     new = ("<|think|>", "<|done|>")
     size = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -120,13 +123,16 @@ def _untrained_token(setup: Setup) -> None:
 
     def add(content: dict[str, Any]) -> None:
         like = content["added_tokens"][-1]
-        content["added_tokens"] += [like | {"id": size + at, "content": text} for at, text in enumerate(new)]
+        content["added_tokens"] += [
+            like | {"id": size + at, "content": text} for at, text in enumerate(new)
+        ]
 
     edit_json(setup.model / "tokenizer.json", add)
     setup.tokenizer_settings(lambda settings: settings.update(additional_special_tokens=list(new)))
     _template(
         lambda text: text.replace(
-            "message['content'] + eos_token", f"'{new[0]}' + message['content'] + '{new[1]}' + eos_token"
+            "message['content'] + eos_token",
+            f"'{new[0]}' + message['content'] + '{new[1]}' + eos_token",
         )
     )(setup)
 
@@ -161,7 +167,9 @@ def _beyond_positions(setup: Setup) -> None:
     """Rows longer than what the model was made for, and a limit that lets them pass."""
     _rows(_over_long)(setup)
     setup.max_len = 2048
-    edit_json(setup.model / "config.json", lambda config: config.update(max_position_embeddings=128))
+    edit_json(
+        setup.model / "config.json", lambda config: config.update(max_position_embeddings=128)
+    )
 
 
 def _truncated(setup: Setup) -> None:
@@ -201,7 +209,9 @@ def ends_trained(rows: list[list[str]]) -> bool:
 
 def only_answers(rows: list[list[str]]) -> bool:
     """What is trained of every row is its answer, and no word of the question or the system's."""
-    return bool(rows) and all("times" in "".join(row) and "How many" not in "".join(row) for row in rows)
+    return bool(rows) and all(
+        "times" in "".join(row) and "How many" not in "".join(row) for row in rows
+    )
 
 
 CONFIG, DATA, TEMPLATES, FILES = (
@@ -213,9 +223,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault("typo_nested", "key inside a section misspelled", CONFIG, _twist("typo_nested")),
     Fault("wrong_type", "batch size is the word two", CONFIG, _twist("wrong_type")),
     Fault("unknown_recipe", "name of the recipe misspelled", CONFIG, _twist("unknown_recipe")),
-    Fault("unknown_format", "name of the data's format misspelled", CONFIG, _twist("unknown_format")),
+    Fault(
+        "unknown_format", "name of the data's format misspelled", CONFIG, _twist("unknown_format")
+    ),
     Fault("zero_rate", "learning rate 0", CONFIG, _zero_rate),
-    Fault("adapter_target", "adapters on two modules, the name of one misspelled", CONFIG, _adapter_target),
+    Fault(
+        "adapter_target",
+        "adapters on two modules, the name of one misspelled",
+        CONFIG,
+        _adapter_target,
+    ),
     Fault(
         "experts_without_adapters",
         "adapters by the names of a dense model, on a mixture of experts",
@@ -233,13 +250,20 @@ FAULTS: tuple[Fault, ...] = (
     Fault("not_text", "an answer is a number", DATA, _rows(_not_text)),
     Fault("no_answer", "a conversation without an answer", DATA, _rows(_without_answer)),
     Fault("unknown_role", "role misspelled in one row", DATA, _rows(_unknown_role)),
-    Fault("over_long", "a row longer than the limit, its answer behind it", DATA, _rows(_over_long)),
+    Fault(
+        "over_long", "a row longer than the limit, its answer behind it", DATA, _rows(_over_long)
+    ),
     Fault("beyond_positions", "rows longer than the model's positions", DATA, _beyond_positions),
     Fault("duplicates", "every row twice", DATA, _rows(_repeated)),
     Fault("overlap", "validation rows that are trained on", DATA, _overlap),
     Fault("no_end", "template that writes no end token", TEMPLATES, _template(_no_end)),
     Fault("pad_is_eos", "padding token is the end token", TEMPLATES, _pad_is_eos, ends_trained),
-    Fault("drops_system", "template that leaves out the system's turn", TEMPLATES, _template(_drops_system)),
+    Fault(
+        "drops_system",
+        "template that leaves out the system's turn",
+        TEMPLATES,
+        _template(_drops_system),
+    ),
     Fault(
         "unmarked",
         "template that does not mark what is trained",
@@ -247,8 +271,15 @@ FAULTS: tuple[Fault, ...] = (
         _template(_unmarked),
         only_answers,
     ),
-    Fault("untrained_token", "special tokens whose embedding is zero, with adapters", TEMPLATES, _untrained_token),
-    Fault("other_tokenizer", "tokenizer with more tokens than the model", TEMPLATES, _other_tokenizer),
+    Fault(
+        "untrained_token",
+        "special tokens whose embedding is zero, with adapters",
+        TEMPLATES,
+        _untrained_token,
+    ),
+    Fault(
+        "other_tokenizer", "tokenizer with more tokens than the model", TEMPLATES, _other_tokenizer
+    ),
     Fault("truncated_weights", "weights file cut short", FILES, _truncated),
     Fault("missing_shard", "index names a file that is not there", FILES, _missing_shard),
     Fault("missing_tensor", "a matrix missing in the weights", FILES, _missing_tensor),

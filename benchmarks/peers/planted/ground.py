@@ -1,6 +1,8 @@
-"""The sound ground that faults are planted in: a small model folder, rows of a conversation, settings of a short run.
+"""The sound ground that faults are planted in: a small model folder, rows of a conversation,
+settings of a short run.
 
-Everything is written in words that belong to no tool: each tool's own file says how it is told the same.
+Everything is written in words that belong to no tool: each tool's own file says how it is told the
+same.
 """
 
 import copy
@@ -14,10 +16,10 @@ from typing import Any
 Row = dict[str, Any]
 
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '[' + message['role'] + '] ' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '[' + message['role'] + '] ' }}{% if"
+    " message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{%"
+    " endgeneration %}{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
 # For tools whose templates know no mark of what is trained; the text is the same.
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -30,10 +32,11 @@ LEGS = (2, 4, 6, 8, 4, 4, 0, 4)
 class Setup:
     """A run in no tool's words.
 
-    folder: of this run alone, everything lies in it. lr: as it is written. targets: modules that get an adapter, None:
-    every parameter is trained. base_bits: of the frozen weights next to adapters, 16 or 4. save_every: steps between
-    states, None: none. twist: the mistake in the config or the command, which each tool spells its own way. whole_step:
-    the rows of an optimizer step, over all ranks.
+    folder: of this run alone, everything lies in it. lr: as it is written. targets: modules that
+    get an adapter, None: every parameter is trained. base_bits: of the frozen weights next to
+    adapters, 16 or 4. save_every: steps between states, None: none. twist: the mistake in the
+    config or the command, which each tool spells its own way. whole_step: the rows of an optimizer
+    step, over all ranks.
     """
 
     folder: Path
@@ -106,7 +109,13 @@ def conversation(number: int) -> Row:
     thing, legs, count = THINGS[number % 8], LEGS[number % 8], 2 + number // 8
     question = f"How many legs do {count} of the kind {thing} have?"
     answer = f"{count} times {legs} is {count * legs} legs."
-    return {"messages": [message("system", SYSTEM), message("user", question), message("assistant", answer)]}
+    return {
+        "messages": [
+            message("system", SYSTEM),
+            message("user", question),
+            message("assistant", answer),
+        ]
+    }
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -133,9 +142,11 @@ def make_setup(folder: Path, model: Path) -> Setup:
 
 
 def make_model(given: Path, out: Path) -> None:
-    """`out`: the given Hugging Face folder, complete for every tool: tokenizer.json and a chat template of ours.
+    """`out`: the given Hugging Face folder, complete for every tool: tokenizer.json and a chat
+    template of ours.
 
-    A tokenizer.model (SentencePiece, byte-pair encoding) is written as a tokenizer.json too, where there is none.
+    A tokenizer.model (SentencePiece, byte-pair encoding) is written as a tokenizer.json too, where
+    there is none.
     """
     out.mkdir(parents=True)
     for path in given.iterdir():
@@ -153,13 +164,19 @@ def make_model(given: Path, out: Path) -> None:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """A `tokenizers.Tokenizer` that encodes as the SentencePiece byte-pair model does: its merges in order of score."""
+    """A `tokenizers.Tokenizer` that encodes as the SentencePiece byte-pair model does: its merges
+    in order of score.
+    """
     import sentencepiece
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
     pieces = sentencepiece.SentencePieceProcessor(str(path))
     vocabulary = {pieces.id_to_piece(number): number for number in range(pieces.get_piece_size())}
-    plain = [n for n in vocabulary.values() if not (pieces.is_byte(n) or pieces.is_control(n) or pieces.is_unknown(n))]
+    plain = [
+        n
+        for n in vocabulary.values()
+        if not (pieces.is_byte(n) or pieces.is_control(n) or pieces.is_unknown(n))
+    ]
     merges: list[tuple[str, str]] = []
     for number in sorted(plain, key=lambda n: (-pieces.get_score(n), n)):
         text = pieces.id_to_piece(number)
@@ -168,10 +185,19 @@ def tokenizer_of(path: Path) -> Any:
         merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    ends = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    ends = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(ends)
     tokenizer.add_special_tokens([pieces.id_to_piece(number) for number in range(3)])
     first = pieces.id_to_piece(1)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, 1)]
+    )
     return tokenizer

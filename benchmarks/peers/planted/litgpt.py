@@ -44,7 +44,10 @@ logger_name: csv
 seed: 0
 {lora}"""
 _STYLE = "its prompts are styles in code, without a system's turn or a chat template"
-_SCHEDULE = "its learning rate follows the number of steps asked for, so halves of a run are not those of a whole one"
+_SCHEDULE = (
+    "its learning rate follows the number of steps asked for, so halves of a run are not those of a"
+    " whole one"
+)
 
 
 class LitGpt(Tool):
@@ -56,8 +59,9 @@ class LitGpt(Tool):
     shown = ("litgpt", "lightning", "jsonargparse", "torch")
     metric = r"\| loss train:|val loss|\| iter time|Finetuning \||^Training time|tok/s|tok/sec"
     told = (
-        "`litgpt convert_to_litgpt FOLDER` (with a model configuration of these sizes added to its list), then `litgpt "
-        "finetune_full --config FILE`; rows as instruction and output, without the system's text"
+        "`litgpt convert_to_litgpt FOLDER` (with a model configuration of these sizes added to its"
+        " list), then `litgpt finetune_full --config FILE`; rows as instruction and output, without"
+        " the system's text"
     )
     unable = {
         "unknown_role": "its rows have no roles",
@@ -71,11 +75,14 @@ class LitGpt(Tool):
         pairs = setup.folder / "pairs"
         pairs.mkdir(exist_ok=True)
         for source, name in ((setup.train, "train"), (setup.held_out, "val")):
-            text = "".join(f"{as_pair(line)}\n" for line in source.read_text(encoding="utf-8").splitlines())
+            text = "".join(
+                f"{as_pair(line)}\n" for line in source.read_text(encoding="utf-8").splitlines()
+            )
             (pairs / f"{name}.jsonl").write_text(text, encoding="utf-8")
         adapters = setup.targets is not None
         lora = "".join(
-            f"lora_{part}: {str(f'{part[:1]}_proj' in (setup.targets or ())).lower()}\n" for part in ("query", "value")
+            f"lora_{part}: {str(f'{part[:1]}_proj' in (setup.targets or ())).lower()}\n"
+            for part in ("query", "value")
         )
         if "q_prj" in (setup.targets or ()):
             lora = lora.replace("lora_query: false", "lora_qury: true")
@@ -93,11 +100,20 @@ class LitGpt(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """A script that calls both commands, because the sizes have to be known to its list of models."""
+        """A script that calls both commands, because the sizes have to be known to its list of
+        models.
+        """
         verb = "finetune_full" if setup.targets is None else "finetune_lora"
         verb = verb.replace("full", "fulll") if setup.twist == "unknown_recipe" else verb
         script = str(_SCRIPTS / "litgpt_run.py")
-        return [self.python, script, str(setup.model), verb, "--config", str(setup.folder / "finetune.yaml")]
+        return [
+            self.python,
+            script,
+            str(setup.model),
+            verb,
+            "--config",
+            str(setup.folder / "finetune.yaml"),
+        ]
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
         """From the lines it prints, one an optimizer step."""

@@ -15,12 +15,15 @@ class LlamaFactory(Tool):
 
     name = "llamafactory"
     title = "LLaMA-Factory"
-    packages = (("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"), ("llamafactory==0.9.5",))
+    packages = (
+        ("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"),
+        ("llamafactory==0.9.5",),
+    )
     shown = ("llamafactory", "transformers", "trl", "peft", "datasets", "torch")
     metric = r"\{'(loss|eval_loss|train_runtime)'|\d+%\||^\s*(train|eval)_\w+\s*=|examples/s"
     told = (
-        "`llamafactory-cli train FILE`, no `template`, so that it takes the tokenizer's own; rows as `sharegpt` with "
-        "the tags of `messages` in dataset_info.json"
+        "`llamafactory-cli train FILE`, no `template`, so that it takes the tokenizer's own; rows"
+        " as `sharegpt` with the tags of `messages` in dataset_info.json"
     )
     unable: dict[str, str] = {}
 
@@ -30,7 +33,9 @@ class LlamaFactory(Tool):
             "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
             "system_tag": "system",
         }  # fmt: skip
-        columns = {"messages": "messages"} | ({"misspelt_key": "x"} if setup.twist == "typo_nested" else {})
+        columns = {"messages": "messages"} | (
+            {"misspelt_key": "x"} if setup.twist == "typo_nested" else {}
+        )
         kind = "mesages" if setup.twist == "unknown_format" else "sharegpt"
         described = {
             name: {"file_name": file.name, "formatting": kind, "columns": columns, "tags": tags}
@@ -50,9 +55,11 @@ class LlamaFactory(Tool):
             "packing": str(setup.packing).lower(),
             "output_dir": setup.output,
             "max_steps": setup.steps,
-            "per_device_train_batch_sise" if setup.twist == "typo" else "per_device_train_batch_size": (
-                "two" if setup.twist == "wrong_type" else setup.batch
-            ),
+            (
+                "per_device_train_batch_sise"
+                if setup.twist == "typo"
+                else "per_device_train_batch_size"
+            ): ("two" if setup.twist == "wrong_type" else setup.batch),
             "learning_rate": setup.lr,
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
@@ -78,19 +85,27 @@ class LlamaFactory(Tool):
     def command(self, setup: Setup) -> list[str]:
         """`llamafactory-cli train`."""
         verb = "trainn_sftt" if setup.twist == "unknown_recipe" else "train"
-        return [str(self.environment / "bin" / "llamafactory-cli"), verb, str(setup.folder / "train.yaml")]
+        return [
+            str(self.environment / "bin" / "llamafactory-cli"),
+            verb,
+            str(setup.folder / "train.yaml"),
+        ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
         """With torchrun asked for as its documentation has it; its own programs first."""
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-        ranks = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.ranks)} if setup.ranks > 1 else {}
+        ranks = (
+            {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.ranks)} if setup.ranks > 1 else {}
+        )
         return super().variables(setup) | {"PATH": path, "DISABLE_VERSION_CHECK": "1"} | ranks
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
         """From the dictionaries that the trainer prints."""
         return trainer_losses(result)
 
-    def start(self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object) -> Result:  # type: ignore[override]
+    def start(
+        self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object
+    ) -> Result:  # type: ignore[override]
         """As of every tool; the output is kept for `trained_text`."""
         self._last = super().start(setup, command, **options)
         return self._last

@@ -82,10 +82,19 @@ class Ours(Tool):
 
     def command(self, setup: Setup) -> list[str]:
         """`tune run`, with torchrun's flag where there are several ranks."""
-        recipe = "fulll_finetune_distributed" if setup.twist == "unknown_recipe" else self._recipe(setup)
+        recipe = (
+            "fulll_finetune_distributed" if setup.twist == "unknown_recipe" else self._recipe(setup)
+        )
         ranks = ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
         resume = ["resume=latest"] if setup.resume else []
-        return [*self._tune("run"), *ranks, recipe, "--config", str(setup.folder / "config.yaml"), *resume]
+        return [
+            *self._tune("run"),
+            *ranks,
+            recipe,
+            "--config",
+            str(setup.folder / "config.yaml"),
+            *resume,
+        ]
 
     def check(self, setup: Setup) -> list[str]:
         """`tune data check`."""
@@ -107,22 +116,42 @@ class Ours(Tool):
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """From metrics.jsonl, behind the lines that were there before; a loss that is no number is null there."""
+        """From metrics.jsonl, behind the lines that were there before; a loss that is no number is
+        null there.
+        """
         now = self._metrics(setup)
         kept = sum(
-            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._before, now, strict=False))
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(self._before, now, strict=False)
+            )
         )
         lines = [json.loads(line) for line in now[kept:]]
-        return [float("nan" if line["loss"] is None else line["loss"]) for line in lines if "loss" in line]
+        return [
+            float("nan" if line["loss"] is None else line["loss"])
+            for line in lines
+            if "loss" in line
+        ]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
         """From `tune data show --json`."""
-        command = [*self._tune("data"), "show", str(setup.folder / "config.yaml"), "--json", "--limit", "4"]
+        command = [
+            *self._tune("data"),
+            "show",
+            str(setup.folder / "config.yaml"),
+            "--json",
+            "--limit",
+            "4",
+        ]
         result = self.start(setup, command)
         if result.code != 0:
             return None
         slots = json.loads(result.lines[-1][1])["sequences"]
-        return [[piece["text"] for piece in row["pieces"] if piece["trained"]] for slot in slots for row in slot]
+        return [
+            [piece["text"] for piece in row["pieces"] if piece["trained"]]
+            for slot in slots
+            for row in slot
+        ]
 
     def states(self, setup: Setup) -> list[Path]:
         """What is in output/state."""

@@ -10,16 +10,23 @@ from benchmarks.peers.planted.verdict import FOUND, GOOD, NAMED_TRACEBACK, NOT_A
 COMMAND = "python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER"
 _GROUP_OF_STATES = "saving, going on, packing"
 _WORDS = (
-    "**rejected**: ended before the first step, without a traceback, in a line that names the fault. **stopped**: the "
-    "same after a step. **warned**: trained, with a line that names it. **handled**: trained without a word, and what "
-    "was measured (trained text, losses) shows no harm. **found by check**: the run says nothing, the tool's own check "
-    "command does. **traceback, named**: ended in a traceback, an exception of which names the fault. **ends, "
-    "unnamed** and **traceback**: ended, and nothing names it. **hangs**: killed after five minutes. **silent**: "
-    "trained as if nothing were. **n/a**: the tool has no such thing; the reason stands below.",
+    (
+        "**rejected**: ended before the first step, without a traceback, in a line that names the"
+        " fault. **stopped**: the same after a step. **warned**: trained, with a line that names"
+        " it. **handled**: trained without a word, and what was measured (trained text, losses)"
+        " shows no harm. **found by check**: the run says nothing, the tool's own check command"
+        " does. **traceback, named**: ended in a traceback, an exception of which names the fault."
+        " **ends, unnamed** and **traceback**: ended, and nothing names it. **hangs**: killed after"
+        " five minutes. **silent**: trained as if nothing were. **n/a**: the tool has no such"
+        " thing; the reason stands below."
+    ),
     "",
-    "A line names a fault if it has the fault's words (`benchmarks/peers/planted/words.py`), is not among the lines of "
-    "the tool's sound runs, numbers apart, is no line of metrics, and is no echo of the config. Seconds run from the "
-    "start of the command to the line; where there is none, to the end.",
+    (
+        "A line names a fault if it has the fault's words (`benchmarks/peers/planted/words.py`), is"
+        " not among the lines of the tool's sound runs, numbers apart, is no line of metrics, and"
+        " is no echo of the config. Seconds run from the start of the command to the line; where"
+        " there is none, to the end."
+    ),
 )
 
 
@@ -29,11 +36,17 @@ def page(results: dict[str, Any], order: list[str]) -> str:
     lines = [
         "# Planted faults",
         "",
-        "What this tool and others make of mistakes that cost a run: each planted alone into a sound run of seconds on "
-        "a CPU, a real model of 260 thousand parameters, 24 conversations. Outcomes are computed from exit code, output"
-        " and what was written, by rules in the code; no cell is typed in.",
+        (
+            "What this tool and others make of mistakes that cost a run: each planted alone into a"
+            " sound run of seconds on a CPU, a real model of 260 thousand parameters, 24"
+            " conversations. Outcomes are computed from exit code, output and what was written, by"
+            " rules in the code; no cell is typed in."
+        ),
         "",
-        f"`{COMMAND}` writes this page and `planted_faults.json`, which has every line of evidence.",
+        (
+            f"`{COMMAND}` writes this page and `planted_faults.json`, which has every line of"
+            " evidence."
+        ),
         "",
         *(_tool_line(tool) for tool in tools),
         "",
@@ -53,40 +66,70 @@ def page(results: dict[str, Any], order: list[str]) -> str:
 def _tool_line(tool: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in tool["versions"].items())
     load = tool.get("load")
-    busy = "" if not load else f"; load of the machine's {tool['machine']} {load[0]} at the start, {load[1]} at the end"
+    busy = (
+        ""
+        if not load
+        else (
+            f"; load of the machine's {tool['machine']} {load[0]} at the start, {load[1]} at"
+            " the end"
+        )
+    )
     unfit = f"; out of it: {tool['unfit']}" if "unfit" in tool else ""
     return f"- **{tool['title']}** ({versions}): {tool['told']}. {tool['date']}{busy}{unfit}."
 
 
 def _summary(tools: list[dict[str, Any]]) -> list[str]:
-    lines = ["| |" + "".join(f" {tool['title']} |" for tool in tools), "|---|" + "---:|" * len(tools)]
+    lines = [
+        "| |" + "".join(f" {tool['title']} |" for tool in tools),
+        "|---|" + "---:|" * len(tools),
+    ]
     names = [name for name, *_ in _rows() if name not in (SOUND.name, SOUND_RESUME.name)]
-    counts = [Counter(tool["cells"][name]["outcome"] for name in names if name in tool["cells"]) for tool in tools]
+    counts = [
+        Counter(tool["cells"][name]["outcome"] for name in names if name in tool["cells"])
+        for tool in tools
+    ]
     for outcome in OUTCOMES:
         if any(count[outcome] for count in counts):
             lines.append(f"| {outcome} |" + "".join(f" {count[outcome]} |" for count in counts))
-    good = [(sum(count[name] for name in GOOD), sum(count.values()) - count[NOT_APPLICABLE]) for count in counts]
-    lines.append("| **told or handled, of those that apply** |" + "".join(f" **{a} of {b}** |" for a, b in good))
+    good = [
+        (sum(count[name] for name in GOOD), sum(count.values()) - count[NOT_APPLICABLE])
+        for count in counts
+    ]
+    lines.append(
+        "| **told or handled, of those that apply** |"
+        + "".join(f" **{a} of {b}** |" for a, b in good)
+    )
     told = [sum(count[name] for name in (*GOOD, FOUND, NAMED_TRACEBACK)) for count in counts]
-    lines.append("| the same with check commands and tracebacks that name it |" + "".join(f" {n} |" for n in told))
+    lines.append(
+        "| the same with check commands and tracebacks that name it |"
+        + "".join(f" {n} |" for n in told)
+    )
     return lines
 
 
 def _rows() -> list[tuple[str, str, str]]:
     """(name, title, group) of every fault, in the order of the page."""
-    rows = [(SOUND.name, SOUND.title, "no fault"), (SOUND_RESUME.name, SOUND_RESUME.title, "no fault")]
+    rows = [
+        (SOUND.name, SOUND.title, "no fault"),
+        (SOUND_RESUME.name, SOUND_RESUME.title, "no fault"),
+    ]
     rows += [(fault.name, fault.title, fault.group) for fault in FAULTS]
     return rows + [(change.name, change.title, _GROUP_OF_STATES) for change in CHANGES]
 
 
 def _table(tools: list[dict[str, Any]]) -> list[str]:
-    lines = ["| fault |" + "".join(f" {tool['title']} |" for tool in tools), "|---|" + "---|" * len(tools)]
+    lines = [
+        "| fault |" + "".join(f" {tool['title']} |" for tool in tools),
+        "|---|" + "---|" * len(tools),
+    ]
     group = ""
     for name, title, of in _rows():
         if of != group:
             group = of
             lines.append(f"| *{group}* |" + " |" * len(tools))
-        lines.append(f"| {title} |" + "".join(f" {_cell(tool['cells'].get(name))} |" for tool in tools))
+        lines.append(
+            f"| {title} |" + "".join(f" {_cell(tool['cells'].get(name))} |" for tool in tools)
+        )
     return lines
 
 

@@ -19,14 +19,24 @@ from benchmarks.peers.planted.states import (
     run_sound,
 )
 from benchmarks.peers.planted.tool import Tool
-from benchmarks.peers.planted.verdict import FOUND, HANDLED, NOT_APPLICABLE, SILENT, WARNED, Outcome, judge
+from benchmarks.peers.planted.verdict import (
+    FOUND,
+    HANDLED,
+    NOT_APPLICABLE,
+    SILENT,
+    WARNED,
+    Outcome,
+    judge,
+)
 from benchmarks.peers.planted.words import WORDS
 
 _SMALL_DISK = "size=400k"  # room for a config and a log, not for a model of 1 MB
 
 
 def known_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """As `sound_runs`, or what they were the last time in this folder with these versions. Raises Unfit."""
+    """As `sound_runs`, or what they were the last time in this folder with these versions. Raises
+    Unfit.
+    """
     kept, versions = work / "sound.json", tool.versions()
     if kept.exists():
         content = json.loads(kept.read_text(encoding="utf-8"))
@@ -35,13 +45,19 @@ def known_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[s
             return Sound(content["lines"], content["losses"]), outcomes
     sound, outcomes = sound_runs(tool, work, model)
     cells = {name: outcome.to_json() for name, outcome in outcomes.items()}
-    content = {"versions": versions, "lines": sound.lines, "losses": sound.losses, "outcomes": cells}
+    content = {
+        "versions": versions,
+        "lines": sound.lines,
+        "losses": sound.losses,
+        "outcomes": cells,
+    }
     kept.write_text(json.dumps(content), encoding="utf-8")
     return sound, outcomes
 
 
 def sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """The runs without a fault: whole, with validation, and stopped and gone on from. Raises Unfit if the first fails.
+    """The runs without a fault: whole, with validation, and stopped and gone on from. Raises Unfit
+    if the first fails.
 
     Their lines are what a message on a fault is told from.
     """
@@ -53,7 +69,9 @@ def sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Ou
         raise Unfit(f"the sound run logged {len(losses)} losses, expected {AFTER}")
     outcomes = {SOUND.name: Outcome(HANDLED, result.seconds, code=result.code, steps=len(losses))}
     others: list[dict[str, Any]] = [{"validate": True, "steps": 4}] * ("overlap" not in tool.unable)
-    others += [{"targets": ["q_proj", "v_proj"], "steps": 2}] * ("adapter_target" not in tool.unable)
+    others += [{"targets": ["q_proj", "v_proj"], "steps": 2}] * (
+        "adapter_target" not in tool.unable
+    )
     for number, changes in enumerate(others):
         other = make_setup(work / f"sound_{number}", model).again(**changes)
         _, result = run_sound(tool, other)
@@ -61,12 +79,16 @@ def sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Ou
     if "sound_resume" in tool.unable:
         outcomes[SOUND_RESUME.name] = Outcome(NOT_APPLICABLE, note=tool.unable["sound_resume"])
         return sound, outcomes
-    outcomes[SOUND_RESUME.name] = play(SOUND_RESUME, tool, make_setup(work / SOUND_RESUME.name, model), sound)
+    outcomes[SOUND_RESUME.name] = play(
+        SOUND_RESUME, tool, make_setup(work / SOUND_RESUME.name, model), sound
+    )
     return sound, outcomes
 
 
 def play_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
-    """Plants, runs, judges; asks for what is trained, or the check command, where the run says nothing."""
+    """Plants, runs, judges; asks for what is trained, or the check command, where the run says
+    nothing.
+    """
     fault.plant(setup)
     given = tool.prepare(setup)
     if setup.twist == "small_disk":
@@ -77,18 +99,31 @@ def play_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     outcome = _judged(fault, tool, setup, sound, result, given)
     if outcome.outcome == SILENT and fault.trained is not None:
         texts = tool.trained_text(setup)
-        outcome.note = "what is trained could not be asked for" if texts is None else f"trained: {texts[:1]}"
+        outcome.note = (
+            "what is trained could not be asked for" if texts is None else f"trained: {texts[:1]}"
+        )
         outcome.outcome = HANDLED if texts is not None and fault.trained(texts) else SILENT
     if outcome.outcome == SILENT:
         _ask_check(fault, tool, setup, sound, given, outcome)
     return outcome
 
 
-def _judged(fault: Fault, tool: Tool, setup: Setup, sound: Sound, result: Result, given: Iterable[str]) -> Outcome:
-    return judge(result, WORDS[fault.name], len(tool.losses(setup, result)), sound.lines, tool.metric, list(given))
+def _judged(
+    fault: Fault, tool: Tool, setup: Setup, sound: Sound, result: Result, given: Iterable[str]
+) -> Outcome:
+    return judge(
+        result,
+        WORDS[fault.name],
+        len(tool.losses(setup, result)),
+        sound.lines,
+        tool.metric,
+        list(given),
+    )
 
 
-def _ask_check(fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str], outcome: Outcome) -> None:
+def _ask_check(
+    fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str], outcome: Outcome
+) -> None:
     command = tool.check(setup)
     if command is None:
         return
@@ -98,13 +133,20 @@ def _ask_check(fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iter
         outcome.outcome, outcome.line, outcome.seconds = FOUND, found.line, found.seconds
 
 
-def _on_small_disk(fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str]) -> Outcome:
+def _on_small_disk(
+    fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str]
+) -> Outcome:
     setup.output.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(setup.output)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(setup.output)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
-        return Outcome(NOT_APPLICABLE, note=f"no small disk could be mounted: {mounted.stderr.decode().strip()}")
+        return Outcome(
+            NOT_APPLICABLE,
+            note=f"no small disk could be mounted: {mounted.stderr.decode().strip()}",
+        )
     try:
         result = tool.start(setup, tool.command(setup))
         return _judged(fault, tool, setup, sound, result, given)

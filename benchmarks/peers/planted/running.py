@@ -14,7 +14,9 @@ LIMIT = 300.0  # seconds that a command may take
 
 @dataclass
 class Result:
-    """What a command did. lines: (seconds after the start, text). code: None if it was killed, for time or by us."""
+    """What a command did. lines: (seconds after the start, text). code: None if it was killed, for
+    time or by us.
+    """
 
     command: list[str]
     code: int | None
@@ -35,7 +37,9 @@ def run(
     limit: float = LIMIT,
     stop_when: Callable[[], bool] | None = None,
 ) -> Result:
-    """Runs the command in the folder. stop_when: asked all the time; once true, all its processes get SIGKILL."""
+    """Runs the command in the folder. stop_when: asked all the time; once true, all its processes
+    get SIGKILL.
+    """
     started = time.monotonic()
     process = subprocess.Popen(
         list(command), cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,

@@ -1,6 +1,8 @@
-"""Faults between two runs: data, batch, ranks or files that changed before a run goes on; a kill inside a save.
+"""Faults between two runs: data, batch, ranks or files that changed before a run goes on; a kill
+inside a save.
 
-Beside them what packing does to a loss. Here a tool may be right without a word, so the losses decide.
+Beside them what packing does to a loss. Here a tool may be right without a word, so the losses
+decide.
 """
 
 import math
@@ -25,7 +27,8 @@ class Unfit(Exception):  # noqa: N818  (an outcome of the benchmark, not of a to
 
 @dataclass(frozen=True)
 class Change:
-    """name, title: as of a Fault. play: the whole of it; returns the result that is judged and what is known.
+    """name, title: as of a Fault. play: the whole of it; returns the result that is judged and what
+    is known.
 
     harmless: None: not measured; else whether the losses are what they would have been.
     """
@@ -37,7 +40,9 @@ class Change:
 
 @dataclass
 class Sound:
-    """What the runs without faults of a tool were: lines, and the losses of a run of all steps that nothing stopped."""
+    """What the runs without faults of a tool were: lines, and the losses of a run of all steps that
+    nothing stopped.
+    """
 
     lines: list[str]
     losses: list[float]
@@ -70,7 +75,9 @@ def second_half(setup: Setup, **changes: object) -> Setup:
 
 
 def apart(found: list[float], expected: list[float]) -> float:
-    """Largest relative difference of the last losses of two runs; infinite if there are too few, or one is NaN."""
+    """Largest relative difference of the last losses of two runs; infinite if there are too few, or
+    one is NaN.
+    """
     count = AFTER - BEFORE
     if min(len(found), len(expected)) < count:
         return float("inf")
@@ -79,7 +86,9 @@ def apart(found: list[float], expected: list[float]) -> float:
     return max(differences) if all(map(math.isfinite, differences)) else float("inf")
 
 
-def _same(tool: Tool, setup: Setup, result: Result, expected: list[float], close: float) -> tuple[bool | None, str]:
+def _same(
+    tool: Tool, setup: Setup, result: Result, expected: list[float], close: float
+) -> tuple[bool | None, str]:
     if result.code != 0:
         return None, ""
     worst = apart(tool.losses(setup, result), expected)
@@ -88,7 +97,9 @@ def _same(tool: Tool, setup: Setup, result: Result, expected: list[float], close
 
 
 def nothing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Stopped and gone on from; nothing else changed. What both runs say is no news from then on."""
+    """Stopped and gone on from; nothing else changed. What both runs say is no news from then
+    on.
+    """
     _, first = run_sound(tool, first_half(setup))
     setup, result = go_on(tool, second_half(setup))
     sound.lines += [line for run in (first, result) for _, line in run.lines]
@@ -130,13 +141,18 @@ def damaged_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
     setup, result = go_on(tool, second_half(setup))
-    _, note = _same(tool, setup, result, sound.losses, CLOSE)  # one number among many shows in no loss: luck counts not
+    _, note = _same(
+        tool, setup, result, sound.losses, CLOSE
+    )  # one number among many shows in no loss: luck counts not
     return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
 
 
-def killed_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """SIGKILL as soon as something of a second state is on the disk, then the run goes on. Three times, the worst
-    counts."""
+def killed_in_save(
+    tool: Tool, setup: Setup, sound: Sound
+) -> tuple[Setup, Result, bool | None, str]:
+    """SIGKILL as soon as something of a second state is on the disk, then the run goes on. Three
+    times, the worst counts.
+    """
     worst: tuple[Setup, Result, bool | None, str] | None = None
     for attempt in range(3):
         trial = setup.again(folder=setup.folder / f"kill{attempt}")

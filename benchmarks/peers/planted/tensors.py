@@ -1,4 +1,6 @@
-"""Damage to safetensors files, on their bytes: 8 bytes of header length, the header as JSON, the tensors."""
+"""Damage to safetensors files, on their bytes: 8 bytes of header length, the header as JSON, the
+tensors.
+"""
 
 import json
 import struct
@@ -25,7 +27,9 @@ def write(path: Path, header: dict[str, Any], content: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
-def of_names(header: dict[str, Any], content: bytes | bytearray, names: list[str]) -> tuple[dict[str, Any], bytes]:
+def of_names(
+    header: dict[str, Any], content: bytes | bytearray, names: list[str]
+) -> tuple[dict[str, Any], bytes]:
     """Header and bytes of some of the tensors."""
     out, kept = {}, bytearray()
     for name in names:
@@ -45,7 +49,9 @@ def put_nan(path: Path) -> None:
 
 
 def flip_exponent_bit(path: Path) -> None:
-    """The highest exponent bit of a matrix's first number: below 2 it becomes 2^128 times as large."""
+    """The highest exponent bit of a matrix's first number: below 2 it becomes 2^128 times as
+    large.
+    """
     header, content = read(path)
     _fp32_place(header, _MATRIX)
     content[header[_MATRIX]["data_offsets"][0] + 3] ^= 0x40
@@ -55,7 +61,8 @@ def flip_exponent_bit(path: Path) -> None:
 def _fp32_place(header: dict[str, Any], name: str) -> None:
     if header[name]["dtype"] != "F32":
         raise SystemExit(
-            f"error: {name}: found {header[name]['dtype']}, expected a model in fp32; give --model another"
+            f"error: {name}: found {header[name]['dtype']}, expected a model in fp32; give --model"
+            " another"
         )
 
 
@@ -80,7 +87,9 @@ def split_with_a_missing_shard(folder: Path) -> None:
 
 
 def resize_embedding(path: Path, count: int) -> None:
-    """Embedding (and head, where it is a matrix of its own) of `count` rows: the first ones, or zeros behind them."""
+    """Embedding (and head, where it is a matrix of its own) of `count` rows: the first ones, or
+    zeros behind them.
+    """
     header, content = read(path)
     kept = bytearray()
     for name, entry in header.items():
@@ -97,9 +106,11 @@ def resize_embedding(path: Path, count: int) -> None:
 
 
 def make_mixture(folder: Path, experts: int) -> None:
-    """A Mixtral of a Llama: each layer's MLP becomes so many experts, which begin alike, and a router.
+    """A Mixtral of a Llama: each layer's MLP becomes so many experts, which begin alike, and a
+    router.
 
-    The router's rows are the embedding's first ones. Raises SystemExit for weights that are not in fp32.
+    The router's rows are the embedding's first ones. Raises SystemExit for weights that are not in
+    fp32.
     """
     path, settings = folder / "model.safetensors", folder / "config.json"
     config = json.loads(settings.read_text(encoding="utf-8"))
@@ -116,11 +127,22 @@ def make_mixture(folder: Path, experts: int) -> None:
                 parts[name], shapes[name] = part, shape
         width = config["hidden_size"]
         name = f"{before}block_sparse_moe.gate.weight"
-        parts[name], shapes[name] = parts["model.embed_tokens.weight"][: 4 * experts * width], [experts, width]
+        parts[name], shapes[name] = (
+            parts["model.embed_tokens.weight"][: 4 * experts * width],
+            [experts, width],
+        )
     offset, entries = 0, {}
     for name, part in parts.items():
-        entries[name] = {"dtype": "F32", "shape": shapes[name], "data_offsets": [offset, offset + len(part)]}
+        entries[name] = {
+            "dtype": "F32",
+            "shape": shapes[name],
+            "data_offsets": [offset, offset + len(part)],
+        }
         offset += len(part)
     write(path, entries, b"".join(parts.values()))
-    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+    config |= {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": experts,
+    }
     settings.write_text(json.dumps(config | {"num_experts_per_tok": 2}), encoding="utf-8")

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result, run
 
-# No network, one thread: what is compared is what is said, and runs of a small model are no faster on more.
+# No network, one thread: what is compared is what is said, and runs of a small model are no faster
+# on more.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "COLUMNS": "400",
@@ -23,9 +24,10 @@ ENVIRONMENT = {
 class Tool(ABC):
     """A tool in its own environment. environments: folder of virtual environments, one a tool.
 
-    name: of the environment's folder. title: of the column. packages: what its environment is made of, in order.
-    shown: packages whose versions are told. metric: regular expression of its lines of metrics. unable: fault -> why
-    this tool is out of it. told: what the tool was given, in a sentence for the page.
+    name: of the environment's folder. title: of the column. packages: what its environment is made
+    of, in order. shown: packages whose versions are told. metric: regular expression of its lines
+    of metrics. unable: fault -> why this tool is out of it. told: what the tool was given, in a
+    sentence for the page.
     """
 
     name = ""
@@ -65,7 +67,9 @@ class Tool(ABC):
 
     @abstractmethod
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes the tool's config files into setup.folder; returns the texts that the tool may show again."""
+        """Writes the tool's config files into setup.folder; returns the texts that the tool may
+        show again.
+        """
 
     @abstractmethod
     def command(self, setup: Setup) -> list[str]:
@@ -76,11 +80,15 @@ class Tool(ABC):
         """The loss of every optimizer step that the command did, in order."""
 
     def check(self, setup: Setup) -> list[str] | None:
-        """The tool's command that looks at config or data without training; None: it has none for such faults."""
+        """The tool's command that looks at config or data without training; None: it has none for
+        such faults.
+        """
         return None
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """The texts that are trained, pieces of each of the first rows; None: there is no way to ask."""
+        """The texts that are trained, pieces of each of the first rows; None: there is no way to
+        ask.
+        """
         return None
 
     def states(self, setup: Setup) -> list[Path]:
@@ -93,12 +101,15 @@ class Tool(ABC):
         return ENVIRONMENT | {"HF_HOME": cache, "XDG_CACHE_HOME": cache}
 
     def remember(self, setup: Setup) -> None:
-        """Called before each command: what its output folder holds of earlier ones is not of this one."""
+        """Called before each command: what its output folder holds of earlier ones is not of this
+        one.
+        """
         return
 
     def start(self, setup: Setup, command: Sequence[str], **options: Any) -> Result:
-        """Runs a command of the tool in the setup's folder, whose name (a fault's) is taken out of the output,
-        as is the environment's."""
+        """Runs a command of the tool in the setup's folder, whose name (a fault's) is taken out of
+        the output, as is the environment's.
+        """
         self.remember(setup)
         result = run(["nice", "-n", "15", *command], setup.folder, self.variables(setup), **options)
         for place in (f"{setup.folder}/", str(setup.folder), f"{self.environment}/"):
@@ -107,14 +118,20 @@ class Tool(ABC):
 
 
 def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
-    """A virtual environment with the given packages, installed group by group. Raises CalledProcessError."""
+    """A virtual environment with the given packages, installed group by group. Raises
+    CalledProcessError.
+    """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     for group in packages:
-        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *group], check=True)
+        subprocess.run(
+            [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *group], check=True
+        )
 
 
 def json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:
-    """What a script of ours prints as its last line, in the tool's environment; None if it fails."""
+    """What a script of ours prints as its last line, in the tool's environment; None if it
+    fails.
+    """
     result = tool.start(setup, [tool.python, str(script), *arguments])
     if result.code != 0:
         return None

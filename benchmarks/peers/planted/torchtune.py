@@ -90,22 +90,28 @@ class Torchtune(Tool):
     shown = ("torchtune", "torchao", "torch", "datasets")
     metric = r"\|loss:|\d+%\|"
     told = (
-        "`tune run full_finetune_single_device --config FILE`; where that says nothing, `tune validate FILE`; the "
-        "model is built by its Llama 3.2 builder, the tokenizer is SentencePiece; states at ends of epochs, cut to "
-        "two steps"
+        "`tune run full_finetune_single_device --config FILE`; where that says nothing, `tune"
+        " validate FILE`; the model is built by its Llama 3.2 builder, the tokenizer is"
+        " SentencePiece; states at ends of epochs, cut to two steps"
     )
     unable = {
         "overlap": "the recipe of one process has no validation",
         **dict.fromkeys(("no_end", "pad_is_eos", "drops_system", "unmarked"), _CODE),
-        "untrained_token": "its SentencePiece tokenizer takes no tokens from the checkpoint's files",
+        "untrained_token": (
+            "its SentencePiece tokenizer takes no tokens from the checkpoint's files"
+        ),
     }
 
     def prepare(self, setup: Setup) -> list[str]:
         """Writes tune.yaml, with the sizes of the model's config.json."""
         sizes = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))
-        files = sorted({path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup))
+        files = sorted(
+            {path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup)
+        )
         saved = self.states(setup)
-        if setup.resume and saved:  # the files of the newest epoch are named by hand, as its documentation has it
+        if (
+            setup.resume and saved
+        ):  # the files of the newest epoch are named by hand, as its documentation has it
             last = max(saved, key=lambda folder: int(folder.name.split("_")[1]))
             files = sorted(f"{last.name}/{path.name}" for path in last.glob("*.safetensors"))
         adapters = setup.targets is not None
@@ -123,13 +129,19 @@ class Torchtune(Tool):
             per_epoch=min(_PER_EPOCH, setup.steps),
         )  # fmt: skip
         if setup.twist == "typo":
-            text += "batch_sise: 2\n"  # beside the right key, which its recipes read without a default
+            text += (  # beside the right key, which its recipes read without a default
+                "batch_sise: 2\n"
+            )
         (setup.folder / "tune.yaml").write_text(text, encoding="utf-8")
         return [text]
 
     def _named_by_index(self, setup: Setup) -> set[str]:
         index = setup.model / "model.safetensors.index.json"
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
+        return (
+            set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if index.exists()
+            else set()
+        )
 
     def command(self, setup: Setup) -> list[str]:
         """`tune run`."""
@@ -170,5 +182,7 @@ class Torchtune(Tool):
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:
-        """The folders epoch_N; the optimizer's state beside them is one file, written over each time."""
+        """The folders epoch_N; the optimizer's state beside them is one file, written over each
+        time.
+        """
         return sorted(setup.output.glob("epoch_*"))

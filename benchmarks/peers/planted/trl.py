@@ -20,7 +20,10 @@ class Trl(Tool):
     packages = (("torch==2.13.0",), ("trl", "peft"))
     shown = ("trl", "peft", "transformers", "accelerate", "datasets", "torch")
     metric = r"\{'(loss|eval_loss|train_runtime)'|\d+%\|"
-    told = "`trl sft --config FILE`, with `assistant_only_loss: true`; rows in a folder with train.jsonl and test.jsonl"
+    told = (
+        "`trl sft --config FILE`, with `assistant_only_loss: true`; rows in a folder with"
+        " train.jsonl and test.jsonl"
+    )
     unable = {"unknown_format": "tells a row's format by its columns; there is no name to misspell"}
 
     def prepare(self, setup: Setup) -> list[str]:
@@ -30,9 +33,11 @@ class Trl(Tool):
             "dataset_name": setup.train.parent,
             "output_dir": setup.output,
             "max_steps": setup.steps,
-            "per_device_train_batch_sise" if setup.twist == "typo" else "per_device_train_batch_size": (
-                "two" if setup.twist == "wrong_type" else setup.batch
-            ),
+            (
+                "per_device_train_batch_sise"
+                if setup.twist == "typo"
+                else "per_device_train_batch_size"
+            ): ("two" if setup.twist == "wrong_type" else setup.batch),
             "learning_rate": setup.lr,
             "lr_scheduler_type": "constant",
             "max_length": setup.max_len,
@@ -52,9 +57,14 @@ class Trl(Tool):
             settings["train_sampling_strategy"] = "sequential"
         if setup.twist == "typo_nested":
             del settings["dataset_name"]
-            settings["datasets"] = f"\n  - path: {setup.train.parent}\n    split: train\n    misspelt_key: 1"
+            settings["datasets"] = (
+                f"\n  - path: {setup.train.parent}\n    split: train\n    misspelt_key: 1"
+            )
         if setup.targets is not None:
-            settings |= {"use_peft": "true", "lora_target_modules": "".join(f"\n  - {name}" for name in setup.targets)}
+            settings |= {
+                "use_peft": "true",
+                "lora_target_modules": "".join(f"\n  - {name}" for name in setup.targets),
+            }
         if setup.resume:
             settings["resume_from_checkpoint"] = "true"
         text = "".join(f"{key}: {value}\n" for key, value in settings.items())
@@ -62,13 +72,21 @@ class Trl(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """`trl sft`; of several processes its script under torchrun: the command's own launcher wants GPUs for that."""
+        """`trl sft`; of several processes its script under torchrun: the command's own launcher
+        wants GPUs for that.
+        """
         verb = "sftt" if setup.twist == "unknown_recipe" else "sft"
         words = ["--config", str(setup.folder / "sft.yaml")]
         if setup.ranks == 1:
             return [str(self.environment / "bin" / "trl"), verb, *words]
         (script,) = self.environment.glob("lib/python*/site-packages/trl/scripts/sft.py")
-        return [str(self.environment / "bin" / "torchrun"), "--nproc_per_node", str(setup.ranks), str(script), *words]
+        return [
+            str(self.environment / "bin" / "torchrun"),
+            "--nproc_per_node",
+            str(setup.ranks),
+            str(script),
+            *words,
+        ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
         """With the environment's own programs first: the command starts `accelerate`."""
@@ -92,7 +110,11 @@ class Trl(Tool):
 
 
 def trainer_losses(result: Result) -> list[float]:
-    """The losses that transformers' trainer has printed, one a step; also LLaMA-Factory's, which is built on it."""
+    """The losses that transformers' trainer has printed, one a step; also LLaMA-Factory's, which is
+    built on it.
+    """
     found = (_METRIC.search(line) for _, line in result.lines)
-    values = [ast.literal_eval(re.sub(r": (nan|inf)\b", r": '\1'", match[1])) for match in found if match]
+    values = [
+        ast.literal_eval(re.sub(r": (nan|inf)\b", r": '\1'", match[1])) for match in found if match
+    ]
     return [float(value["loss"]) for value in values if "loss" in value]

@@ -1,7 +1,7 @@
 """What a tool made of a fault, told from exit code, output and what was written; no human judges.
 
-A line counts as a message on the fault if it has the fault's words and is news: not among the lines of the sound run
-(numbers apart), no line of metrics, no echo of the config that the tool was given.
+A line counts as a message on the fault if it has the fault's words and is news: not among the lines
+of the sound run (numbers apart), no line of metrics, no echo of the config that the tool was given.
 """
 
 import re
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.peers.planted.running import Result
 
-REJECTED = "rejected"  # ended before the first step, without a traceback, in a line that has the fault's words
+# Ended before the first step, without a traceback, in a line that has the fault's words
+REJECTED = "rejected"
 STOPPED = "stopped"  # the same after a step was done
 WARNED = "warned"  # trained on, with a line that has the words
 HANDLED = "handled"  # trained on without a word, and what was measured shows no harm
@@ -36,9 +37,11 @@ _NUMBER = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?")
 
 @dataclass
 class Outcome:
-    """A cell of the table. seconds: from the start to the line; of a silent run, to its end. line: the evidence.
+    """A cell of the table. seconds: from the start to the line; of a silent run, to its end. line:
+    the evidence.
 
-    code: the exit code; steps: optimizer steps that were done; note: what was measured, or why a tool is out of it.
+    code: the exit code; steps: optimizer steps that were done; note: what was measured, or why a
+    tool is out of it.
     """
 
     outcome: str
@@ -68,11 +71,14 @@ def judge(
 ) -> Outcome:
     """The outcome of one command.
 
-    words: regular expression of the fault. steps: optimizer steps that it did. sound_lines: of the sound run. metric:
-    regular expression of the tool's lines of metrics. given: the texts of the config files it was given.
+    words: regular expression of the fault. steps: optimizer steps that it did. sound_lines: of the
+    sound run. metric: regular expression of the tool's lines of metrics. given: the texts of the
+    config files it was given.
     """
     pattern = re.compile(words, re.IGNORECASE)
-    told = [(at, line) for at, line in _news(result, sound_lines, metric, given) if pattern.search(line)]
+    told = [
+        (at, line) for at, line in _news(result, sound_lines, metric, given) if pattern.search(line)
+    ]
     found = Outcome("", result.seconds, "", result.code, steps)
     if result.timed_out:
         found.outcome = HANGS
@@ -94,7 +100,9 @@ def judge(
     return found
 
 
-def _news(result: Result, sound_lines: Iterable[str], metric: str, given: Sequence[str]) -> Iterable[tuple[float, str]]:
+def _news(
+    result: Result, sound_lines: Iterable[str], metric: str, given: Sequence[str]
+) -> Iterable[tuple[float, str]]:
     known = {masked(line) for line in sound_lines}
     echoes = {line.strip() for text in given for line in text.splitlines()}
     measured = re.compile(metric) if metric else None
@@ -105,7 +113,9 @@ def _news(result: Result, sound_lines: Iterable[str], metric: str, given: Sequen
 
 
 def _exceptions(result: Result) -> list[str]:
-    """The texts of the program's own exceptions, causes first; a launcher's only if there is no other."""
+    """The texts of the program's own exceptions, causes first; a launcher's only if there is no
+    other.
+    """
     lines = [line for _, line in result.lines]
     found: list[list[str]] = []
     inside = False

@@ -1,7 +1,8 @@
-"""The words that a message on a fault has to have, by the fault's name: regular expressions, case aside.
+"""The words that a message on a fault has to have, by the fault's name: regular expressions, case
+aside.
 
-They are wider than any one tool's sentence: a tool is not to fail for its choice of words. A line that merely shows the
-config again, or a loss, is kept out elsewhere (`verdict.judge`).
+They are wider than any one tool's sentence: a tool is not to fail for its choice of words. A line
+that merely shows the config again, or a loss, is kept out elsewhere (`verdict.judge`).
 """
 
 
@@ -22,7 +23,12 @@ _COMPLAINT = any_of(
     "should be", "must be",
 )  # fmt: skip
 _END = any_of(
-    "end[- ]of[- ](turn|text|sequence)", r"\beos\b", "eos_token", "stop[ -]token", r"teach\w*.{0,20} stop", "never stop"
+    "end[- ]of[- ](turn|text|sequence)",
+    r"\beos\b",
+    "eos_token",
+    "stop[ -]token",
+    r"teach\w*.{0,20} stop",
+    "never stop",
 )
 _NOT_FINITE = any_of(r"\bnan\b", r"\binf\b", "finite", "diverge", "overflow")
 
@@ -41,9 +47,12 @@ WORDS: dict[str, str] = {
     "zero_rate": any_of("learning[ _]rate", r"\blr\b"),
     "adapter_target": complaint_about("q_prj", "lora_qury"),
     "experts_without_adapters": all_of(
-        "expert|gate_proj|up_proj|down_proj", any_of(_COMPLAINT, r"\bno\b", r"\bnone\b", "not adapt")
+        "expert|gate_proj|up_proj|down_proj",
+        any_of(_COMPLAINT, r"\bno\b", r"\bnone\b", "not adapt"),
     ),
-    "experts_not_quantized": all_of("expert|3.?-?d|parameter", any_of(_COMPLAINT, "would stay", "not quanti", "skip")),
+    "experts_not_quantized": all_of(
+        "expert|3.?-?d|parameter", any_of(_COMPLAINT, "would stay", "not quanti", "skip")
+    ),
     "empty_file": any_of(
         r"\bempty\b",
         "no (rows|data|examples|samples|training)",
@@ -54,7 +63,9 @@ WORDS: dict[str, str] = {
         "no columns",
     ),  # fmt: skip
     "broken_line": any_of("json", r":8\b", "line 8", r"\bpars(e|ing)", "decod"),
-    "not_text": all_of("content|text|str|string|answer|output", r"number|\bint\b|integer|type|expected"),
+    "not_text": all_of(
+        "content|text|str|string|answer|output", r"number|\bint\b|integer|type|expected"
+    ),
     "no_answer": any_of(
         "without an answer",
         "no (answer|assistant|target|response)",
@@ -66,9 +77,19 @@ WORDS: dict[str, str] = {
         "at least one.{0,40}assistant",
         "'output'",
     ),  # fmt: skip
-    "unknown_role": any_of("asistant", "(unknown|invalid|unexpected|unsupported|wrong).{0,20}(role|tag)"),
+    "unknown_role": any_of(
+        "asistant", "(unknown|invalid|unexpected|unsupported|wrong).{0,20}(role|tag)"
+    ),
     "over_long": any_of(
-        "truncat", "exceed", "longer than", "too long", "were cut", "dropped", "lost", "left out", "overlong"
+        "truncat",
+        "exceed",
+        "longer than",
+        "too long",
+        "were cut",
+        "dropped",
+        "lost",
+        "left out",
+        "overlong",
     ),
     "duplicates": any_of("duplicat", "repeat", "same as an earlier", "identical"),
     "overlap": any_of(
@@ -82,18 +103,29 @@ WORDS: dict[str, str] = {
     ),  # fmt: skip
     "no_end": _END,
     "pad_is_eos": all_of("pad", _END),
-    "drops_system": any_of(all_of("system", "message|turn|prompt|role", "leav|drop|miss|ignor|not (written|support)")),
+    "drops_system": any_of(
+        all_of("system", "message|turn|prompt|role", "leav|drop|miss|ignor|not (written|support)")
+    ),
     "unmarked": any_of("generation", "assistant_only", r"assistant.{0,20}mask"),
-    "untrained_token": all_of("embed|token", "never trained|untrained|not trained|zero|newly|initiali[sz]ed|resiz"),
+    "untrained_token": all_of(
+        "embed|token", "never trained|untrained|not trained|zero|newly|initiali[sz]ed|resiz"
+    ),
     "other_tokenizer": any_of("vocab", "out of range", "embedding"),
-    "truncated_weights": any_of("safetensor", "truncat", "incomplete", "cut short", "header", "corrupt"),
+    "truncated_weights": any_of(
+        "safetensor", "truncat", "incomplete", "cut short", "header", "corrupt"
+    ),
     "missing_shard": "model-00002",
     "missing_tensor": any_of(
-        r"layers\.1\.mlp\.(up_proj|w3)", r"layers\.\{?1?\S*mlp\.up_proj", r"h\.1\.mlp\.fc_2", "newly initialized"
+        r"layers\.1\.mlp\.(up_proj|w3)",
+        r"layers\.\{?1?\S*mlp\.up_proj",
+        r"h\.1\.mlp\.fc_2",
+        "newly initialized",
     ),
     "flipped_bit": any_of(_NOT_FINITE, "gradient norm is (exactly )?0", "too large"),
     "nan_weight": _NOT_FINITE,
-    "small_disk": any_of("space left", "disk", "no room", "are free", "free space", "not enough space"),
+    "small_disk": any_of(
+        "space left", "disk", "no room", "are free", "free space", "not enough space"
+    ),
     "earlier_work": any_of("exist", "overw", "earlier", "not empty", "already"),
     "beyond_positions": any_of(
         "max_position",
@@ -119,9 +151,18 @@ WORDS: dict[str, str] = {
     ),  # fmt: skip
     "other_world": any_of("world", r"\branks?\b", "processes"),
     "damaged_state": any_of(
-        "hash", "sha-?256", "checksum", r"\bcrc", "damaged", "corrupt", "PytorchStreamReader", "not as it was written"
+        "hash",
+        "sha-?256",
+        "checksum",
+        r"\bcrc",
+        "damaged",
+        "corrupt",
+        "PytorchStreamReader",
+        "not as it was written",
     ),
-    "killed_in_save": any_of("incomplete", "unfinished", "leftover", "damaged", "not whole", "corrupt", "cleared"),
+    "killed_in_save": any_of(
+        "incomplete", "unfinished", "leftover", "damaged", "not whole", "corrupt", "cleared"
+    ),
     "packing": all_of("pack|padding.free", "contaminat|see each other|attention|mix|cross"),
 }
 NOTHING = r"(?!)"  # of a sound run: no line has it

@@ -1,7 +1,8 @@
-"""Run by every side's own interpreter: what to train, and a record of the steps that all sides keep alike.
+"""Run by every side's own interpreter: what to train, and a record of the steps that all sides keep
+alike.
 
-A step is marked when the host has read its loss, and the device has done all its work: from mark to mark is a whole
-step of the tool, its batches and its log lines included.
+A step is marked when the host has read its loss, and the device has done all its work: from mark to
+mark is a whole step of the tool, its batches and its log lines included.
 """
 
 import json
@@ -17,7 +18,9 @@ def read_task(path: str) -> dict[str, Any]:
 
 
 class Recorder:
-    """Losses, norms of the gradient before clipping, marks in seconds, and the most memory from the second step on."""
+    """Losses, norms of the gradient before clipping, marks in seconds, and the most memory from the
+    second step on.
+    """
 
     def __init__(self, task: dict[str, Any]) -> None:
         import torch
@@ -30,7 +33,9 @@ class Recorder:
         self._most = {"allocated": 0, "reserved": 0}
 
     def step(self, loss: Any, grad_norm: Any) -> None:
-        """Called once behind each optimizer step; the first one makes the optimizer's states, and is not counted."""
+        """Called once behind each optimizer step; the first one makes the optimizer's states, and
+        is not counted.
+        """
         self.losses.append(float(loss))
         self.grad_norms.append(float(grad_norm))
         if self._device is not None:
@@ -39,14 +44,22 @@ class Recorder:
         if self._device is None:
             return
         if len(self.marks) > 1:  # a tool may reset the peaks at each step, as ours does
-            self._most["allocated"] = max(self._most["allocated"], self._device.max_memory_allocated())
+            self._most["allocated"] = max(
+                self._most["allocated"], self._device.max_memory_allocated()
+            )
             self._most["reserved"] = max(self._most["reserved"], self._device.max_memory_reserved())
         else:
             self._device.reset_peak_memory_stats()
 
     def write(self) -> None:
-        """Leaves the record for gpu_peers.py. Bytes of a GPU's allocator, or of the resident set."""
-        record: dict[str, Any] = {"losses": self.losses, "grad_norms": self.grad_norms, "marks": self.marks}
+        """Leaves the record for gpu_peers.py. Bytes of a GPU's allocator, or of the resident
+        set.
+        """
+        record: dict[str, Any] = {
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
+            "marks": self.marks,
+        }
         if self._device is not None:
             record |= self._most
         else:

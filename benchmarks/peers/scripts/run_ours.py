@@ -12,8 +12,10 @@ RECIPES = {"full": "full_finetune_distributed"}
 
 
 def settings(task: dict[str, Any]) -> dict[str, Any]:
-    """The config. Rows are texts of numbers, which a tokenizer of numbers makes the given ids of; they are full, so
-    that nothing is packed, and one place of padding stands where the last token has no target."""
+    """The config. Rows are texts of numbers, which a tokenizer of numbers makes the given ids of;
+    they are full, so that nothing is packed, and one place of padding stands where the last token
+    has no target.
+    """
     sequence = task["sequence"]
     config: dict[str, Any] = {
         "recipe": RECIPES.get(task["method"], "lora_finetune_distributed"),
@@ -65,7 +67,9 @@ def main(path: str) -> int:
     class Record:
         """A tracker: see `recipe_lib.training.run_log.Tracker`."""
 
-        def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        def __init__(
+            self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
+        ) -> None:
             self._recorder = Recorder(task)
 
         def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -1,4 +1,6 @@
-"""torchtune: `tune run full_finetune_single_device` or `lora_finetune_single_device`, with a config of its kind."""
+"""torchtune: `tune run full_finetune_single_device` or `lora_finetune_single_device`, with a config
+of its kind.
+"""
 
 import json
 import os
@@ -12,7 +14,9 @@ PARTS = "torchtune_parts"
 
 
 def config(task: dict[str, Any], file: str) -> dict[str, Any]:
-    """Its own models, losses and recipes; rows, logger and the adapter's start are components of ours."""
+    """Its own models, losses and recipes; rows, logger and the adapter's start are components of
+    ours.
+    """
     model = Path(task["model"])
     shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
     output = str(Path(task["folder"]) / "output")
@@ -36,7 +40,12 @@ def config(task: dict[str, Any], file: str) -> dict[str, Any]:
         "epochs": 1,
         "max_steps_per_epoch": task["steps"],
         "gradient_accumulation_steps": 1,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": task["lr"], "weight_decay": 0.0, "fused": True},
+        "optimizer": {
+            "_component_": "torch.optim.AdamW",
+            "lr": task["lr"],
+            "weight_decay": 0.0,
+            "fused": True,
+        },
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "optimizer_in_bwd": False,
         "clip_grad_norm": 1.0,
@@ -94,7 +103,9 @@ def main(path: str) -> None:
 
     task = read_task(path)
     file = Path(task["folder"]) / "tune.yaml"
-    file.write_text(json.dumps(config(task, os.path.abspath(path)), indent=1), encoding="utf-8")  # JSON is YAML
+    file.write_text(
+        json.dumps(config(task, os.path.abspath(path)), indent=1), encoding="utf-8"
+    )  # JSON is YAML
     kind = "full" if task["method"] == "full" else "lora"
     sys.argv = ["tune", "run", f"{kind}_finetune_single_device", "--config", str(file)]
     tune()

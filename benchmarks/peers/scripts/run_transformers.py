@@ -12,7 +12,9 @@ def main(path: str) -> None:
 
     task = read_task(path)
     recorder = Recorder(task)
-    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows_of(task)]
+    rows = [
+        {"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows_of(task)
+    ]
     trainer = Trainer(
         model=load_model(task),
         args=TrainingArguments(**arguments(task)),

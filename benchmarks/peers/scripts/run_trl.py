@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer on rows that are tokenized already; with `unsloth` in the task, on Unsloth's model."""
+"""TRL's SFTTrainer on rows that are tokenized already; with `unsloth` in the task, on Unsloth's
+model.
+"""
 
 import sys
 from pathlib import Path
@@ -9,8 +11,9 @@ from trainer_parts import arguments, callback, in_type, load_model, rows_of
 
 
 def main(path: str) -> None:
-    """Packs with the strategy that fills rows, since the others flatten a batch into one row, which takes an attention
-    kernel of a package of its own to keep its documents apart."""
+    """Packs with the strategy that fills rows, since the others flatten a batch into one row, which
+    takes an attention kernel of a package of its own to keep its documents apart.
+    """
     task = read_task(path)
     model = unsloth_model(task) if task["unsloth"] else load_model(task)
     from datasets import Dataset
@@ -34,8 +37,9 @@ def main(path: str) -> None:
 
 
 def unsloth_model(task: dict[str, Any]) -> Any:
-    """As Unsloth's notebooks make it; it has to be imported before transformers. Its own checkpointing where any is
-    asked for."""
+    """As Unsloth's notebooks make it; it has to be imported before transformers. Its own
+    checkpointing where any is asked for.
+    """
     import torch
     from unsloth import FastLanguageModel
 
@@ -57,10 +61,20 @@ def unsloth_model(task: dict[str, Any]) -> Any:
             lora_alpha=task["alpha"],
             lora_dropout=0,
             bias="none",
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            target_modules=[
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ],
             use_gradient_checkpointing="unsloth" if task["checkpointing"] == "full" else False,
         )
-        set_peft_model_state_dict(model, load_file(Path(task["adapter"]) / "adapter_model.safetensors"))
+        set_peft_model_state_dict(
+            model, load_file(Path(task["adapter"]) / "adapter_model.safetensors")
+        )
         in_type(model, dtype)
     return model
 

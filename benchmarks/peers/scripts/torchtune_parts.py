@@ -1,4 +1,6 @@
-"""Components that torchtune's config names: rows of given ids, a logger that keeps the record, an adapter's start."""
+"""Components that torchtune's config names: rows of given ids, a logger that keeps the record, an
+adapter's start.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +49,9 @@ class Logger:
 
 
 class Checkpointer(FullModelHFCheckpointer):
-    """Reads the folder as its own does, and writes nothing: the end of a run is not what is measured."""
+    """Reads the folder as its own does, and writes nothing: the end of a run is not what is
+    measured.
+    """
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Nothing."""
@@ -61,8 +65,9 @@ def constant(optimizer: Any, num_training_steps: int, last_epoch: int) -> Any:
 
 
 def adapted(adapter: str, tied: bool, **settings: Any) -> Any:
-    """Its model with adapters, which begin as those in a PEFT folder: B is zero, so that its own order of a head's
-    channels, which only B would have to follow, does not matter."""
+    """Its model with adapters, which begin as those in a PEFT folder: B is zero, so that its own
+    order of a head's channels, which only B would have to follow, does not matter.
+    """
     import torch
     from safetensors import safe_open
     from torchtune.models import llama3, llama3_2
@@ -78,7 +83,10 @@ def adapted(adapter: str, tied: bool, **settings: Any) -> Any:
         "mlp.w2": "mlp.down_proj",
         "mlp.w3": "mlp.up_proj",
     }
-    with safe_open(str(Path(adapter) / "adapter_model.safetensors"), framework="pt") as file, torch.no_grad():
+    with (
+        safe_open(str(Path(adapter) / "adapter_model.safetensors"), framework="pt") as file,
+        torch.no_grad(),
+    ):
         for number, layer in enumerate(model.layers):
             for place, name in places.items():
                 module = layer.get_submodule(place)

@@ -1,4 +1,6 @@
-"""What the sides that are built on transformers' Trainer share: the model, the rows, the settings, the record."""
+"""What the sides that are built on transformers' Trainer share: the model, the rows, the settings,
+the record.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +9,11 @@ from recorder import Recorder
 
 
 def load_model(task: dict[str, Any]) -> Any:
-    """The folder's model, for qlora in bitsandbytes' NF4, with the given adapter in the type of the run.
+    """The folder's model, for qlora in bitsandbytes' NF4, with the given adapter in the type of the
+    run.
 
-    PEFT would keep adapters in fp32 beside bf16; here every side has what is trained in the type of the run.
+    PEFT would keep adapters in fp32 beside bf16; here every side has what is trained in the type of
+    the run.
     """
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -25,12 +29,16 @@ def load_model(task: dict[str, Any]) -> Any:
             bnb_4bit_quant_storage=torch.uint8,
         )
         options["device_map"] = {"": 0 if task["device"] == "cuda" else "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype, attn_implementation="sdpa", **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        task["model"], dtype=dtype, attn_implementation="sdpa", **options
+    )
     model.config.use_cache = False
     if task["method"] != "full":
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, task["adapter"], is_trainable=True, autocast_adapter_dtype=False)
+        model = PeftModel.from_pretrained(
+            model, task["adapter"], is_trainable=True, autocast_adapter_dtype=False
+        )
         in_type(model, dtype)
     return model
 
@@ -50,7 +58,9 @@ def rows_of(task: dict[str, Any]) -> list[list[int]]:
 
 
 def arguments(task: dict[str, Any]) -> dict[str, Any]:
-    """TrainingArguments that make the same run. Weights are in bf16 already, so autocast would only cost."""
+    """TrainingArguments that make the same run. Weights are in bf16 already, so autocast would only
+    cost.
+    """
     return {
         "output_dir": str(Path(task["folder"]) / "output"),
         "per_device_train_batch_size": task["batch_size"],
@@ -82,9 +92,13 @@ def callback(recorder: Recorder) -> Any:
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
-        """A step's line has its loss and the norm of its gradient; the last line of a run has neither."""
+        """A step's line has its loss and the norm of its gradient; the last line of a run has
+        neither.
+        """
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any
+        ) -> None:
             """One line."""
             if logs and "loss" in logs and "grad_norm" in logs:
                 recorder.step(logs["loss"], logs["grad_norm"])

@@ -1,4 +1,6 @@
-"""A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF file."""
+"""A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF
+file.
+"""
 
 import math
 from collections import Counter
@@ -12,8 +14,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FIRST, HEAD, SECOND, FileModule
-from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, usual_scaling
+from recipe_lib.adapters.peft_names import (
+    EMBEDDING_FIRST,
+    EMBEDDING_SECOND,
+    FIRST,
+    HEAD,
+    SECOND,
+    FileModule,
+)
+from recipe_lib.checkpoint.adapter_files import (
+    AdapterFile,
+    check_base,
+    check_fits,
+    read_adapter,
+    usual_scaling,
+)
 from recipe_lib.checkpoint.gguf.gguf_file import (
     GgufTensor,
     check_gguf,
@@ -50,13 +65,17 @@ ARCHITECTURES = {
 }
 _PATTERNS = {"gemma2": 2, "gemma3": 6}  # every so many layers, one without a window
 _YARN_BETAS = (32.0, 1.0)  # others are read from the file for other architectures only
-_WIDE_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the 27B, whose scores are scaled by the width over the heads
+_WIDE_SCALE = {
+    "gemma2": 46,
+    "gemma3": 62,
+}  # layers of the 27B, whose scores are scaled by the width over the heads
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """name: llama.cpp's. numbers: metadata by their keys without the architecture's name. notes: what it does not
-    compute as the model was trained, a line each."""
+    """name: llama.cpp's. numbers: metadata by their keys without the architecture's name. notes:
+    what it does not compute as the model was trained, a line each.
+    """
 
     name: str
     numbers: dict[str, Any]
@@ -65,21 +84,32 @@ class Architecture:
 
     @property
     def permuted(self) -> bool:
-        """Whether query and key rows have the order of its rotary embedding, in which pairs are neighbors."""
+        """Whether query and key rows have the order of its rotary embedding, in which pairs are
+        neighbors.
+        """
         return self.name == "llama"
 
 
 def architecture_of(spec: ModelSpec, where: str) -> Architecture:
-    """The architecture of a model. CheckpointError: llama.cpp has none for it, or would compute something else."""
-    if isinstance(spec, ExternalSpec) or spec.family not in ARCHITECTURES or spec.mixture is not None:
+    """The architecture of a model. CheckpointError: llama.cpp has none for it, or would compute
+    something else.
+    """
+    if (
+        isinstance(spec, ExternalSpec)
+        or spec.family not in ARCHITECTURES
+        or spec.mixture is not None
+    ):
         family = spec.family
         raise CheckpointError(
-            f"{where}: model_type {family!r} is not written as GGUF; expected one of {', '.join(ARCHITECTURES)}; "
-            "export it with --hf or --merge, and use llama.cpp's own convert_hf_to_gguf.py"
+            f"{where}: model_type {family!r} is not written as GGUF; expected one of"
+            f" {', '.join(ARCHITECTURES)}; export it with --hf or --merge, and use llama.cpp's own"
+            " convert_hf_to_gguf.py"
         )
     fault = _find_fault(spec)
     if fault:
-        raise CheckpointError(f"{where}: {fault}, which llama.cpp does not compute; serve the Hugging Face folder")
+        raise CheckpointError(
+            f"{where}: {fault}, which llama.cpp does not compute; serve the Hugging Face folder"
+        )
     rope, factors = _rope_numbers(spec, spec.rope)
     numbers: dict[str, Any] = {
         "context_length": spec.max_positions,
@@ -95,7 +125,10 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
         **rope,
     }
     if spec.family == "gemma2":
-        numbers |= {"attn_logit_softcapping": spec.attention_softcap, "final_logit_softcapping": spec.logit_softcap}
+        numbers |= {
+            "attn_logit_softcapping": spec.attention_softcap,
+            "final_logit_softcapping": spec.logit_softcap,
+        }
     elif spec.logit_softcap is not None:
         numbers["final_logit_softcapping"] = spec.logit_softcap
     window = next((one for one in spec.windows if one is not None), None)
@@ -105,9 +138,15 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
         numbers["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
     if spec.local_rope is not None:
         numbers["rope.freq_base_swa"] = float(spec.local_rope.base)
-    too_large = [f"{name} {value}" for name, value in numbers.items() if isinstance(value, int) and value >= 2**32]
+    too_large = [
+        f"{name} {value}"
+        for name, value in numbers.items()
+        if isinstance(value, int) and value >= 2**32
+    ]
     if too_large:
-        raise CheckpointError(f"{where}: found {too_large[0]}, expected below 2^32, as a GGUF file has 32 bits for it")
+        raise CheckpointError(
+            f"{where}: found {too_large[0]}, expected below 2^32, as a GGUF file has 32 bits for it"
+        )
     return Architecture(ARCHITECTURES[spec.family], numbers, _notes(spec, window), factors)
 
 
@@ -130,8 +169,12 @@ def _find_fault(spec: DecoderSpec) -> str | None:
             family == "phi3" and spec.num_heads * spec.head_width != spec.width
         ),
         "found attn_logit_softcapping": family == "gemma3" and spec.attention_softcap is not None,
-        "found no attn_logit_softcapping or final_logit_softcapping": family == "gemma2" and not has_softcaps,
-        "found final_logit_softcapping": family not in ("gemma2", "gemma3") and spec.logit_softcap is not None,
+        "found no attn_logit_softcapping or final_logit_softcapping": (
+            family == "gemma2" and not has_softcaps
+        ),
+        "found final_logit_softcapping": (
+            family not in ("gemma2", "gemma3") and spec.logit_softcap is not None
+        ),
         f"found windows in other layers than all but every {pattern}.": (
             family in _PATTERNS
             and any(spec.windows)
@@ -156,18 +199,28 @@ def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
         f"found a rotary embedding of type {local and local.kind} in layers with a window": (
             local is not None and local.kind != "default"
         ),
-        "found a rotary embedding of type longrope": rope.kind == "longrope" and spec.family != "phi3",
+        "found a rotary embedding of type longrope": (
+            rope.kind == "longrope" and spec.family != "phi3"
+        ),
         "found a rotary embedding of type llama3": rope.kind == "llama3" and spec.family != "llama",
-        "found a rotary embedding of type yarn with truncate=false": is_yarn and not rope.numbers["whole_channels"],
-        "found a rotary embedding of type yarn with other beta_fast and beta_slow than {:g} and {:g}".format(
-            *_YARN_BETAS
-        ): betas != _YARN_BETAS,
+        "found a rotary embedding of type yarn with truncate=false": (
+            is_yarn and not rope.numbers["whole_channels"]
+        ),
+        "found a rotary embedding of type yarn with other beta_fast and beta_slow than {:g} and"
+        " {:g}".format(*_YARN_BETAS): (betas != _YARN_BETAS),
     }
 
 
-def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-    """The metadata of the rotary embedding, and the tables of factors that are tensors of the file."""
-    numbers: dict[str, Any] = {"rope.dimension_count": rope.width, "rope.freq_base": float(rope.base)}
+def _rope_numbers(
+    spec: DecoderSpec, rope: RopeSpec
+) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
+    """The metadata of the rotary embedding, and the tables of factors that are tensors of the
+    file.
+    """
+    numbers: dict[str, Any] = {
+        "rope.dimension_count": rope.width,
+        "rope.freq_base": float(rope.base),
+    }
     given = rope.numbers
     if rope.kind == "linear":
         numbers |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(given["factor"])}
@@ -189,7 +242,10 @@ def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], di
             "rope.scaling.original_context_length": int(given["original_positions"]),
             "rope.scaling.attn_factor": rope.attention_factor,
         }
-        names = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+        names = {
+            "rope_factors_long.weight": "long_factor",
+            "rope_factors_short.weight": "short_factor",
+        }
         return numbers, {name: tuple(given[key]) for name, key in names.items()}
     if spec.family == "phi3" and rope.kind == "default":
         numbers["rope.scaling.original_context_length"] = spec.max_positions
@@ -197,14 +253,19 @@ def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], di
 
 
 def _llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
-    """What each pair's frequency is divided by: nothing for short waves, the factor for long ones, between them a
-    mean (https://arxiv.org/abs/2407.21783)."""
+    """What each pair's frequency is divided by: nothing for short waves, the factor for long ones,
+    between them a mean (https://arxiv.org/abs/2407.21783).
+    """
     given, factors = rope.numbers, []
     factor, original = given["factor"], given["original_positions"]
     low, high = given["low_freq_factor"], given["high_freq_factor"]
     for pair in range(rope.width // 2):
-        turns = original * rope.base ** (-2 * pair / rope.width) / (2 * math.pi)  # in the first context
-        share = min(1.0, max(0.0, (turns - low) / (high - low))) if high > low else float(turns >= high)
+        turns = (
+            original * rope.base ** (-2 * pair / rope.width) / (2 * math.pi)
+        )  # in the first context
+        share = (
+            min(1.0, max(0.0, (turns - low) / (high - low))) if high > low else float(turns >= high)
+        )
         factors.append(1 / ((1 - share) / factor + share))
     return tuple(factors)
 
@@ -213,14 +274,20 @@ def _notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
     if spec.rope.kind == "longrope":
         first = int(spec.rope.numbers["original_positions"])
         return (
-            f"llama.cpp takes the rotary embedding's long factors by the size of its context, not by the length of a "
-            f"text: up to {first} tokens, -c {first} gives the model's answers",
+            (
+                "llama.cpp takes the rotary embedding's long factors by the size of its context,"
+                f" not by the length of a text: up to {first} tokens, -c {first} gives the model's"
+                " answers"
+            ),
         )
     if spec.family in _PATTERNS or window is None or window >= spec.max_positions:
         return ()
     return (
-        f"llama.cpp has no sliding window for {spec.family}: beyond {window} tokens of context it sees more than the "
-        f"model was trained with; a context of {window} (-c {window}) gives the same answers",
+        (
+            f"llama.cpp has no sliding window for {spec.family}: beyond {window} tokens of context"
+            f" it sees more than the model was trained with; a context of {window} (-c {window})"
+            " gives the same answers"
+        ),
     )
 
 
@@ -235,8 +302,9 @@ _LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and share
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written and read back: what differs from the model in use, how many tensors there are of each type, and
-    fields."""
+    """What was written and read back: what differs from the model in use, how many tensors there
+    are of each type, and fields.
+    """
 
     notes: tuple[str, ...]
     types: Counter[str]
@@ -246,14 +314,18 @@ class GgufReport:
     def check(self) -> str:
         """The line that says how the file compares."""
         kinds = ", ".join(f"{count} in {name.lower()}" for name, count in self.types.items())
-        return f"{self.types.total()} tensors read back, {kinds}; {self.num_fields} fields are equal"
+        return (
+            f"{self.types.total()} tensors read back, {kinds}; {self.num_fields} fields are equal"
+        )
 
 
-def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str | None = None) -> GgufReport:
+def write_gguf_model(
+    folder: Path, out: Path, kind: str, *, name: str, pre: str | None = None
+) -> GgufReport:
     """Writes the file `out`, reads it back and compares. One tensor at a time is in memory.
 
-    kind: one of GGUF_KINDS. name: of the model, for who looks at the file. pre: see `read_vocabulary`. Raises
-    CheckpointError, StorageError or SetupError; then there is no file.
+    kind: one of GGUF_KINDS. name: of the model, for who looks at the file. pre: see
+    `read_vocabulary`. Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
     package()
     spec = read_trained_spec(read_config(folder), str(folder))
@@ -276,16 +348,23 @@ def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str 
     return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
-def model_tensors(spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str) -> list[GgufTensor]:
+def model_tensors(
+    spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str
+) -> list[GgufTensor]:
     """The tensors of the file, in the model's order; tables of the rotary embedding first."""
     found = read_headers(folder)
     extras = sorted(name for name, tensor in found.items() if tensor.extra)
     if extras:
-        raise CheckpointError(f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it")
+        raise CheckpointError(
+            f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it"
+        )
     usual = {entry.our_name: entry.file_name for entry in weight_map(spec)}
     places = {usual[entry.our_name]: entry.file_name for entry in weight_map(spec, list(found))}
     names = gguf_names(architecture.name, spec.num_layers, list(places))
-    readers = {names[own]: _reader(spec, architecture, own, found[held], held) for own, held in places.items()}
+    readers = {
+        names[own]: _reader(spec, architecture, own, found[held], held)
+        for own, held in places.items()
+    }
     shapes = {names[own]: found[held].entry.shape for own, held in places.items()}
     for table, factors in architecture.factors.items():
         readers[table] = partial(torch.tensor, factors, dtype=torch.float32)
@@ -305,7 +384,9 @@ def gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, st
     made = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
     for name, found in made.items():
         if found is None:
-            raise CheckpointError(f"{name}: the package gguf has no name for it in {architecture}; update the package")
+            raise CheckpointError(
+                f"{name}: the package gguf has no name for it in {architecture}; update the package"
+            )
     return made
 
 
@@ -325,8 +406,10 @@ def _reader(
 
 
 def permuted(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
-    """Query and key rows with the two channels that turn together next to each other, as llama.cpp's Llama has them;
-    in the files of Hugging Face they are half a head apart. Others unchanged."""
+    """Query and key rows with the two channels that turn together next to each other, as
+    llama.cpp's Llama has them; in the files of Hugging Face they are half a head apart. Others
+    unchanged.
+    """
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.rsplit(".", 2)[-2])
     if heads is None or name.rsplit(".", 1)[-1] not in ("weight", "bias", "lora_b"):
         return values
@@ -352,11 +435,13 @@ def vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
     return own
 
 
-def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *, name: str) -> GgufReport:
+def write_gguf_adapter(
+    adapter_folder: Path, base: Path, out: Path, kind: str, *, name: str
+) -> GgufReport:
     """Writes the file `out`, reads it back and compares.
 
-    base: the folder of the model that the adapter is for. kind: one of ADAPTER_KINDS. name: for who looks at the file.
-    Raises CheckpointError, StorageError or SetupError; then there is no file.
+    base: the folder of the model that the adapter is for. kind: one of ADAPTER_KINDS. name: for who
+    looks at the file. Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
     package()
     spec = read_trained_spec(read_config(base), str(base))
@@ -391,11 +476,16 @@ def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> Non
         fault = f"has the extra parameter {min(adapter.extras)}"
     elif saved.parts:
         fault = f"brings {min(saved.parts)} of the base along"
-    elif spec.tied and (HEAD in adapter.tensors or any(module.is_embedding for module in adapter.modules(spec))):
-        fault = "adapts the embedding or the output projection of a model that has one matrix for both"
+    elif spec.tied and (
+        HEAD in adapter.tensors or any(module.is_embedding for module in adapter.modules(spec))
+    ):
+        fault = (
+            "adapts the embedding or the output projection of a model that has one matrix for both"
+        )
     if fault:
         raise CheckpointError(
-            f"{adapter.folder}: {fault}, which llama.cpp does not load; merge it (tune export {adapter.folder} --merge)"
+            f"{adapter.folder}: {fault}, which llama.cpp does not load; merge it (tune export"
+            f" {adapter.folder} --merge)"
         )
 
 
@@ -408,24 +498,40 @@ def _tensors(
     alpha: float,
 ) -> list[GgufTensor]:
     """A and B of each module, named after the weight that they change."""
-    names = gguf_names(architecture.name, spec.num_layers, [f"{module.name}.weight" for module in modules])
+    names = gguf_names(
+        architecture.name, spec.num_layers, [f"{module.name}.weight" for module in modules]
+    )
     tensors = []
     for module in modules:
-        # llama.cpp multiplies with alpha / rank everywhere: a module of another scaling has the rest in its B
+        # llama.cpp multiplies with alpha / rank everywhere: a module of another scaling has the
+        # rest in its B
         factor = adapter.config.scaling_of(module) * adapter.config.rank_of(module) / alpha
         first, second = _factors(adapter, module, spec, architecture, factor)
         name = names[f"{module.name}.weight"]
-        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), kind.upper(), first.contiguous))
-        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), kind.upper(), second.contiguous))
+        tensors.append(
+            GgufTensor(f"{name}.lora_a", tuple(first.shape), kind.upper(), first.contiguous)
+        )
+        tensors.append(
+            GgufTensor(f"{name}.lora_b", tuple(second.shape), kind.upper(), second.contiguous)
+        )
     return tensors
 
 
 def _factors(
-    adapter: AdapterFile, module: FileModule, spec: DecoderSpec, architecture: Architecture, factor: float
+    adapter: AdapterFile,
+    module: FileModule,
+    spec: DecoderSpec,
+    architecture: Architecture,
+    factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """A `[r, in]` and B `[out, r]`; of the embedding A `[v, r]`, from which tokens' rows are taken, and B `[d, r]`."""
+    """A `[r, in]` and B `[out, r]`; of the embedding A `[v, r]`, from which tokens' rows are taken,
+    and B `[d, r]`.
+    """
     if module.is_embedding:
-        first, second = adapter.read(module.name, EMBEDDING_FIRST).T, adapter.read(module.name, EMBEDDING_SECOND)
+        first, second = (
+            adapter.read(module.name, EMBEDDING_FIRST).T,
+            adapter.read(module.name, EMBEDDING_SECOND),
+        )
     else:
         first, second = adapter.read(module.name, FIRST), adapter.read(module.name, SECOND)
     if architecture.permuted:

@@ -1,12 +1,13 @@
 """A GGUF file, written a part of a tensor at a time, and read back.
 
-The package `gguf` writes the head of the file and knows the block formats of up to 32 weights. q4_K, q5_K and q6_K it
-reads and does not write; they are written here.
+The package `gguf` writes the head of the file and knows the block formats of up to 32 weights.
+q4_K, q5_K and q6_K it reads and does not write; they are written here.
 
-A row is cut into blocks of 256 weights. A block has one or two numbers in fp16, and for each 32 (q6_K: 16) of its
-weights a small integer that these are multiplied by: the scale of that part and, in q4_K and q5_K, how far below zero
-its smallest weight may be. What is chosen is, for each part, the scale and minimum with the least weighted squared
-error among the best fits to some roundings of its weights.
+A row is cut into blocks of 256 weights. A block has one or two numbers in fp16, and for each 32
+(q6_K: 16) of its weights a small integer that these are multiplied by: the scale of that part and,
+in q4_K and q5_K, how far below zero its smallest weight may be. What is chosen is, for each part,
+the scale and minimum with the least weighted squared error among the best fits to some roundings of
+its weights.
 """
 
 import math
@@ -32,7 +33,17 @@ from recipe_lib.units import MIB
 
 
 # The format's name of a type -> weights in a block of it, of which a row has a whole number.
-BLOCK_SIZES = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q5_0": 32, "Q5_1": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+BLOCK_SIZES = {
+    "F32": 1,
+    "F16": 1,
+    "BF16": 1,
+    "Q8_0": 32,
+    "Q5_0": 32,
+    "Q5_1": 32,
+    "Q4_K": 256,
+    "Q5_K": 256,
+    "Q6_K": 256,
+}
 _WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 # Of rows that are not whole blocks of 256: a type of about as many bits in blocks of 32.
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -43,23 +54,33 @@ def choose_types(
 ) -> dict[str, str]:
     """The type of each tensor of a file, by its name in the file.
 
-    shapes: of all tensors, rows first. kind: one of GGUF_KINDS. large: a model of 80 layers whose value heads serve
-    several query heads, where values get a bit more. Vectors and tables of factors stay in fp32.
+    shapes: of all tensors, rows first. kind: one of GGUF_KINDS. large: a model of 80 layers whose
+    value heads serve several query heads, where values get a bit more. Vectors and tables of
+    factors stay in fp32.
     """
-    return {name: _choose(name, shape, kind, layers, large, shapes) for name, shape in shapes.items()}
+    return {
+        name: _choose(name, shape, kind, layers, large, shapes) for name, shape in shapes.items()
+    }
 
 
-def _choose(name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]) -> str:
+def _choose(
+    name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]
+) -> str:
     if len(shape) < 2:
         return "F32"
-    wanted = _WHOLE.get(kind) or _in_mixture(name, shape[-1], layers, large, tied="output.weight" not in names)
-    fitting = (kind for kind in (wanted, _SMALLER.get(wanted, "F16")) if shape[-1] % BLOCK_SIZES[kind] == 0)
+    wanted = _WHOLE.get(kind) or _in_mixture(
+        name, shape[-1], layers, large, tied="output.weight" not in names
+    )
+    fitting = (
+        kind for kind in (wanted, _SMALLER.get(wanted, "F16")) if shape[-1] % BLOCK_SIZES[kind] == 0
+    )
     return next(fitting, "F16")
 
 
 def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
-    """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values (in one matrix with
-    queries and keys where the model has them so) and the way down."""
+    """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values (in
+    one matrix with queries and keys where the model has them so) and the way down.
+    """
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return "Q8_0" if columns % BLOCK_SIZES["Q4_K"] else "Q6_K"
     found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down|attn_qkv)\.weight", name)
@@ -75,26 +96,31 @@ def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -
 
 _PIECE = 2**22  # weights that are converted at a time
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The most that a weight may change, as a share of the largest in its block: half a step of the codes, a whole one where
-# the outermost codes stop short of it, and what rounding the scales of its parts adds.
+# The most that a weight may change, as a share of the largest in its block: half a step of the
+# codes, a whole one where the outermost codes stop short of it, and what rounding the scales of its
+# parts adds.
 _MOST = {"Q8_0": 0.5 / 127, "Q6_K": 0.045, "Q5_0": 1 / 16, "Q5_1": 0.04, "Q5_K": 0.09, "Q4_K": 0.17}
 _F16_ROUNDING = 2.0**-10  # of the scales of blocks, which are in fp16
 BLOCK = 256
 _LEVELS = {"q4_K": 15, "q5_K": 31}  # the largest code of a weight
 _SCALE_LEVELS = 63  # scales and minimums of parts have 6 bits
-# Roundings that are tried: the range of the part is divided into so many levels more than there are.
+# Roundings that are tried: the range of the part is divided into so many levels more than there
+# are.
 _STRETCHES = {
     "q4_K": [round(-1 + 0.1 * step, 1) for step in range(21)],
     "q5_K": [round(-0.5 + 0.1 * step, 1) for step in range(16)],
     "q6_K": [round(0.1 * step, 1) for step in range(-9, 10)],
 }
-_BLOCKS_AT_ONCE = 2**18  # weights that are worked on together: as many as stay in a processor's cache
+_BLOCKS_AT_ONCE = (
+    2**18
+)  # weights that are worked on together: as many as stay in a processor's cache
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file: its name and shape there, rows first, its type, and what gives its values as they are in
-    the model."""
+    """A tensor of the file: its name and shape there, rows first, its type, and what gives its
+    values as they are in the model.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -111,10 +137,14 @@ def package() -> Any:
     return gguf
 
 
-def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> None:
-    """Writes the file `out`, which takes its name when it is whole. StorageError, CheckpointError: there is no file.
+def write_gguf(
+    out: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]
+) -> None:
+    """Writes the file `out`, which takes its name when it is whole. StorageError, CheckpointError:
+    there is no file.
 
-    fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as fp32.
+    fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as
+    fp32.
     """
     gguf = package()
     types = {tensor.name: gguf.GGMLQuantizationType[tensor.kind] for tensor in tensors}
@@ -129,14 +159,21 @@ def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors:
         _put_fields(writer, fields)
         for tensor in tensors:
             dtype = torch.empty(0).numpy().dtype  # of no meaning beside `raw_dtype`
-            writer.add_tensor_info(tensor.name, tensor.shape, dtype, sizes[tensor.name], raw_dtype=types[tensor.name])
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, dtype, sizes[tensor.name], raw_dtype=types[tensor.name]
+            )
         with files.write_aside(out, replace=False) as temporary, closing(writer):
             files.before_operation("open", temporary)
             _write_all(writer, temporary, tensors, sizes)
 
 
 def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in fields.items():
         if isinstance(value, list):
             writer.add_array(key, value)
@@ -144,7 +181,9 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
             add[type(value)](key, value)
 
 
-def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]) -> None:
+def _write_all(
+    writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]
+) -> None:
     writer.write_header_to_file(temporary)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -159,7 +198,9 @@ def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], size
                 written += piece.numel()
                 going.advance(piece.numel())
             if written != sizes[tensor.name]:
-                raise RuntimeError(f"{tensor.name}: {written} bytes do not fill the planned {sizes[tensor.name]}")
+                raise RuntimeError(
+                    f"{tensor.name}: {written} bytes do not fill the planned {sizes[tensor.name]}"
+                )
             writer.write_padding(stream, written)
     stream.flush()
     files.before_operation("flush", temporary)
@@ -178,21 +219,29 @@ def _encoded(tensor: GgufTensor) -> Iterator[Tensor]:
     values = tensor.read()
     for piece in _pieces(values):
         if not bool(torch.isfinite(piece).all()):
-            raise CheckpointError(f"{tensor.name}: found NaN or an infinity among the weights; use an earlier state")
+            raise CheckpointError(
+                f"{tensor.name}: found NaN or an infinity among the weights; use an earlier state"
+            )
         yield encode(piece, kind, tensor.name).contiguous().view(-1)
 
 
 def encode(rows: Tensor, kind: str, name: str) -> Tensor:
-    """The bytes `[rows, bytes of a row]` of weights `[rows, columns]`. CheckpointError: beyond the range of fp16."""
+    """The bytes `[rows, bytes of a row]` of weights `[rows, columns]`. CheckpointError: beyond the
+    range of fp16.
+    """
     if kind in _TORCH:
         cast = rows.to(_TORCH[kind])
         if kind == "F16" and not bool(torch.isfinite(cast).all()):
-            raise CheckpointError(f"{name}: has weights beyond the range of fp16; write it as bf16 (--gguf bf16)")
+            raise CheckpointError(
+                f"{name}: has weights beyond the range of fp16; write it as bf16 (--gguf bf16)"
+            )
         return cast.contiguous().view(torch.uint8)
     if kind.endswith("_K"):
         return encode_blocks(rows, kind.replace("Q", "q"))
     gguf = package()
-    return torch.from_numpy(gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind]))
+    return torch.from_numpy(
+        gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind])
+    )
 
 
 def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> None:
@@ -219,7 +268,9 @@ def _same(held: Any, value: Any) -> bool:
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float32).item() == held
     if isinstance(value, list) and value and isinstance(value[0], float):
-        return torch.equal(torch.tensor(held, dtype=torch.float32), torch.tensor(value, dtype=torch.float32))
+        return torch.equal(
+            torch.tensor(held, dtype=torch.float32), torch.tensor(value, dtype=torch.float32)
+        )
     if isinstance(value, list) and value and isinstance(value[0], bytes):
         return [one.decode("utf-8", errors="replace") for one in value] == held
     return bool(held == value)
@@ -249,7 +300,9 @@ def _within(read: Tensor, rows: Tensor, kind: str) -> bool:
     """Whether no weight has changed by more than its type rounds."""
     width = 256 if kind.endswith("_K") else 32
     largest = rows.reshape(-1, width).abs().amax(1, keepdim=True)
-    allowed = largest * (_MOST[kind] + _F16_ROUNDING) + 32 * 2.0**-24  # a scale of fp16 may be as small as that
+    allowed = (
+        largest * (_MOST[kind] + _F16_ROUNDING) + 32 * 2.0**-24
+    )  # a scale of fp16 may be as small as that
     return bool(((read - rows).reshape(-1, width).abs() <= allowed).all())
 
 
@@ -279,7 +332,12 @@ def _shifted_blocks(blocks: Tensor, kind: str) -> Tensor:
     block_minimum, minimum_codes = _in_six_bits(minimums)
     step = block_scale.float() * scale_codes
     shift = block_minimum.float() * minimum_codes
-    codes = ((parts + shift[..., None]) * _inverse(step)[..., None]).round().clamp(0, levels).to(torch.uint8)
+    codes = (
+        ((parts + shift[..., None]) * _inverse(step)[..., None])
+        .round()
+        .clamp(0, levels)
+        .to(torch.uint8)
+    )
     head = torch.cat([block_scale, block_minimum], 1).view(torch.uint8)
     packed = [head, _pack_six_bits(scale_codes.to(torch.uint8), minimum_codes.to(torch.uint8))]
     if kind == "q5_K":
@@ -292,7 +350,9 @@ def _shifted_blocks(blocks: Tensor, kind: str) -> Tensor:
 
 
 def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Tensor, Tensor]:
-    """Scale and minimum (both >= 0) of each part `[n, 8, 32]`, by least squares; larger weights count for more."""
+    """Scale and minimum (both >= 0) of each part `[n, 8, 32]`, by least squares; larger weights
+    count for more.
+    """
     importance = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
     total, moment = importance.sum(-1), (importance * parts).sum(-1)
     best_low, highest = parts.amin(-1).clamp(max=0), parts.amax(-1)
@@ -315,7 +375,10 @@ def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Te
         error = (importance * (scale[..., None] * codes + low[..., None] - parts).square()).sum(-1)
         better = error < best_error  # never where the fit has no solution
         best_error = torch.where(better, error, best_error)
-        best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, low, best_low)
+        best_scale, best_low = (
+            torch.where(better, scale, best_scale),
+            torch.where(better, low, best_low),
+        )
     return best_scale.clamp(min=0), -best_low
 
 
@@ -327,15 +390,18 @@ def _in_six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
-    """Twice eight codes `[n, 8]` of 6 bits in 12 bytes: those of the first four parts have the upper bits of the last
-    four above them."""
+    """Twice eight codes `[n, 8]` of 6 bits in 12 bytes: those of the first four parts have the
+    upper bits of the last four above them.
+    """
     first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     second = minimums[:, :4] | ((minimums[:, 4:] >> 4) << 6)
     return torch.cat([first, second, (scales[:, 4:] & 15) | ((minimums[:, 4:] & 15) << 4)], 1)
 
 
 def _symmetric_blocks(blocks: Tensor) -> Tensor:
-    """q6_K: a weight is scale * (code - 32), with codes from 0 to 63 and scales of 8 bits with a sign."""
+    """q6_K: a weight is scale * (code - 32), with codes from 0 to 63 and scales of 8 bits with a
+    sign.
+    """
     parts = blocks.unflatten(1, (16, 16))
     scales = _fit_symmetric(parts)
     largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))
@@ -361,7 +427,9 @@ def _fit_symmetric(parts: Tensor) -> Tensor:
         codes = (parts * inverse[..., None]).round().clamp(-32, 31)
         product = (importance * parts * codes).sum(-1)
         second = (importance * codes.square()).sum(-1)
-        gain = product.square() * _inverse(second)  # by how much the squared error is smaller than with zeros
+        gain = product.square() * _inverse(
+            second
+        )  # by how much the squared error is smaller than with zeros
         better = gain > best_gain
         best_gain = torch.where(better, gain, best_gain)
         best_scale = torch.where(better, product * _inverse(second), best_scale)

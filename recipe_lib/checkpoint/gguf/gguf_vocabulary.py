@@ -1,11 +1,12 @@
 """A tokenizer's pieces and special tokens as GGUF files have them. No torch.
 
-A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece model with the scores of its pieces
-(`llama`), which stand in its own file or follow from the order of the merges in a tokenizer.json made of it.
+A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece model with the scores
+of its pieces (`llama`), which stand in its own file or follow from the order of the merges in a
+tokenizer.json made of it.
 
-llama.cpp has each way in which a byte-level tokenizer.json cuts text before it merges bytes in its code, under a name
-that the file gives. It is found by what tokenizer.json says
-itself: the patterns it cuts with, and whether a whole word of the vocabulary is taken without merging.
+llama.cpp has each way in which a byte-level tokenizer.json cuts text before it merges bytes in its
+code, under a name that the file gives. It is found by what tokenizer.json says itself: the patterns
+it cuts with, and whether a whole word of the vocabulary is taken without merging.
 """
 
 import re
@@ -45,9 +46,10 @@ class PieceKind(IntEnum):
 class GgufVocabulary:
     """What a file says of its tokenizer.
 
-    model: `gpt2` (byte-level merges) or `llama` (sentencepiece). pre: how text is cut, see `find_pre_tokenizer`.
-    tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: a role, such as `bos`, -> id.
-    strips: special tokens drop white space after them. notes: what differs from the tokenizer, a line each.
+    model: `gpt2` (byte-level merges) or `llama` (sentencepiece). pre: how text is cut, see
+    `find_pre_tokenizer`. tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: a
+    role, such as `bos`, -> id. strips: special tokens drop white space after them. notes: what
+    differs from the tokenizer, a line each.
     """
 
     model: str
@@ -64,18 +66,20 @@ class GgufVocabulary:
     notes: list[str] = field(default_factory=list)
 
     def name_for(self, name: str) -> str:
-        """The model's name in the file. llama.cpp goes by it: with Phi-3 in it, special tokens drop white space after
-        them, and a vocabulary without Phi-3's is not loaded."""
+        """The model's name in the file. llama.cpp goes by it: with Phi-3 in it, special tokens drop
+        white space after them, and a vocabulary without Phi-3's is not loaded.
+        """
         if not (self.strips and _PHI3.issubset(self.tokens)):
             return _SAYS_PHI3.sub("Phi 3", name)
         return name if _SAYS_PHI3.search(name) else f"{name} (Phi-3)"
 
 
 def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVocabulary:
-    """The tokenizer of a model folder. size: rows of the model's embedding, of which each gets a piece.
+    """The tokenizer of a model folder. size: rows of the model's embedding, of which each gets a
+    piece.
 
-    pre: llama.cpp's name of the pre-tokenizer, where it is not known. CheckpointError: no tokenizer, or one that the
-    format has no place for.
+    pre: llama.cpp's name of the pre-tokenizer, where it is not known. CheckpointError: no
+    tokenizer, or one that the format has no place for.
     """
     try:
         tokenizer = load_tokenizer(folder, by_key=False)
@@ -91,11 +95,13 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
         found = _of_json(tokenizer, content, size, pre)
     else:
         raise CheckpointError(
-            f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has not; put the "
-            "tokenizer.json of the model's own repository next to it"
+            f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has"
+            " not; put the tokenizer.json of the model's own repository next to it"
         )
     if pre is not None and found.model != "gpt2":
-        raise CheckpointError(f"--pre: {tokenizer.place} is a sentencepiece model, which cuts no text; leave it out")
+        raise CheckpointError(
+            f"--pre: {tokenizer.place} is a sentencepiece model, which cuts no text; leave it out"
+        )
     _put_special(found, tokenizer, size)
     return found
 
@@ -111,12 +117,18 @@ def _put_special(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None
         if found.kinds[token.id] == PieceKind.UNKNOWN:
             continue
         found.kinds[token.id] = kind
-        text = token.content if token.special or found.model == "gpt2" else token.content.replace("▁", " ")
+        text = (
+            token.content
+            if token.special or found.model == "gpt2"
+            else token.content.replace("▁", " ")
+        )
         found.tokens[token.id] = text.encode()
         if found.scores is not None:
             found.scores[token.id] = _ADDED_SCORE
     if beyond:
-        found.notes.append(f"{beyond} tokens of the tokenizer have no row in the model, and are left out")
+        found.notes.append(
+            f"{beyond} tokens of the tokenizer have no row in the model, and are left out"
+        )
     roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
     end = tokenizer.turn_end.token
     stops = {token.content: token.id for token in tokenizer.added_tokens}
@@ -130,7 +142,9 @@ def _put_special(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None
     found.template = tokenizer.chat_template
     found.strips = any(token.special and token.rstrip for token in tokenizer.added_tokens)
     if found.strips and not _PHI3.issubset(found.tokens):
-        found.notes.append("llama.cpp keeps white space after special tokens, which this tokenizer drops")
+        found.notes.append(
+            "llama.cpp keeps white space after special tokens, which this tokenizer drops"
+        )
 
 
 def _empty(model: str, pre: str, size: int) -> GgufVocabulary:
@@ -139,7 +153,9 @@ def _empty(model: str, pre: str, size: int) -> GgufVocabulary:
     return GgufVocabulary(model, pre, tokens, [PieceKind.UNUSED] * size)
 
 
-def _of_sentencepiece(tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int) -> GgufVocabulary:
+def _of_sentencepiece(
+    tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int
+) -> GgufVocabulary:
     model, found = vocabulary.model, _empty("llama", "default", size)
     found.scores = [_UNUSED_SCORE] * size
     kinds = {
@@ -156,8 +172,8 @@ def _of_sentencepiece(tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary,
     normal = [found.scores[at] for at in range(pieces) if found.kinds[at] == PieceKind.NORMAL]
     if any(score != int(score) for score in normal):
         raise CheckpointError(
-            f"{tokenizer.place}: is a sentencepiece model of the kind unigram, which llama.cpp does not merge as it "
-            "does; expected one of byte pairs"
+            f"{tokenizer.place}: is a sentencepiece model of the kind unigram, which llama.cpp does"
+            " not merge as it does; expected one of byte pairs"
         )
     _put_spaces(found, tokenizer)
     return found
@@ -167,21 +183,28 @@ def _put_spaces(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary
     found.add_space = vocabulary.eats_first_space
     if isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.collapses_spaces:
-        found.notes.append("llama.cpp keeps several spaces in a row, which this tokenizer makes one")
+        found.notes.append(
+            "llama.cpp keeps several spaces in a row, which this tokenizer makes one"
+        )
     if vocabulary.eats_first_space and not vocabulary.eats_space_after_special:
         found.notes.append(
-            "llama.cpp puts a space before text after special tokens too, which this tokenizer does at the start alone"
+            "llama.cpp puts a space before text after special tokens too, which this tokenizer does"
+            " at the start alone"
         )
 
 
-def _of_json(tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str | None) -> GgufVocabulary:
+def _of_json(
+    tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str | None
+) -> GgufVocabulary:
     place, model = Path(tokenizer.place), content.get("model") or {}
     if model.get("type", "BPE") != "BPE":
         raise CheckpointError(
-            f"{place}: found a model of type {model.get('type')!r}, which llama.cpp does not merge as it does; "
-            "expected BPE"
+            f"{place}: found a model of type {model.get('type')!r}, which llama.cpp does not merge"
+            " as it does; expected BPE"
         )
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []
+    ]
     if model.get("byte_fallback"):
         found = _empty("llama", "default", size)
         _put_spaces(found, tokenizer)
@@ -203,8 +226,8 @@ def _of_json(tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str 
     found.merges = merges
     if content.get("normalizer"):
         found.notes.append(
-            f"llama.cpp does not normalize text ({content['normalizer'].get('type')}), as this tokenizer does: letters "
-            "that are written as several signs are other tokens there"
+            f"llama.cpp does not normalize text ({content['normalizer'].get('type')}), as this"
+            " tokenizer does: letters that are written as several signs are other tokens there"
         )
     for piece, at in model["vocab"].items():
         if at < size:
@@ -225,7 +248,9 @@ def _cased_words(digits: str, end: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way of cutting. steps: patterns or kinds of steps in their order. whole_words: None: it does not matter."""
+    """One way of cutting. steps: patterns or kinds of steps in their order. whole_words: None: it
+    does not matter.
+    """
 
     name: str
     steps: tuple[str, ...]
@@ -251,7 +276,9 @@ _BY_NAME_ALONE = (
 
 
 def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | None = None) -> str:
-    """The name for a tokenizer.json. named: by the user. CheckpointError: none is known to cut as it does."""
+    """The name for a tokenizer.json. named: by the user. CheckpointError: none is known to cut as
+    it does.
+    """
     known = [one.name for one in _KNOWN]
     if named is not None:
         names = [*known, *_BY_NAME_ALONE]
@@ -263,11 +290,15 @@ def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | Non
     whole_words = bool((content.get("model") or {}).get("ignore_merges"))
     normalizer = (content.get("normalizer") or {}).get("type")
     for one in _KNOWN:
-        if one.steps == steps and one.whole_words in (None, whole_words) and one.normalizer == normalizer:
+        if (
+            one.steps == steps
+            and one.whole_words in (None, whole_words)
+            and one.normalizer == normalizer
+        ):
             return one.name
     raise CheckpointError(
-        f"{where}: its pre_tokenizer is none of those known here ({', '.join(known)}), and a wrong one gives other "
-        "tokens; name the one of llama.cpp that cuts text as it does with --pre"
+        f"{where}: its pre_tokenizer is none of those known here ({', '.join(known)}), and a wrong"
+        " one gives other tokens; name the one of llama.cpp that cuts text as it does with --pre"
     )
 
 
@@ -280,7 +311,9 @@ def _steps_of(pre: Any) -> tuple[str, ...] | None:
     for part in parts or ():
         pattern = (part.get("pattern") or {}).get("Regex")
         match part.get("type"):
-            case "Split" if pattern and part.get("behavior") == "Isolated" and not part.get("invert"):
+            case "Split" if (
+                pattern and part.get("behavior") == "Isolated" and not part.get("invert")
+            ):
                 steps.append(pattern)
             case "Digits" if part.get("individual_digits"):
                 steps.append("digits")

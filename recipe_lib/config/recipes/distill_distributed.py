@@ -8,11 +8,12 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 
 @dataclass
 class DistillConfig:
-    """Distillation: the model also learns a teacher's probabilities of each next token (arXiv 1503.02531)."""
+    """Distillation: the model also learns a teacher's next-token probabilities (arXiv 1503.02531)."""
 
     teacher: str | None = key(
         None,
-        "The teacher: folder or hub id of a model with the same tokenizer, frozen, next to the model.",
+        "The teacher: folder or hub id of a model with the same tokenizer, frozen, next to the"
+        " model.",
         path=True,
         known_as="TRL GKDTrainer teacher_model",
     )
@@ -35,8 +36,9 @@ class DistillConfig:
     )
     divergence: str = key(
         "forward_kl",
-        "Of teacher P and model Q: `forward_kl`: KL(P || Q); `reverse_kl`: KL(Q || P); `jensen_shannon`: "
-        "beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q (GKD, arXiv 2306.13649).",
+        "Of teacher P and model Q: `forward_kl`: KL(P || Q); `reverse_kl`: KL(Q || P);"
+        " `jensen_shannon`: beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q"
+        " (GKD, arXiv 2306.13649).",
         choices=("forward_kl", "reverse_kl", "jensen_shannon"),
         known_as="TRL GKDConfig.beta, 0 and 1 for the first two",
     )
@@ -78,7 +80,9 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
     """Config of `distill_distributed`."""
 
     recipe: str = key(
-        "distill_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
+        "distill_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
     )
     distill: DistillConfig = field(default_factory=DistillConfig)
     adapters_instead = {"distill.trainable": "adapters"}

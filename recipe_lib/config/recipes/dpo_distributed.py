@@ -11,14 +11,13 @@ _OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
 
 @dataclass
 class DpoConfig:
-    """Preference optimization on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290), or on answers that
-    are wanted or not (KTO)."""
+    """Preference optimization on pairs of answers (DPO, arXiv 2305.18290) or single ones (KTO)."""
 
     loss: str = key(
         "sigmoid",
-        "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`: mean "
-        "log-probabilities, no reference (arXiv 2405.14734); of single answers `kto` (arXiv 2402.01306) and "
-        "`apo_zero_unpaired` (arXiv 2408.06266).",
+        "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`:"
+        " mean log-probabilities, no reference (arXiv 2405.14734); of single answers `kto` (arXiv"
+        " 2402.01306) and `apo_zero_unpaired` (arXiv 2408.06266).",
         choices=("sigmoid", "ipo", "simpo", *UNPAIRED),
         known_as="TRL loss_type (DPOConfig, KTOConfig)",
     )
@@ -65,8 +64,8 @@ class DpoConfig:
     )
     trainable: str = key(
         "adapters",
-        "`adapters`: the reference is the model without them; `all`: every parameter, the reference is a frozen "
-        "second copy.",
+        "`adapters`: the reference is the model without them; `all`: every parameter, the reference"
+        " is a frozen second copy.",
         choices=("adapters", "all"),
         known_as="LLaMA-Factory finetuning_type",
     )
@@ -87,7 +86,9 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     """Config of `dpo_distributed`."""
 
     recipe: str = key(
-        "dpo_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
+        "dpo_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
     )
     dpo: DpoConfig = field(default_factory=DpoConfig)
     adapters_instead = {"dpo.trainable": "adapters"}
@@ -116,6 +117,12 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     @property
     def validation_numbers(self) -> tuple[str, ...]:
         """Means over all pairs, or answers."""
-        rewards = ["chosen", "rejected", "margin"] + ([] if self.dpo.takes_single_answers else ["accuracy"])
-        numbers = ["loss", *(f"reward_{name}" for name in rewards), *(["kl"] if self.compares_mismatched else [])]
+        rewards = ["chosen", "rejected", "margin"] + (
+            [] if self.dpo.takes_single_answers else ["accuracy"]
+        )
+        numbers = [
+            "loss",
+            *(f"reward_{name}" for name in rewards),
+            *(["kl"] if self.compares_mismatched else []),
+        ]
         return tuple(f"validation_{name}" for name in numbers)

@@ -20,7 +20,9 @@ class LoraFinetuneConfig(FullFinetuneConfig):
 
     @property
     def trained_adapters(self) -> LoraConfig | None:
-        """Those of the section, unless a key of the recipe's (`adapters_instead`) says to train every parameter."""
+        """Those of the section, unless a key of the recipe's (`adapters_instead`) says to train
+        every parameter.
+        """
         for name, value in self.adapters_instead.items():
             if attrgetter(name)(self) != value:
                 return None

@@ -12,8 +12,8 @@ class RewardConfig:
 
     loss: str = key(
         "pairwise",
-        "`pairwise`: a reward model, of pairs of answers (Bradley-Terry); `classification`: cross-entropy over "
-        "classes.",
+        "`pairwise`: a reward model, of pairs of answers (Bradley-Terry); `classification`:"
+        " cross-entropy over classes.",
         choices=("pairwise", "classification"),
         known_as="none has it: TRL has a trainer of its own, and transformers goes by num_labels",
     )
@@ -26,7 +26,8 @@ class RewardConfig:
     )
     center_rewards_coefficient: float | None = key(
         None,
-        "pairwise: adds this times (chosen reward + rejected reward)^2 to the loss (arXiv 2312.09244); null: nothing.",
+        "pairwise: adds this times (chosen reward + rejected reward)^2 to the loss (arXiv"
+        " 2312.09244); null: nothing.",
         above=0,
         needs="reward.loss = pairwise",
         known_as="TRL RewardConfig.center_rewards_coefficient",
@@ -44,7 +45,9 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
     """Config of `reward_distributed`."""
 
     recipe: str = key(
-        "reward_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
+        "reward_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
     )
     reward: RewardConfig = field(default_factory=RewardConfig)
     adapters_instead = {"reward.trainable": "adapters"}

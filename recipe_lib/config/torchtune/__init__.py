@@ -1,7 +1,8 @@
 """Configs of torchtune (0.6.1) as ours: what became of every key of a file. No torch.
 
-A key is carried, carried with another effect, or dropped with a reason; where the run would not be what was asked, it
-is an error. `key_tables.py` has the tables of keys, `datasets.py` those of datasets.
+A key is carried, carried with another effect, or dropped with a reason; where the run would not be
+what was asked, it is an error. `key_tables.py` has the tables of keys, `datasets.py` those of
+datasets.
 """
 
 from recipe_lib.config.torchtune.import_file import Imported, import_file

@@ -1,4 +1,6 @@
-"""A config of torchtune's on its way to one of ours: our keys so far, and what became of each of theirs."""
+"""A config of torchtune's on its way to one of ours: our keys so far, and what became of each of
+theirs.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +8,13 @@ from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.interpolation import IN_A_CIRCLE, InterpolationError, NamedValues, names_in, order_keys
+from recipe_lib.config.interpolation import (
+    IN_A_CIRCLE,
+    InterpolationError,
+    NamedValues,
+    names_in,
+    order_keys,
+)
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
@@ -40,15 +48,23 @@ class TheirFile:
         return f"{self.shown}:{self.lines[key]}" if key in self.lines else self.shown
 
     def under(self, section: str) -> list[str]:
-        """Return the keys of a section, in the file's order; of a section that is one value, its name."""
-        return [key for key in self.values if key == section or key.startswith((f"{section}.", f"{section}["))]
+        """Return the keys of a section, in the file's order; of a section that is one value, its
+        name.
+        """
+        return [
+            key
+            for key in self.values
+            if key == section or key.startswith((f"{section}.", f"{section}["))
+        ]
 
 
 def read_their_file(path: str) -> TheirFile:
     """Raise ConfigError, a line a fault, for what is no YAML file with keys."""
     file = expand(path)
     if file.suffix not in CONFIG_SUFFIXES:
-        raise ConfigError(f"{show(path)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}")
+        raise ConfigError(
+            f"{show(path)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}"
+        )
     if not file.exists():
         raise ConfigError(f"{show(path)}: no such file; expected a config of torchtune's")
     shown = quote(path)[1:-1]
@@ -58,14 +74,18 @@ def read_their_file(path: str) -> TheirFile:
     if document.top.kind != "mapping":
         raise ConfigError(f"{shown}: expected keys with values")
     lines = [line.lstrip(" \t") for line in read_text(file, MAX_BYTES).splitlines()]
-    theirs = TheirFile(file, shown, {}, {}, [line[1:].strip() for line in lines if line.startswith("#")])
+    theirs = TheirFile(
+        file, shown, {}, {}, [line[1:].strip() for line in lines if line.startswith("#")]
+    )
     for key, value, line in _leaves("", document.top):
         theirs.values[key] = value
         theirs.lines[key] = line
     _fill_names(theirs)
     for key, value in theirs.values.items():
         if isinstance(value, list) and any(isinstance(item, list) for item in value):
-            raise ConfigError(f"{theirs.place(key)}: {show(key)}: found a list in a list, expected plain values")
+            raise ConfigError(
+                f"{theirs.place(key)}: {show(key)}: found a list in a list, expected plain values"
+            )
     return theirs
 
 
@@ -95,14 +115,20 @@ def _fill_names(theirs: TheirFile) -> None:
         order = order_keys(names)
     except CycleError as error:
         key = error.args[1][0]
-        raise ConfigError(f"{theirs.place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}") from None
+        raise ConfigError(
+            f"{theirs.place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}"
+        ) from None
     remedy = ", expected ${section.key} of this file; write the value itself"
-    named = NamedValues({key: value for key, value in values.items() if key not in names}, lambda name: remedy)
+    named = NamedValues(
+        {key: value for key, value in values.items() if key not in names}, lambda name: remedy
+    )
     for key in order:
         value = values[key]
         try:
             if isinstance(value, list):
-                values[key] = [named.fill(item, key) if item in texts[key] else item for item in value]
+                values[key] = [
+                    named.fill(item, key) if item in texts[key] else item for item in value
+                ]
             else:
                 values[key] = named.fill(value, key)
         except InterpolationError as fault:
@@ -123,7 +149,9 @@ class KeyFate:
     """What became of a key of theirs."""
 
     kind: str
-    """CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: not in the file, what torchtune takes."""
+    """CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: not in the file, what
+    torchtune takes.
+    """
     ours: Mapping[str, Any]
     """Our keys, with the values that come of it."""
     why: str = ""
@@ -145,7 +173,9 @@ class Meaning:
 
 
 class ConfigImport:
-    """Theirs and ours. Each key of the file is noted once: a second time is a fault of a table, not of a user."""
+    """Theirs and ours. Each key of the file is noted once: a second time is a fault of a table, not
+    of a user.
+    """
 
     def __init__(self, theirs: TheirFile, defaults: Mapping[str, Any]) -> None:
         """defaults: what torchtune takes for keys that are absent or null."""
@@ -165,7 +195,9 @@ class ConfigImport:
         return value
 
     def read_component(self, section: str) -> str:
-        """Return the class or function that a section names, without its module; empty if it names none."""
+        """Return the class or function that a section names, without its module; empty if it names
+        none.
+        """
         return str(self.value(f"{section}._component_") or "").rpartition(".")[2]
 
     def is_on(self, key: str) -> bool:
@@ -176,15 +208,22 @@ class ConfigImport:
         """Return whether a key, or one of a section, is set to something."""
         return any(self.is_on(key) for key in self.theirs.under(section))
 
-    def carry(self, key: str, ours: Mapping[str, Any], why: str = "", *, differs: bool = False) -> None:
-        """Note that these keys of ours do what theirs does, or where it differs, something else, and what."""
+    def carry(
+        self, key: str, ours: Mapping[str, Any], why: str = "", *, differs: bool = False
+    ) -> None:
+        """Note that these keys of ours do what theirs does, or where it differs, something else,
+        and what.
+        """
         kind = CHANGED if differs else CARRIED
         self._note(key, KeyFate(kind if key in self.theirs.values else DEFAULT, ours, why))
 
     def take(self, key: str, meaning: Meaning) -> None:
         """Note what a value says here, and the defaults that it brings."""
         self.defaults |= meaning.defaults
-        ours = {name: self.value(key) if value == VALUE else value for name, value in meaning.ours.items()}
+        ours = {
+            name: self.value(key) if value == VALUE else value
+            for name, value in meaning.ours.items()
+        }
         self.carry(key, ours, meaning.why, differs=meaning.differs)
 
     def drop(self, key: str, why: str) -> None:
@@ -198,7 +237,9 @@ class ConfigImport:
         """Note a fault: without this key the run would not be what was asked."""
         said = f"{show(key)}: {quote(str(self.value(key)))}"
         if may_be_left_out:
-            why_and_remedy = f"{why}{'' if why.endswith('?') else ';'} --without {show(key)} imports the rest"
+            why_and_remedy = (
+                f"{why}{'' if why.endswith('?') else ';'} --without {show(key)} imports the rest"
+            )
         else:
             why_and_remedy = why
         self.faults.append(f"{self.theirs.place(key)}: {said}: {why_and_remedy}")
@@ -206,8 +247,9 @@ class ConfigImport:
             self.drop(key, why)
 
     def stop(self, why: str, key: str = "") -> ConfigError:
-        """Return the error of a file that cannot become a config of ours, in one line; key: whose line it names, or
-        the section whose first line."""
+        """Return the error of a file that cannot become a config of ours, in one line; key: whose
+        line it names, or the section whose first line.
+        """
         keys = self.theirs.under(key) if key else []
         return ConfigError(f"{self.theirs.place(keys[0]) if keys else self.theirs.shown}: {why}")
 
@@ -231,8 +273,9 @@ def is_off(value: Any) -> bool:
 
 
 def leave_out(keys: Iterable[str], theirs: TheirFile) -> dict[str, KeyFate]:
-    """Take keys and sections out of the file as the user has asked; return what became of them. ConfigError for one
-    that the file does not have."""
+    """Take keys and sections out of the file as the user has asked; return what became of them.
+    ConfigError for one that the file does not have.
+    """
     fates = {}
     for key in keys:
         names = theirs.under(key)

@@ -30,19 +30,29 @@ class TorchtuneDataset:
     """The subset of `source`."""
 
 
-_ALPACA = "the text is the tokenizer's chat template, without Alpaca's own words around the instruction"
-_DOCUMENTS = "a text longer than max_seq_len is cut into several sequences, the last of what is left"
+_ALPACA = (
+    "the text is the tokenizer's chat template, without Alpaca's own words around the instruction"
+)
+_DOCUMENTS = (
+    "a text longer than max_seq_len is cut into several sequences, the last of what is left"
+)
 _IN_OUT = {"input": "instruction", "output": "output"}
 _PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _SELF = {"instruction": "instruction", "input": "input", "output": "output"}
 
 DATASETS = {
-    "alpaca_dataset": TorchtuneDataset("alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA),
+    "alpaca_dataset": TorchtuneDataset(
+        "alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA
+    ),
     "alpaca_cleaned_dataset": TorchtuneDataset(
         "alpaca", "yahma/alpaca-cleaned", renamed=_SELF, masks=False, why=_ALPACA
     ),
-    "instruct_dataset": TorchtuneDataset("alpaca", columns={"instruction": "input"}, renamed=_IN_OUT),
-    "grammar_dataset": TorchtuneDataset("alpaca", "liweili/c4_200m", {"instruction": "input"}, _IN_OUT),
+    "instruct_dataset": TorchtuneDataset(
+        "alpaca", columns={"instruction": "input"}, renamed=_IN_OUT
+    ),
+    "grammar_dataset": TorchtuneDataset(
+        "alpaca", "liweili/c4_200m", {"instruction": "input"}, _IN_OUT
+    ),
     "samsum_dataset": TorchtuneDataset(
         "alpaca", "Samsung/samsum", {"instruction": "dialogue", "output": "summary"}, _IN_OUT
     ),
@@ -51,7 +61,9 @@ DATASETS = {
         "sharegpt", "Open-Orca/SlimOrca-Dedup", renamed={"conversations": "conversations"}
     ),
     "preference_dataset": TorchtuneDataset("preference", renamed=_PAIRS),
-    "hh_rlhf_helpful_dataset": TorchtuneDataset("preference", "RLHFlow/HH-RLHF-Helpful-standard", renamed=_PAIRS),
+    "hh_rlhf_helpful_dataset": TorchtuneDataset(
+        "preference", "RLHFlow/HH-RLHF-Helpful-standard", renamed=_PAIRS
+    ),
     "stack_exchange_paired_dataset": TorchtuneDataset(
         "preference",
         "lvwerra/stack-exchange-paired",
@@ -61,7 +73,11 @@ DATASETS = {
     ),
     "text_completion_dataset": TorchtuneDataset("text", why=_DOCUMENTS),
     "wikitext_dataset": TorchtuneDataset(
-        "text", "EleutherAI/wikitext_document_level", {"text": "page"}, why=_DOCUMENTS, subset="wikitext-103-v1"
+        "text",
+        "EleutherAI/wikitext_document_level",
+        {"text": "page"},
+        why=_DOCUMENTS,
+        subset="wikitext-103-v1",
     ),
     "cnn_dailymail_articles_dataset": TorchtuneDataset(
         "text", "ccdv/cnn_dailymail", {"text": "article"}, why=_DOCUMENTS, subset="3.0.0"
@@ -96,7 +112,9 @@ REFUSED = {
 def convert_datasets(conversion: ConfigImport) -> None:
     """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`."""
     values = conversion.theirs.values
-    numbers = sorted({int(key[8:].partition("]")[0]) for key in values if key.startswith("dataset[")})
+    numbers = sorted(
+        {int(key[8:].partition("]")[0]) for key in values if key.startswith("dataset[")}
+    )
     if not numbers and "dataset._component_" not in values:
         raise conversion.stop("dataset._component_ is missing, which says what is trained on")
     for number in numbers:
@@ -111,7 +129,9 @@ def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
     component = f"{section}._component_"
     dataset = DATASETS.get(conversion.read_component(section))
     if dataset is None:
-        conversion.refuse(component, f"no such dataset; known are {', '.join(DATASETS)}", may_be_left_out=False)
+        conversion.refuse(
+            component, f"no such dataset; known are {', '.join(DATASETS)}", may_be_left_out=False
+        )
         for key in conversion.theirs.under(section):
             if key != component:
                 conversion.drop(key, "of that dataset")
@@ -132,10 +152,16 @@ def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
         _convert_key(conversion, trains_on_all, ours, dataset, source)
 
 
-def _convert_source(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> str | None:
+def _convert_source(
+    conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset
+) -> str | None:
     """Note where a dataset is; return what `data.source` is, None after a fault."""
     key = f"{section}.source"
-    subset = conversion.value(f"{section}.subset") or conversion.value(f"{section}.name") or dataset.subset
+    subset = (
+        conversion.value(f"{section}.subset")
+        or conversion.value(f"{section}.name")
+        or dataset.subset
+    )
     if key not in conversion.theirs.values:
         if dataset.source is None:
             conversion.faults.append(f"{conversion.theirs.shown}: {key} is missing")
@@ -144,13 +170,17 @@ def _convert_source(conversion: ConfigImport, section: str, ours: str, dataset: 
     name = str(conversion.value(key))
     files = conversion.value(f"{section}.data_files")
     if "://" in name:
-        conversion.refuse(key, "storage by URL is not read; copy the files here", may_be_left_out=False)
+        conversion.refuse(
+            key, "storage by URL is not read; copy the files here", may_be_left_out=False
+        )
         return None
     if name in LOADERS:
         paths = files if isinstance(files, list) else [files]
         if len(paths) != 1 or paths[0] is None:
             count = 0 if files is None else len(paths)
-            conversion.refuse(key, f"{count} data_files, expected one file or folder", may_be_left_out=False)
+            conversion.refuse(
+                key, f"{count} data_files, expected one file or folder", may_be_left_out=False
+            )
             return None
         source = str(paths[0])
         conversion.carry(f"{section}.data_files", {})
@@ -167,12 +197,16 @@ def _name_on_hub(name: str, subset: str | None) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Return whether it names a file or folder: one that is there, or what no dataset on the hub is called."""
+    """Return whether it names a file or folder: one that is there, or what no dataset on the hub is
+    called.
+    """
     path = expand(name)
     return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
 
 
-def _convert_columns(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> None:
+def _convert_columns(
+    conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset
+) -> None:
     """Note the names of columns: theirs by our names, as far as they differ."""
     columns = dict(dataset.columns)
     for key in conversion.theirs.under(f"{section}.column_map"):
@@ -200,7 +234,9 @@ def _convert_columns(conversion: ConfigImport, section: str, ours: str, dataset:
         conversion.ours[f"{ours}.columns"] = columns
 
 
-def _convert_key(conversion: ConfigImport, key: str, ours: str, dataset: TorchtuneDataset, source: str | None) -> None:
+def _convert_key(
+    conversion: ConfigImport, key: str, ours: str, dataset: TorchtuneDataset, source: str | None
+) -> None:
     """Note a key of a dataset besides its source and columns."""
     value = conversion.value(key)
     word = key.rpartition(".")[2]
@@ -231,10 +267,14 @@ def _convert_split(conversion: ConfigImport, key: str, ours: str, source: str | 
     elif split == "train":
         conversion.drop(key, "files are read whole")
     else:
-        conversion.refuse(key, "files are read whole, without splits; write the part into a file of its own")
+        conversion.refuse(
+            key, "files are read whole, without splits; write the part into a file of its own"
+        )
 
 
-def _convert_labels(conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool) -> None:
+def _convert_labels(
+    conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool
+) -> None:
     if dataset.format == "text":
         conversion.drop(key, "every token of a text is trained on")
     elif dataset.format == "preference" and trains_on_all:

@@ -1,4 +1,6 @@
-"""A file of torchtune's as a config of ours: checked, and as YAML in the shape of the shipped ones."""
+"""A file of torchtune's as a config of ours: checked, and as YAML in the shape of the shipped
+ones.
+"""
 
 import os
 import re
@@ -63,33 +65,50 @@ class Imported:
     cfg: Any
     """The config object."""
     fates: dict[str, KeyFate]
-    """What became of each key of the file, and of what torchtune takes for keys that the file leaves out."""
+    """What became of each key of the file, and of what torchtune takes for keys that the file
+    leaves out.
+    """
     settings: dict[str, Any]
     """Our keys that differ from the defaults."""
     notes: list[str]
     """What to know of the config."""
 
     def counts(self) -> dict[str, int]:
-        """Count the keys of the file that were carried, that have another effect, and that were dropped."""
+        """Count the keys of the file that were carried, that have another effect, and that were
+        dropped.
+        """
         kinds = Counter(fate.kind for fate in self.fates.values())
         return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
 
     def yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
-        header = f"# Imported from {show(self.source)} of torchtune; `tune import` says what became of each key."
+        header = (
+            f"# Imported from {show(self.source)} of torchtune; `tune import` says what became of"
+            " each key."
+        )
         models = [self.settings.get(name) for name in ("model.path", "distill.teacher")]
         commands = [f"tune download {name}" for name in models if name and is_hub_id(name)]
         commands.append(f"tune run {self.recipe} --config {show(name)}")
-        names = sorted(self.settings, key=lambda name: "." not in name)  # sections first, as in the shipped configs
+        names = sorted(
+            self.settings, key=lambda name: "." not in name
+        )  # sections first, as in the shipped configs
         settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
         lines = [header, "#", *(f"#   {line}" for line in commands)]
-        return "\n".join(lines) + "\n" + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
+        return (
+            "\n".join(lines)
+            + "\n"
+            + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
+        )
 
     def table(self) -> str:
         """Write a line for each key of the file, and for defaults of theirs that are not ours."""
         rows: list[tuple[str, str]] = []
         for kind in (CARRIED, CHANGED, DEFAULT, DROPPED):
-            found = {key: fate for key, fate in self.fates.items() if fate.kind == kind and self._is_shown(fate)}
+            found = {
+                key: fate
+                for key, fate in self.fates.items()
+                if fate.kind == kind and self._is_shown(fate)
+            }
             if found:
                 rows.append((f"{kind} ({len(found)})", ""))
                 rows += [(f"  {show(name)}", _said(fate)) for name, fate in found.items()]
@@ -97,22 +116,29 @@ class Imported:
         return "".join(f"{f'{key:{width}}  {text}'.rstrip()}\n" for key, text in rows)
 
     def _is_shown(self, fate: KeyFate) -> bool:
-        is_ours = not any(name in self.settings for name in fate.ours) if fate.ours else not fate.why
+        is_ours = (
+            not any(name in self.settings for name in fate.ours) if fate.ours else not fate.why
+        )
         return fate.kind != DEFAULT or not is_ours
 
 
-def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[str] = ()) -> Imported:
+def import_file(
+    path: str, *, overrides: Sequence[str] = (), omitted: Sequence[str] = ()
+) -> Imported:
     """Return the config of ours that a file of torchtune's asks for.
 
-    overrides: of our keys, as on the command line; they win. omitted: keys of the file to do without. Raises
-    ConfigError, a line a fault: for a file that no recipe of ours trains, a key that cannot be carried, a config that
-    would not run.
+    overrides: of our keys, as on the command line; they win. omitted: keys of the file to do
+    without. Raises ConfigError, a line a fault: for a file that no recipe of ours trains, a key
+    that cannot be carried, a config that would not run.
     """
     theirs = read_their_file(path)
-    if not any(key.rpartition(".")[2] == "_component_" for key in theirs.values):  # torchtune's alone name Python code
+    if not any(
+        key.rpartition(".")[2] == "_component_" for key in theirs.values
+    ):  # torchtune's alone name Python code
         raise ConfigError(
-            f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are imported; "
-            f"`tune validate {theirs.shown}` checks a config of ours, and has our key for each of another tool's"
+            f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are"
+            f" imported; `tune validate {theirs.shown}` checks a config of ours, and has our key"
+            " for each of another tool's"
         )
     left_out = leave_out(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
@@ -126,7 +152,9 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:
-    """Check the config as `tune validate` does; our keys are handed over as if they had been typed."""
+    """Check the config as `tune validate` does; our keys are handed over as if they had been
+    typed.
+    """
     taken = dict(conversion.ours)
     for pair in ALTERNATIVES:  # what the user sets takes the place of its alternative
         for one, other in (pair, pair[::-1]):
@@ -142,11 +170,15 @@ def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -
         def placed(line: str) -> str:
             said = line.removeprefix(own)
             key = theirs.get(said.partition("=")[0])
-            where = f"{conversion.theirs.place(key)}: {show(key)}" if key else conversion.theirs.shown
+            where = (
+                f"{conversion.theirs.place(key)}: {show(key)}" if key else conversion.theirs.shown
+            )
             return f"{where}: as ours: {said}"
 
         typed = tuple(f"{own}{show(word)}" for word in overrides)
-        faults = (line if typed and line.startswith(typed) else placed(line) for line in error.faults)
+        faults = (
+            line if typed and line.startswith(typed) else placed(line) for line in error.faults
+        )
         raise ConfigError(*faults) from error
 
 
@@ -157,11 +189,15 @@ def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
         if found := _SOURCE.fullmatch(name):
             sources.setdefault(int(found[1]), {})[found[2]] = value
     rest = {name: value for name, value in ours.items() if not _SOURCE.fullmatch(name)}
-    return rest | ({"data.sources": [sources[number] for number in sorted(sources)]} if sources else {})
+    return rest | (
+        {"data.sources": [sources[number] for number in sorted(sources)]} if sources else {}
+    )
 
 
 def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dict[str, KeyFate]:
-    """Return the fates; keys whose counterpart has no effect in this config, or is given by the user, are dropped."""
+    """Return the fates; keys whose counterpart has no effect in this config, or is given by the
+    user, are dropped.
+    """
     reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
     reasons |= {name: f"{name} is set on the command line" for name in given}
     fates = dict(conversion.fates)
@@ -172,8 +208,9 @@ def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dic
 
 
 def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
-    """Return our keys that differ from the defaults and have an effect, in the schema's order; of a list of sections
-    what differs of each."""
+    """Return our keys that differ from the defaults and have an effect, in the schema's order; of a
+    list of sections what differs of each.
+    """
     keys = read_schema(RECIPE_CONFIGS[recipe]).keys
     settings = {}
     for name, value, where in loaded.rows:
@@ -197,7 +234,9 @@ def _said(fate: KeyFate) -> str:
 
 
 def convert(conversion: ConfigImport) -> None:
-    """Note every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
+    """Note every key of the file. Raises ConfigError for what does not train, or cannot be trained
+    here.
+    """
     _check_purpose(conversion)
     is_adapted = conversion.read_component("model").startswith(("lora_", "qlora_"))
     trainable = "adapters" if is_adapted else "all"
@@ -208,11 +247,18 @@ def convert(conversion: ConfigImport) -> None:
         conversion.recipe = "dpo_distributed"
         conversion.ours["dpo.trainable"] = trainable
     else:
-        conversion.recipe = "lora_finetune_distributed" if is_adapted else "full_finetune_distributed"
+        conversion.recipe = (
+            "lora_finetune_distributed" if is_adapted else "full_finetune_distributed"
+        )
     if not is_adapted:
         del conversion.defaults["model.lora_rank"], conversion.defaults["model.lora_alpha"]
-    if conversion.value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on("optimizer.weight_decay"):
-        why = "its weight decay is part of the gradient, ours is decoupled; torch.optim.AdamW has that too"
+    if conversion.value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on(
+        "optimizer.weight_decay"
+    ):
+        why = (
+            "its weight decay is part of the gradient, ours is decoupled; torch.optim.AdamW has"
+            " that too"
+        )
         conversion.refuse("optimizer._component_", why)
     convert_datasets(conversion)
     for key in [*CONVERTED, *MEANINGS]:
@@ -230,9 +276,15 @@ def _check_purpose(conversion: ConfigImport) -> None:
         if key in conversion.theirs.values:
             raise conversion.stop(f"{key}: {purpose}", key)
     if conversion.is_on("quantizer._component_") and not conversion.theirs.under("dataset"):
-        raise conversion.stop("quantizer: it quantizes a model; `tune export MODEL --quantize int4` does", "quantizer")
+        raise conversion.stop(
+            "quantizer: it quantizes a model; `tune export MODEL --quantize int4` does", "quantizer"
+        )
     builder = conversion.read_component("model")
-    components = [str(value) for key, value in conversion.theirs.values.items() if key.endswith("._component_")]
+    components = [
+        str(value)
+        for key, value in conversion.theirs.values.items()
+        if key.endswith("._component_")
+    ]
     for word, why in NO_MODELS:
         if any(word in component for component in components):
             full_name = conversion.value("model._component_") or builder
@@ -244,12 +296,20 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
     value = conversion.value(key)
     if conversion.is_noted(key):
         return
-    if value is None and key not in NULL_MEANS and (key in SAME or key in CONVERTED or key in MEANINGS):
+    if (
+        value is None
+        and key not in NULL_MEANS
+        and (key in SAME or key in CONVERTED or key in MEANINGS)
+    ):
         conversion.drop(key, "not set")
     elif key in CONVERTED:
         try:
             CONVERTED[key](conversion, key)
-        except (AttributeError, TypeError, ValueError):  # text where a number is expected, a list where text is
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+        ):  # text where a number is expected, a list where text is
             conversion.refuse(key, "is no value of this key", may_be_left_out=False)
     elif meaning := _find_meaning(key, str(value)):
         conversion.take(key, meaning)
@@ -259,7 +319,9 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
         conversion.drop(key, reason)
     elif key in MEANINGS:
         expected = " or ".join(MEANINGS[key]).replace("True or False", "true or false")
-        conversion.refuse(key, NO_MEANING.get(key, f"expected {expected}"), may_be_left_out=key not in NEEDED)
+        conversion.refuse(
+            key, NO_MEANING.get(key, f"expected {expected}"), may_be_left_out=key not in NEEDED
+        )
     elif is_off(value):
         conversion.drop(key, "is off, as here")
     elif missing := find_row(REFUSED, key):
@@ -270,7 +332,9 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
 
 
 def _find_meaning(key: str, value: str) -> Meaning | None:
-    """Return the meaning of a value of a key, which may be a component: of optimizers the module counts too."""
+    """Return the meaning of a value of a key, which may be a component: of optimizers the module
+    counts too.
+    """
     meanings = MEANINGS.get(key, {})
     spellings = (value, value.rpartition(".")[2], value.partition(":")[0], ANY)
     return next((meanings[spelling] for spelling in spellings if spelling in meanings), None)
@@ -288,7 +352,9 @@ def find_row(table: Mapping[str, str], key: str) -> str | None:
 
 
 def _convert_model(c: ConfigImport, key: str) -> None:
-    """Read the builder: family and size are the folder's, adapters and quantization are keys of ours."""
+    """Read the builder: family and size are the folder's, adapters and quantization are keys of
+    ours.
+    """
     component = str(c.value(key))
     family, _, builder = component.removeprefix("torchtune.models.").partition(".")
     if not component.startswith("torchtune.models.") or family not in FAMILIES:
@@ -304,7 +370,9 @@ def _convert_model(c: ConfigImport, key: str) -> None:
 
 
 def _convert_folder(c: ConfigImport, key: str) -> None:
-    """Keep a folder that is here; take the hub's name of one that is not, if the file's `tune download` line has it."""
+    """Keep a folder that is here; take the hub's name of one that is not, if the file's `tune
+    download` line has it.
+    """
     folder = str(c.value(key)).rstrip("/")
     ours = "distill.teacher" if key.startswith("teacher") else "model.path"
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
@@ -313,17 +381,24 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
         c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
     elif name := find_hub_name(c.theirs, outer):
         c.carry(
-            key, {ours: name}, "there is no such folder here; the file's own download line has the name", differs=True
+            key,
+            {ours: name},
+            "there is no such folder here; the file's own download line has the name",
+            differs=True,
         )
     else:
         c.carry(
-            key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub", differs=True
+            key,
+            {ours: outer},
+            f"there is no such folder here; {ours}=OWNER/NAME has it from the hub",
+            differs=True,
         )
 
 
 def find_hub_name(theirs: TheirFile, folder: str) -> str | None:
-    """Return the name on the hub that the comments' `tune download NAME --output-dir FOLDER` brings into a folder: into
-    this one, or one that has the model's own name."""
+    """Return the name on the hub that the comments' `tune download NAME --output-dir FOLDER` brings
+    into a folder: into this one, or one that has the model's own name.
+    """
     for line in theirs.comments:
         download = re.search(r"tune download (\S+/(\S+))(.*)", line)
         if download is None:
@@ -347,22 +422,34 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
     if path.startswith(f"{folder}/"):
         c.drop(key, "the tokenizer in the model's folder is used")
     elif path.endswith((".json", ".txt")):
-        c.carry(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json", differs=True)
+        c.carry(
+            key,
+            {"tokenizer.path": path.rpartition("/")[0]},
+            "the folder, for its tokenizer.json",
+            differs=True,
+        )
     else:
         c.carry(key, {"tokenizer.path": path})
 
 
 def _convert_template(c: ConfigImport, key: str) -> None:
-    """Take a model's own template for the one in its tokenizer's files; another one's words are to be in a file."""
+    """Take a model's own template for the one in its tokenizer's files; another one's words are to
+    be in a file.
+    """
     if str(c.value(key)).startswith("torchtune.models."):
         c.carry(
             key,
             {},
-            "text is written by the chat template of the tokenizer's files, which models have learned",
+            "text is written by the chat template of the tokenizer's files, which models have"
+            " learned",
             differs=True,
         )
     else:
-        c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
+        c.refuse(
+            key,
+            "text is written by the tokenizer's chat template; tokenizer.chat_template takes a"
+            " Jinja file",
+        )
 
 
 def _convert_linears(c: ConfigImport, key: str) -> None:
@@ -385,7 +472,10 @@ def _convert_steps(c: ConfigImport, key: str) -> None:
     if epochs == 1:
         c.carry(key, {"max_steps": steps})
     else:
-        why = f"there each epoch ends after {steps} steps and the next begins, here steps are of whole passes"
+        why = (
+            f"there each epoch ends after {steps} steps and the next begins, here steps are of"
+            " whole passes"
+        )
         c.carry(key, {"max_steps": steps * epochs}, why, differs=True)
 
 

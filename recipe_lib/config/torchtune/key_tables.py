@@ -1,4 +1,5 @@
-"""torchtune's keys and values (0.6.1): which are ours under another name, which are not needed, which are missing here.
+"""torchtune's keys and values (0.6.1): which are ours under another name, which are not needed,
+which are missing here.
 
 In the tables of reasons a name is that of a key or of a section.
 """
@@ -20,18 +21,22 @@ DEFAULTS: dict[str, Any] = {
 # A key that only such configs have -> what they are for, and what does that here.
 _NO_REINFORCEMENT = "there is none; dpo_distributed trains on pairs"
 OTHER_PURPOSES = {
-    "tasks": "it measures a model (eleuther_eval) and trains none; `tune eval MODEL --lm-eval TASKS` does",
+    "tasks": (
+        "it measures a model (eleuther_eval) and trains none; `tune eval MODEL --lm-eval TASKS`"
+        " does"
+    ),
     "ppo_epochs": f"it is for reinforcement learning (PPO); {_NO_REINFORCEMENT}",
     "grpo_samples": f"it is for reinforcement learning (GRPO); {_NO_REINFORCEMENT}",
     "max_new_tokens": "it generates and trains nothing; `tune generate MODEL` does",
 }
 
 PAGED = (
-    "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has them on the host"
+    "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has"
+    " them on the host"
 )
 BLOCKS = (
-    "blocks of other sizes have a scale each, so the states are rounded otherwise; as there, a gradient under a "
-    "thousandth of its block's largest takes too short steps"
+    "blocks of other sizes have a scale each, so the states are rounded otherwise; as there, a"
+    " gradient under a thousandth of its block's largest takes too short steps"
 )
 NO_ZEROS = "no second moment is rounded to 0, which there makes too long steps of small gradients"
 FOUR_BITS = "as there, a gradient far below its block's largest hardly moves its weight"
@@ -46,7 +51,8 @@ def _describe_adamw(state_bits: int | None, why: str = "", *, differs: bool = Tr
 OPTIMIZERS = {
     "torch.optim.AdamW": _describe_adamw(None, differs=False),
     "torch.optim.Adam": Meaning(
-        {"optimizer.name": "adamw"}, defaults={"optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.999]}
+        {"optimizer.name": "adamw"},
+        defaults={"optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.999]},
     ),
     "torch.optim.SGD": Meaning({"optimizer.name": "sgd"}),
     "bitsandbytes.optim.AdamW8bit": _describe_adamw(8, BLOCKS),
@@ -58,36 +64,60 @@ for _module in ("prototype.low_bit_optim", "optim"):  # where torchao has them, 
     OPTIMIZERS[f"torchao.{_module}.AdamW4bit"] = _describe_adamw(4, FOUR_BITS, differs=False)
 
 # torchtune's schedules are transformers'.
-WARM_UP = "each step of the warm-up has the rate that theirs has one step later: the first trains, there at a rate of 0"
+WARM_UP = (
+    "each step of the warm-up has the rate that theirs has one step later: the first trains, there"
+    " at a rate of 0"
+)
 _QAT = {"quantizer.groupsize": 256}
-_SELECTIVE = "there some layers are recomputed whole, here in each layer attention and every second matmul are kept"
+_SELECTIVE = (
+    "there some layers are recomputed whole, here in each layer attention and every second matmul"
+    " are kept"
+)
 _CHUNKED = "computed in memory.loss_chunks pieces, with the same value"
 _WRAPPED = {"parallel.fsdp_wrap_policy": "memory_efficient"}
 
-# Key -> what each of its values says here: the value as text, the last word of a component, or ANY of them.
+# Key -> what each of its values says here: the value as text, the last word of a component, or ANY
+# of them.
 MEANINGS: dict[str, dict[str, Meaning]] = {
     "tokenizer.max_seq_len": {
         "None": Meaning(
-            {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set", True
+            {},
+            "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set",
+            True,
         ),
         ANY: Meaning({"max_seq_len": VALUE}),
     },
-    "lr_scheduler.num_warmup_steps": {ANY: Meaning({"lr_scheduler.warmup_steps": VALUE}, WARM_UP, differs=True)},
+    "lr_scheduler.num_warmup_steps": {
+        ANY: Meaning({"lr_scheduler.warmup_steps": VALUE}, WARM_UP, differs=True)
+    },
     "seed": {
-        "None": Meaning({}, "there another seed each time, here 42, so that a run can be repeated", differs=True),
+        "None": Meaning(
+            {}, "there another seed each time, here 42, so that a run can be repeated", differs=True
+        ),
         ANY: Meaning({"seed": VALUE}, "other random numbers come of it"),
     },
-    "clip_grad_norm": {"inf": Meaning({"clip_grad_norm": None}), ANY: Meaning({"clip_grad_norm": VALUE})},
+    "clip_grad_norm": {
+        "inf": Meaning({"clip_grad_norm": None}),
+        ANY: Meaning({"clip_grad_norm": VALUE}),
+    },
     "device": {"cuda": Meaning({"device": "cuda"}), "cpu": Meaning({"device": "cpu"})},
     "custom_sharded_layers": dict.fromkeys(
-        ("['tok_embeddings', 'output']", "['output', 'tok_embeddings']", "['tok_embeddings']", "['output']"),
+        (
+            "['tok_embeddings', 'output']",
+            "['output', 'tok_embeddings']",
+            "['tok_embeddings']",
+            "['output']",
+        ),
         Meaning(
-            {"parallel.fsdp_wrap_policy": "memory_efficient"}, "embedding and output projection are units of their own"
+            {"parallel.fsdp_wrap_policy": "memory_efficient"},
+            "embedding and output projection are units of their own",
         ),
     ),
     "optimizer._component_": OPTIMIZERS,
     "optimizer.fused": {
-        "True": Meaning({"optimizer.implementation": "auto"}, "fused wherever torch's kernel is right"),
+        "True": Meaning(
+            {"optimizer.implementation": "auto"}, "fused wherever torch's kernel is right"
+        ),
         "False": Meaning({"optimizer.implementation": "foreach"}),
     },
     "lr_scheduler._component_": {
@@ -109,7 +139,10 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
     },
     "quantizer._component_": {
         "Int8DynActInt4WeightQATQuantizer": Meaning(
-            {"qat": "int4"}, "weights alone are rounded; there inputs too, to int8 token by token", True, _QAT
+            {"qat": "int4"},
+            "weights alone are rounded; there inputs too, to int8 token by token",
+            True,
+            _QAT,
         ),
         "Int4WeightOnlyQATQuantizer": Meaning({"qat": "int4"}, defaults=_QAT),
     },
@@ -120,7 +153,9 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
         "False": Meaning({"memory.activation_checkpointing": "none"}),
     },
     "ac_mode": {
-        "selective": Meaning({"memory.activation_checkpointing": "selective"}, _SELECTIVE, differs=True),
+        "selective": Meaning(
+            {"memory.activation_checkpointing": "selective"}, _SELECTIVE, differs=True
+        ),
         "full": Meaning({"memory.activation_checkpointing": "full"}),
     },
     "memory_efficient_fsdp_wrap": {"True": Meaning(_WRAPPED), "False": Meaning()},

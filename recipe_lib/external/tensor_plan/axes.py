@@ -1,9 +1,10 @@
 """Dimensions as trees: what a view splits, what a slice cuts, and which dimensions are one axis.
 
-A dimension is a node. A leaf is not known to have parts; a product is a dimension that a view took apart (heads x head
-width, the outermost first); a concatenation is one that a slice cut (queries, keys, values). Nodes that an operator
-brings together are united, so that a leaf in the end stands for one axis of the model, wherever it occurs. An axis that
-an operator cannot compute part by part is blocked, with the reason.
+A dimension is a node. A leaf is not known to have parts; a product is a dimension that a view took
+apart (heads x head width, the outermost first); a concatenation is one that a slice cut (queries,
+keys, values). Nodes that an operator brings together are united, so that a leaf in the end stands
+for one axis of the model, wherever it occurs. An axis that an operator cannot compute part by part
+is blocked, with the reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,12 @@ class AxisNode:
 
     __slots__ = ("blocked", "children", "kind", "parent", "size")
 
-    def __init__(self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""):
-        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis stays whole, or empty."""
+    def __init__(
+        self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
+    ):
+        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis stays whole,
+        or empty.
+        """
         self.size = size
         self.kind = kind
         self.children = list(children)
@@ -69,7 +74,9 @@ def product(nodes: Iterable[AxisNode]) -> AxisNode:
     found = [factor for node in nodes for factor in factors(node)]
     if len(found) == 1:
         return found[0]
-    return AxisNode(prod(factor.size for factor in found), "product", found) if found else AxisNode(1)
+    return (
+        AxisNode(prod(factor.size for factor in found), "product", found) if found else AxisNode(1)
+    )
 
 
 def concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
@@ -151,7 +158,9 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
     left, right = find(left), find(right)
     if left is right or left.size == 1:
         return
-    assert left.size == right.size, f"dimensions of {left.size} and {right.size} elements cannot be one"
+    assert left.size == right.size, (
+        f"dimensions of {left.size} and {right.size} elements cannot be one"
+    )
     if left.kind == "leaf":
         _link(left, right)
     elif right.kind == "leaf":
@@ -175,7 +184,9 @@ def _link(leaf: AxisNode, other: AxisNode) -> None:
 
 
 def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
-    """Unites two products factor by factor, or two concatenations part by part; False, and blocked, if that fails."""
+    """Unites two products factor by factor, or two concatenations part by part; False, and blocked,
+    if that fails.
+    """
     is_product = left.kind == "product"
     split = factors if is_product else parts
     ours, theirs = split(left), split(right)
@@ -199,11 +210,16 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
 
 
 def _refine(node: AxisNode, outer: int, reason: str) -> bool:
-    """Takes a leaf or a concatenation apart into `outer` x the rest; False, and blocked, where that cannot be."""
+    """Takes a leaf or a concatenation apart into `outer` x the rest; False, and blocked, where that
+    cannot be.
+    """
     root = find(node)
     inner = root.size // outer
     if root.kind == "leaf":
-        root.children = [AxisNode(outer, blocked=root.blocked), AxisNode(inner, blocked=root.blocked)]
+        root.children = [
+            AxisNode(outer, blocked=root.blocked),
+            AxisNode(inner, blocked=root.blocked),
+        ]
         root.kind = "product"
         return True
     if root.kind == "product":
@@ -238,16 +254,25 @@ def carries(node: AxisNode, axis: AxisNode) -> bool:
 
 
 def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
-    """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so whole on each rank.
+    """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so
+    whole on each rank.
 
-    None where the dimension, or a part of it, carries the axis twice or not as one of the factors of a product.
+    None where the dimension, or a part of it, carries the axis twice or not as one of the factors
+    of a product.
     """
     root, axis = find(node), find(axis)
     if root is axis:
         return [(root.size, False)]
     if root.kind == "parts":
-        pieces = [segments_of(part, axis) if carries(part, axis) else [(part.size, True)] for part in parts(root)]
-        return None if any(piece is None for piece in pieces) else [each for piece in pieces for each in piece or ()]
+        pieces = [
+            segments_of(part, axis) if carries(part, axis) else [(part.size, True)]
+            for part in parts(root)
+        ]
+        return (
+            None
+            if any(piece is None for piece in pieces)
+            else [each for piece in pieces for each in piece or ()]
+        )
     if root.kind == "product":
         within = factors(root)
         having = [place for place, factor in enumerate(within) if carries(factor, axis)]

@@ -1,4 +1,6 @@
-"""Calls with boundaries, as one rank makes them: the same for ranks that train and for the threads of a proof."""
+"""Calls with boundaries, as one rank makes them: the same for ranks that train and for the threads
+of a proof.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -31,8 +33,8 @@ Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
 class Ranks:
     """One of the ranks that share a model, and what they do together.
 
-    total: a tensor to its sum over ranks. gather: `[n, ...]` of each to `[N, ...]` on all. scatter: the sum of all
-    ranks' `[N, ...]`, to each its `[n, ...]`.
+    total: a tensor to its sum over ranks. gather: `[n, ...]` of each to `[N, ...]` on all. scatter:
+    the sum of all ranks' `[N, ...]`, to each its `[n, ...]`.
     """
 
     rank: int
@@ -46,10 +48,11 @@ class Ranks:
 class Exchanges:
     """What one of the ranks does at the boundaries of a plan.
 
-    rank: in code that is compiled a tensor `[]`, so that the code is the same on all ranks. entered: what has entered,
-    been gathered or been cut so far, by how, activation and id; one tensor does so once for all calls that share it.
-    length: tokens in each row of the forward that runs; 0: no tokens are shared out. note: gets every call that is made
-    here, and whether what it gives costs little to make again.
+    rank: in code that is compiled a tensor `[]`, so that the code is the same on all ranks.
+    entered: what has entered, been gathered or been cut so far, by how, activation and id; one
+    tensor does so once for all calls that share it. length: tokens in each row of the forward that
+    runs; 0: no tokens are shared out. note: gets every call that is made here, and whether what it
+    gives costs little to make again.
     """
 
     plan: ShardingPlan
@@ -59,7 +62,9 @@ class Exchanges:
     length: Callable[[], int]
     note: Callable[..., None]
 
-    def call(self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Does a call that has boundaries. Returns what the model is to get."""
         going_in: dict[str, list[Boundary]] = {}
         coming_out: dict[str, list[Boundary]] = {}
@@ -67,7 +72,9 @@ class Exchanges:
             by_place = coming_out if boundary.place.startswith("output") else going_in
             by_place.setdefault(boundary.place, []).append(boundary)
         args, kwargs = self._through(args, kwargs, going_in)
-        leaving = next((boundary for boundary in here if boundary.kind in ("leave", "lookup")), None)
+        leaving = next(
+            (boundary for boundary in here if boundary.kind in ("leave", "lookup")), None
+        )
         if leaving is not None:
             cut = next((each for each in coming_out["output"] if each.kind == "slice"), None)
             run = self._look_up if leaving.kind == "lookup" else self._leave
@@ -78,7 +85,9 @@ class Exchanges:
             self.note(function, args, kwargs, result)
         return self._through((), {"output": result}, coming_out)[1]["output"]
 
-    def _through(self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]) -> tuple[Any, Any]:
+    def _through(
+        self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]
+    ) -> tuple[Any, Any]:
         """Arguments, or what a call gives, through the boundaries of their places."""
         for place, here in by_place.items():
             tensor = self._pass(dict(places_in(args, kwargs))[place], here)
@@ -112,23 +121,30 @@ class Exchanges:
     def assemble(self, tensor: Tensor, parts: Boundary | ParameterPlan) -> Tensor:
         """A rank's part of a parameter, with all of its `whole` segments.
 
-        Each rank uses those segments for its heads alone, so that its gradient of them is a part of a sum.
+        Each rank uses those segments for its heads alone, so that its gradient of them is a part of
+        a sum.
         """
         together = partial(_assembled, parts=parts, ranks=self.ranks)
         return self._linear(tensor, together, partial(_scattered, parts=parts, ranks=self.ranks))
 
     def _tokens(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
-        """What makes all ranks' tokens of a rank's, and the other way round. summed: of the sum over ranks."""
+        """What makes all ranks' tokens of a rank's, and the other way round. summed: of the sum
+        over ranks.
+        """
         length, ranks = self.length(), self.ranks
         everyone = partial(_all_tokens, where=where, length=length, ranks=ranks)
-        return everyone, partial(_own_tokens, where=where, length=length, rank=self.rank(), ranks=ranks, summed=summed)
+        return everyone, partial(
+            _own_tokens, where=where, length=length, rank=self.rank(), ranks=ranks, summed=summed
+        )
 
     def _linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
         result = exchange(tensor, forward, backward)
         self.note(forward, (tensor,), {}, result, True)
         return result
 
-    def _once(self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def _once(
+        self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]
+    ) -> Tensor:
         entered, place = self.entered(), (way, boundary.activation, id(tensor))
         if boundary.place.startswith("output"):
             return make()
@@ -137,9 +153,16 @@ class Exchanges:
         return entered[place][1]
 
     def _leave(
-        self, boundary: Boundary, cut: Boundary | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        boundary: Boundary,
+        cut: Boundary | None,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Tensor:
-        """The sum over ranks of what a function gives, or a rank's tokens of it; its bias is added once."""
+        """The sum over ranks of what a function gives, or a rank's tokens of it; its bias is added
+        once.
+        """
         bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
@@ -158,30 +181,45 @@ class Exchanges:
         return exchange(tensor, self.ranks.total, lambda gradient: gradient)
 
     def _look_up(
-        self, boundary: Boundary, cut: Boundary | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        boundary: Boundary,
+        cut: Boundary | None,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Tensor:
         """Rows of this rank's own tokens, zeros for others, summed over ranks."""
         segments = self.plan.parameter(boundary.parameters[0]).segments
         rank = self.rank()
         if not isinstance(rank, int):
             raise SetupError(
-                f"compile: {boundary.module} embeds tokens within a layer, which is not compiled where ranks share the "
-                "vocabulary; set compile=false"
+                f"compile: {boundary.module} embeds tokens within a layer, which is not compiled"
+                " where ranks share the vocabulary; set compile=false"
             )
         ((start, stop),) = bounds(segments, rank, self.ranks.size)
         held = list(places_in(args, kwargs))
-        place, tokens = next((at, each) for at, each in held if torch.is_tensor(each) and not each.is_floating_point())
+        place, tokens = next(
+            (at, each)
+            for at, each in held
+            if torch.is_tensor(each) and not each.is_floating_point()
+        )
         own = (tokens >= start) & (tokens < stop)
         args, kwargs = replaced(args, kwargs, place, torch.where(own, tokens - start, 0))
-        padding = next(((at, each) for at, each in held if at in ("2", "padding_idx") and each is not None), None)
+        padding = next(
+            ((at, each) for at, each in held if at in ("2", "padding_idx") and each is not None),
+            None,
+        )
         if padding is not None:
             inside = start <= padding[1] < stop
-            args, kwargs = replaced(args, kwargs, padding[0], padding[1] - start if inside else None)
+            args, kwargs = replaced(
+                args, kwargs, padding[0], padding[1] - start if inside else None
+            )
         return self._sum(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0), cut)
 
 
 def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
-    """What `forward` makes of a tensor, whose gradient is what `backward` makes of that of the result. Keeps nothing.
+    """What `forward` makes of a tensor, whose gradient is what `backward` makes of that of the
+    result. Keeps nothing.
 
     forward must be linear in the tensor, and give new memory or a view.
     """
@@ -209,7 +247,10 @@ def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) ->
 
 def _scattered(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     """The gradient of a rank's part: of segments that all ranks compute with, the sum of theirs."""
-    dim, pieces = parts.dim, list(gradient.split(_lengths(parts, ranks.size, parts.whole), parts.dim))
+    dim, pieces = (
+        parts.dim,
+        list(gradient.split(_lengths(parts, ranks.size, parts.whole), parts.dim)),
+    )
     by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
     summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
     own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
@@ -224,8 +265,12 @@ def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> T
     return whole.contiguous()  # a view of a contiguous one is no copy
 
 
-def _own_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Ranks, summed: bool) -> Tensor:
-    """A rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over ranks."""
+def _own_tokens(
+    tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Ranks, summed: bool
+) -> Tensor:
+    """A rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
+    ranks.
+    """
     moved, place = _tokens_in_front(tensor, where, length)
     part = length // ranks.size
     if summed:
@@ -238,37 +283,52 @@ def _own_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks:
 
 
 def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
-    """`[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and where they were."""
+    """`[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and where
+    they were.
+    """
     wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
     place = where.dim if where.tokens_first else where.dim + 1
     return wide.movedim(place, 0), place
 
 
 def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
-    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank has all tokens.
+    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank has all
+    tokens.
 
-    So it is where no gradients are wanted: a forward that generates goes other ways, and keeps nothing anyway. Raises
-    ValueError for rows of which the ranks cannot have equal parts.
+    So it is where no gradients are wanted: a forward that generates goes other ways, and keeps
+    nothing anyway. Raises ValueError for rows of which the ranks cannot have equal parts.
     """
     if not plan.shared_tokens or not torch.is_grad_enabled():
         return 0
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] % size:
         shape = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"found token ids of {shape}, expected [b, s] with an s that {size} ranks can share evenly")
+        raise ValueError(
+            f"found token ids of {shape}, expected [b, s] with an s that {size} ranks can share"
+            " evenly"
+        )
     return int(ids.shape[1])
 
 
 def own_part(
-    tensor: Tensor, dim: int, segments: tuple[int, ...], rank: Rank, size: int, whole: tuple[int, ...] = ()
+    tensor: Tensor,
+    dim: int,
+    segments: tuple[int, ...],
+    rank: Rank,
+    size: int,
+    whole: tuple[int, ...] = (),
 ) -> Tensor:
-    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room, or all of it.
+    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room,
+    or all of it.
 
     whole: numbers of the segments to take all of.
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
         return tensor.index_select(dim, _numbers(repeated, rank, size, whole))
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size, whole)]
+    pieces = [
+        tensor.narrow(dim, start, stop - start)
+        for start, stop in bounds(repeated, rank, size, whole)
+    ]
     return torch.cat(pieces, dim)
 
 
@@ -277,8 +337,8 @@ def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[in
     of_ranks = [bounds(segments, each, size, whole) for each in range(size)]
     if len({tuple(stop - start for start, stop in found) for found in of_ranks}) > 1:
         raise SetupError(
-            f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which is not compiled; set "
-            "compile=false"
+            f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which"
+            " is not compiled; set compile=false"
         )
     first, second = of_ranks[:2]
     pieces = [
@@ -288,7 +348,9 @@ def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[in
     return torch.cat(pieces)
 
 
-def rewritten(model: nn.Module, plan: ShardingPlan, size: int) -> contextlib.AbstractContextManager[None]:
+def rewritten(
+    model: nn.Module, plan: ShardingPlan, size: int
+) -> contextlib.AbstractContextManager[None]:
     """While it is entered, the plan's integer attributes are divided by size."""
     entries: list[Entry] = []
     for each in plan.rewrites:

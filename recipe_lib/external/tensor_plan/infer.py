@@ -9,11 +9,27 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import Wanted, goes_the_same_way, rewrites_for
+from recipe_lib.external.tensor_plan.attribute_rewrites import (
+    Wanted,
+    goes_the_same_way,
+    rewrites_for,
+)
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
 from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
-from recipe_lib.external.tensor_plan.propagation import MOVES, Course, PendingBoundary, Refusal, follow
-from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
+from recipe_lib.external.tensor_plan.propagation import (
+    MOVES,
+    Course,
+    PendingBoundary,
+    Refusal,
+    follow,
+)
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    Axis,
+    Boundary,
+    ParameterPlan,
+    Rewrite,
+    ShardingPlan,
+)
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, trace
@@ -28,11 +44,12 @@ def infer_plan(
 ) -> ShardingPlan:
     """The tensor parallel plan of a model.
 
-    model: any language model, on the meta device or another one; it is not changed. inputs: keyword arguments of its
-    forward, on the same device, token ids first (external.example_inputs makes those of transformers). size: takes
-    only axes that this many ranks can share; 0 takes all. tokens: shares out tokens, too, where the forward allows it.
-    others: what the forward may be called with, too, and may make other calls for.
-    Raises SetupError where the forward cannot be traced.
+    model: any language model, on the meta device or another one; it is not changed. inputs: keyword
+    arguments of its forward, on the same device, token ids first (external.example_inputs makes
+    those of transformers). size: takes only axes that this many ranks can share; 0 takes all.
+    tokens: shares out tokens, too, where the forward allows it. others: what the forward may be
+    called with, too, and may make other calls for. Raises SetupError where the forward cannot be
+    traced.
     """
     found = trace(model, inputs)
     unsteady: frozenset[str] = frozenset()
@@ -42,7 +59,13 @@ def infer_plan(
                 unsteady |= found.differences(trace(model, each))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     courses, reasons = _courses(found, shapes, size)
-    courses.sort(key=lambda each: (each.reduced, each.mixed, -sum(math.prod(shapes[name]) for name in each.carriers)))
+    courses.sort(
+        key=lambda each: (
+            each.reduced,
+            each.mixed,
+            -sum(math.prod(shapes[name]) for name in each.carriers),
+        )
+    )
     while True:
         chosen = _apart(courses)
         wanted, refused = rewrites_for(found, chosen)
@@ -50,7 +73,13 @@ def infer_plan(
             break
         reasons.update({course.axis: reason for course, reason in refused.items()})
         courses = [course for course in courses if course not in refused]
-    reasons.update({each.axis: "its parameters are cut along a larger axis" for each in courses if each not in chosen})
+    reasons.update(
+        {
+            each.axis: "its parameters are cut along a larger axis"
+            for each in courses
+            if each not in chosen
+        }
+    )
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda each: min(order[name] for name in each.carriers))
     shared = share_tokens(found, chosen, wanted, unsteady) if tokens and chosen else SharedTokens()
@@ -92,12 +121,20 @@ def _courses(
             lengths = [
                 length
                 for name, numbers in held.items()
-                for length, every in segments_of(found.parameters[name].dims[numbers[0]], axis) or []
+                for length, every in (
+                    segments_of(found.parameters[name].dims[numbers[0]], axis) or []
+                )
                 if every
             ]
             if size and any(length % size for length in lengths):
-                raise Refusal(f"{size} ranks cannot share parts of {', '.join(held)} that all of them need")
-            if size and axis.size % size and not any(axis in map(find, each.dims) for each in found.outputs):
+                raise Refusal(
+                    f"{size} ranks cannot share parts of {', '.join(held)} that all of them need"
+                )
+            if (
+                size
+                and axis.size % size
+                and not any(axis in map(find, each.dims) for each in found.outputs)
+            ):
                 raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
             dims = {name: numbers[0] for name, numbers in held.items()}
             courses.append(follow(found, axis, dims, records.get(axis, [])))
@@ -113,7 +150,9 @@ def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, li
         here: set[AxisNode] = set()
         for tensor in (*record.inputs, *record.outputs):
             if id(tensor) not in held:
-                held[id(tensor)] = wanted.intersection(leaf for node in tensor.dims for leaf in leaves(node))
+                held[id(tensor)] = wanted.intersection(
+                    leaf for node in tensor.dims for leaf in leaves(node)
+                )
             here |= held[id(tensor)]
         for axis in here:
             records.setdefault(axis, []).append(record)
@@ -129,30 +168,62 @@ def _assemble(
     shared: SharedTokens,
 ) -> ShardingPlan:
     axes = tuple(
-        Axis(number, each.axis.size, tuple(filter(each.carriers.__contains__, shapes)), each.vocabulary, each.output)
+        Axis(
+            number,
+            each.axis.size,
+            tuple(filter(each.carriers.__contains__, shapes)),
+            each.vocabulary,
+            each.output,
+        )
         for number, each in enumerate(chosen)
     )
     partial, mixed = _partial(found, chosen, shared.uses)
     points = [(number, point) for number, course in enumerate(chosen) for point in course.points]
     points += [
-        (number, point) for number, course in enumerate(chosen) for point in course.joins if point.parameters & mixed
+        (number, point)
+        for number, course in enumerate(chosen)
+        for point in course.joins
+        if point.parameters & mixed
     ]
     # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
     for number, argument in sorted(shared.uses):
         for at, tensor, _ in found.calls[number].arguments:
             if at == argument and tensor.parameters & mixed:
-                points.append((-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters)))
+                points.append(
+                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
+                )
     late = {name for _, point in points for name in point.bias_parameters}
-    multiplied = {name for record in found.records for each in record.contractions for name in _names(each[1:])}
-    used = {name for call in found.calls for _, tensor, _ in call.arguments for name in tensor.parameters}
+    multiplied = {
+        name
+        for record in found.records
+        for each in record.contractions
+        for name in _names(each[1:])
+    }
+    used = {
+        name
+        for call in found.calls
+        for _, tensor, _ in call.arguments
+        for name in tensor.parameters
+    }
     numbers = {name: number for number, course in enumerate(chosen) for name in course.carriers}
     parameters = []
     for name, shape in shapes.items():
         if name not in numbers:
             gradient = "partial" if name in partial else "full"
-            reason = _reason(found.parameters[name], reasons) if name in used else "the forward does not use it"
+            reason = (
+                _reason(found.parameters[name], reasons)
+                if name in used
+                else "the forward does not use it"
+            )
             parameters.append(
-                ParameterPlan(name, shape, "replicated", gradient=gradient, reason=reason, after_reduction=name in late)
+                ParameterPlan(
+                    name,
+                    shape,
+                    "replicated",
+                    gradient=gradient,
+                    reason=reason,
+                    after_reduction=name in late,
+                )
             )
             continue
         course = chosen[numbers[name]]
@@ -164,16 +235,21 @@ def _assemble(
         role = "vocabulary" if course.vocabulary else role
         unit = sum(length for length, every in pieces if not every) // course.axis.size
         parameters.append(
-            ParameterPlan(name, shape, role, dim, numbers[name], segments, whole_segments, unit, "sharded")
+            ParameterPlan(
+                name, shape, role, dim, numbers[name], segments, whole_segments, unit, "sharded"
+            )
         )
     place = {course: number for number, course in enumerate(chosen)}
     rewrites = tuple(
-        Rewrite(*attribute, axes=tuple(sorted(place[course] for course in each.courses)), kept=each.kept)
+        Rewrite(
+            *attribute, axes=tuple(sorted(place[course] for course in each.courses)), kept=each.kept
+        )
         for attribute, each in wanted.items()
     )
     gathered = [each.segments[number] for each in parameters for number in each.whole]
     common = math.gcd(
-        *(axis.size for axis in axes if not axis.vocabulary), *(each.value - each.kept for each in rewrites)
+        *(axis.size for axis in axes if not axis.vocabulary),
+        *(each.value - each.kept for each in rewrites),
     )
     common = math.gcd(common, *gathered)
     sizes = [size for size in range(2, common + 1) if common % size == 0]
@@ -182,9 +258,13 @@ def _assemble(
     for each in boundaries:
         last[each.module] = max(each.call, last.get(each.module, 0))
     legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size, last))
-    whole = [name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1]
+    whole = [
+        name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1
+    ]
     other = [size for size in sizes if size not in legal]
-    refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
+    refused = [
+        f"{size} ranks: a comparison of sizes would send the forward another way" for size in other
+    ]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
     held = (axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal)
     return ShardingPlan(*held, shared_tokens=round(shared.share, 4), local_outputs=shared.local)
@@ -194,8 +274,11 @@ def _names(tensors: Iterable[Any]) -> set[str]:
     return {name for tensor in tensors for name in tensor.parameters}
 
 
-def _partial(found: ForwardTrace, chosen: list[Course], tokens: set[Place]) -> tuple[set[str], set[str]]:
-    """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of their uses only.
+def _partial(
+    found: ForwardTrace, chosen: list[Course], tokens: set[Place]
+) -> tuple[set[str], set[str]]:
+    """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of
+    their uses only.
 
     tokens: where they meet a rank's tokens alone.
     """
@@ -221,7 +304,9 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
     """Where tokens are gathered and cut, in the order of the forward."""
     numbers: dict[Traced, int] = {}
     made_of: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
-    places = [("slice", each) for each in shared.slices.items()] + [("gather", each) for each in shared.gathers.items()]
+    places = [("slice", each) for each in shared.slices.items()] + [
+        ("gather", each) for each in shared.gathers.items()
+    ]
     for kind, ((number, place), (tensor, where)) in sorted(places, key=lambda item: item[1][0]):
         call = found.calls[number]
         made_of.setdefault(
@@ -242,7 +327,9 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
 def _boundaries(
     found: ForwardTrace, points: list[tuple[int, PendingBoundary]], shared: SharedTokens
 ) -> tuple[Boundary, ...]:
-    """Boundaries in the order of the forward; a tensor that enters wherever it is used does so where it is made."""
+    """Boundaries in the order of the forward; a tensor that enters wherever it is used does so
+    where it is made.
+    """
     places = [*shared.gathers.items(), *shared.slices.items()]
     exchanged = {each for (number, _), (tensor, _) in places for each in (number, tensor)}
     entering: Uses = {}
@@ -267,7 +354,10 @@ def _boundaries(
                 giving = _giving(found, tensor, users, entering)
                 if giving is None or runs[found.calls[giving].key] != 1:
                     break
-                if number != point.call and found.calls[giving].key.module != found.calls[number].key.module:
+                if (
+                    number != point.call
+                    and found.calls[giving].key.module != found.calls[number].key.module
+                ):
                     break
                 number = giving
                 held = found.calls[number].outputs
@@ -280,16 +370,27 @@ def _boundaries(
         entry[0].update((axis,) if axis >= 0 else ())
         entry[1].update(names)
     made_of = []
-    for (kind, number, place), (axes, parameters, point) in sorted(merged.items(), key=lambda item: item[0][1]):
+    for (kind, number, place), (axes, parameters, point) in sorted(
+        merged.items(), key=lambda item: item[0][1]
+    ):
         call = found.calls[number]
         # A tensor that is cut is summed over if it needs a gradient.
         is_summed = kind != "assemble" and (
             kind != "cut" or any(needs for at, _, needs in call.arguments if at == place)
         )
-        numbers_of_token = math.prod(node.size for node in point.tensor.dims) // max(found.tokens, 1)
+        numbers_of_token = math.prod(node.size for node in point.tensor.dims) // max(
+            found.tokens, 1
+        )
         made_of.append(
             Boundary(
-                *(kind, call.key.module, call.key.number, place, tuple(sorted(axes)), tuple(sorted(parameters))),
+                *(
+                    kind,
+                    call.key.module,
+                    call.key.number,
+                    place,
+                    tuple(sorted(axes)),
+                    tuple(sorted(parameters)),
+                ),
                 activation=numbers[point.tensor] if kind == "enter" else -1,
                 bias=point.bias,
                 taken=point.taken,
@@ -302,7 +403,9 @@ def _boundaries(
                 width=numbers_of_token if is_summed and found.tokens else 0,
             )
         )
-    unique = {(each.kind, each.module, each.call, each.place): each for each in made_of}  # of modules that run twice
+    unique = {
+        (each.kind, each.module, each.call, each.place): each for each in made_of
+    }  # of modules that run twice
     return tuple(unique.values())
 
 
@@ -310,11 +413,17 @@ Uses = dict[Traced, set[tuple[int, str]]]
 
 
 def _moved(call: FunctionCall, users: Uses) -> Traced | None:
-    """What a call only moves, if nothing else uses that: a sum over ranks may as well be one of its gradient.
+    """What a call only moves, if nothing else uses that: a sum over ranks may as well be one of its
+    gradient.
 
-    The fewer calls come before it, the fewer ways there are to the same place: with a mask, or without.
+    The fewer calls come before it, the fewer ways there are to the same place: with a mask, or
+    without.
     """
-    if any(record.name not in MOVES for record in call.records) or not call.records or len(call.outputs) != 1:
+    if (
+        any(record.name not in MOVES for record in call.records)
+        or not call.records
+        or len(call.outputs) != 1
+    ):
         return None
     given = [tensor for _, tensor, gradient in call.arguments if gradient]
     if len(given) != 1 or len(call.arguments) != 1 or not given[0].activation:
@@ -323,10 +432,14 @@ def _moved(call: FunctionCall, users: Uses) -> Traced | None:
 
 
 def _giving(found: ForwardTrace, tensor: Traced, used: Uses, needed: Uses) -> int | None:
-    """The last call that gives a tensor or hands it on, if all who use it from there on need it to enter."""
+    """The last call that gives a tensor or hands it on, if all who use it from there on need it to
+    enter.
+    """
     users, entering = used[tensor], needed[tensor]
     giving = [
-        number for number in range(max(tensor.call, 0), max(users)[0] + 1) if tensor in found.calls[number].outputs
+        number
+        for number in range(max(tensor.call, 0), max(users)[0] + 1)
+        if tensor in found.calls[number].outputs
     ]
     if not giving or {user for user in users if user[0] > giving[-1]} != entering:
         return None
@@ -352,8 +465,17 @@ def _refusals(found: ForwardTrace, reasons: dict[AxisNode, str], whole: list[str
     for name, place in found.unknown.items():
         yield f"no rule for the operator {name} (first in {place}): what it touches stays whole"
     for note in dict.fromkeys(found.assumed):
-        yield f"values were made up for {note}: a branch that depends on them may not have been seen"
+        yield (
+            f"values were made up for {note}: a branch that depends on them may not have been seen"
+        )
     for axis, reason in reasons.items():
-        names = [name for name in whole if any(carries(node, axis) for node in found.parameters[name].dims)]
+        names = [
+            name
+            for name in whole
+            if any(carries(node, axis) for node in found.parameters[name].dims)
+        ]
         if names:
-            yield f"an axis of {axis.size} in {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}: {reason}"
+            yield (
+                f"an axis of {axis.size} in"
+                f" {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}: {reason}"
+            )

@@ -1,7 +1,8 @@
-"""What each aten operator means for dimensions: which it keeps, unites, takes apart, sums over or blocks.
+"""What each aten operator means for dimensions: which it keeps, unites, takes apart, sums over or
+blocks.
 
-A rule gets a `Step` and returns the dimensions of each tensor that comes out. An operator without a rule is unknown:
-whoever traces blocks all that it touches, which is always safe.
+A rule gets a `Step` and returns the dimensions of each tensor that comes out. An operator without a
+rule is unknown: whoever traces blocks all that it touches, which is always safe.
 """
 
 import dataclasses
@@ -11,7 +12,15 @@ from typing import Any
 
 import torch
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, block, concatenation, cut, product, regroup, unify
+from recipe_lib.external.tensor_plan.axes import (
+    AxisNode,
+    block,
+    concatenation,
+    cut,
+    product,
+    regroup,
+    unify,
+)
 from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
 
 Dims = list[AxisNode]
@@ -23,8 +32,9 @@ RULES: dict[str, Rule] = {}
 class Traced:
     """What is known of one tensor.
 
-    parameters: names of those it comes from, if from parameters and constants alone. activation: it depends on an
-    input. identifiers: it is the model's token ids, or made of them one by one. base: what it is a view of.
+    parameters: names of those it comes from, if from parameters and constants alone. activation: it
+    depends on an input. identifiers: it is the model's token ids, or made of them one by one. base:
+    what it is a view of.
     """
 
     dims: list[AxisNode]
@@ -41,13 +51,15 @@ class Traced:
 
 
 class OperatorCall:
-    """One operator at work: its arguments by name, what is known of its tensors, and what its rule says of it.
+    """One operator at work: its arguments by name, what is known of its tensors, and what its rule
+    says of it.
 
-    inputs, outputs: what is known of the tensors that go in and come out. results: those that come out. held: what is
-    known of those that go in, by id. call: number of the torch function call that makes it, -1 for none.
-    contractions: dimensions that it sums over, of which inputs. reductions: those of which it makes a sum or a mean,
-    of which input. lookup: it picks rows by token. uniform: what comes out is the same everywhere, whatever its size.
-    values: it differs from place to place, and no input has those places. ordered: it counts or sorts. added: what a
+    inputs, outputs: what is known of the tensors that go in and come out. results: those that come
+    out. held: what is known of those that go in, by id. call: number of the torch function call
+    that makes it, -1 for none. contractions: dimensions that it sums over, of which inputs.
+    reductions: those of which it makes a sum or a mean, of which input. lookup: it picks rows by
+    token. uniform: what comes out is the same everywhere, whatever its size. values: it differs
+    from place to place, and no input has those places. ordered: it counts or sorts. added: what a
     product is added to. picked: the numbers within brackets, by place.
     """
 
@@ -98,7 +110,9 @@ class OperatorCall:
         """The sizes of the first output."""
         return list(self.results[0].shape)
 
-    def contract(self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor) -> None:
+    def contract(
+        self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor
+    ) -> None:
         """Sums over a dimension that both tensors have."""
         unify(left, right, self.reason)
         self.contractions.append((left, self.known(left_tensor), self.known(right_tensor)))
@@ -154,27 +168,40 @@ def rule_of(function: Any) -> Rule | None:
     return found
 
 
-@rule(*"_to_copy clone detach alias lift lift_fresh lift_fresh_copy copy copy_ contiguous dropout relu_ prelu".split())
 @rule(
-    *"native_dropout _fused_dropout floor_divide floor_divide_ masked_fill masked_fill_ where lerp fill_ zero_".split()
+    *"_to_copy clone detach alias lift lift_fresh lift_fresh_copy copy copy_ contiguous dropout"
+    " relu_ prelu".split()
 )
 @rule(
-    *"bernoulli bernoulli_ nan_to_num _conj _conj_physical normal_ uniform_ rand_like addcmul addcdiv isfinite".split()
+    *"native_dropout _fused_dropout floor_divide floor_divide_ masked_fill masked_fill_ where lerp"
+    " fill_ zero_".split()
+)
+@rule(
+    *"bernoulli bernoulli_ nan_to_num _conj _conj_physical normal_ uniform_ rand_like addcmul"
+    " addcdiv isfinite".split()
 )
 @rule("_prelu_kernel", "rrelu_with_noise")
 def elementwise(step: OperatorCall) -> list[Dims] | None:
     """Any operator that works element by element, under broadcasting."""
     tensors = list(tensors_in((step.args, step.kwargs)))
     step.uniform = step.name in ("fill_", "zero_")
-    if step.name in ("prelu", "_prelu_kernel"):  # one weight per channel, which is the second dimension
+    if step.name in (
+        "prelu",
+        "_prelu_kernel",
+    ):  # one weight per channel, which is the second dimension
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
     shape = step.shape()
     dims = broadcast(step, tensors, shape)
     return [dims for _ in step.results]
 
 
-@rule(*"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like".split())
-@rule(*"new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like empty_like".split())
+@rule(
+    *"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like".split()
+)
+@rule(
+    *"new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like"
+    " empty_like".split()
+)
 @rule(*"zeros ones full empty empty_strided scalar_tensor".split())
 def uniform(step: OperatorCall) -> list[Dims]:
     """One value everywhere."""
@@ -184,8 +211,13 @@ def uniform(step: OperatorCall) -> list[Dims]:
     return [step.fresh(step.shape())]
 
 
-@rule(*"arange eye rand randn randint linspace logspace tril_indices triu_indices randperm randn_like".split())
-@rule(*"histc bincount nonzero nonzero_numpy _unique2 unique_consecutive _local_scalar_dense".split())
+@rule(
+    *"arange eye rand randn randint linspace logspace tril_indices triu_indices randperm"
+    " randn_like".split()
+)
+@rule(
+    *"histc bincount nonzero nonzero_numpy _unique2 unique_consecutive _local_scalar_dense".split()
+)
 def values(step: OperatorCall) -> list[Dims]:
     """New values, no element of which belongs to an element of an input."""
     step.values = True
@@ -195,15 +227,26 @@ def values(step: OperatorCall) -> list[Dims]:
     return [step.fresh(out.shape) for out in step.results]
 
 
-@rule(*"mean sum amax amin any all prod var std norm linalg_vector_norm logsumexp argmax argmin max min".split())
+@rule(
+    *"mean sum amax amin any all prod var std norm linalg_vector_norm logsumexp argmax argmin"
+    " max min".split()
+)
 @rule(*"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split())
 def reduction(step: OperatorCall) -> list[Dims]:
-    """Dimensions that become one element are blocked, but for sums and means, which ranks can put together."""
+    """Dimensions that become one element are blocked, but for sums and means, which ranks can put
+    together.
+    """
     step.ordered = True
     tensor = step.first()
     dims = step.dims(tensor)
     over = step.get("dim")
-    numbers = range(len(dims)) if over is None or over == [] else [over] if isinstance(over, int) else over
+    numbers = (
+        range(len(dims))
+        if over is None or over == []
+        else [over]
+        if isinstance(over, int)
+        else over
+    )
     gone = {number % max(len(dims), 1) for number in numbers}
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for number in gone if dims else ():
@@ -212,15 +255,24 @@ def reduction(step: OperatorCall) -> list[Dims]:
         else:
             block(dims[number], step.reason)
     kept = len(step.shape()) == len(dims)
-    found = [AxisNode(1) if number in gone else node for number, node in enumerate(dims) if kept or number not in gone]
+    found = [
+        AxisNode(1) if number in gone else node
+        for number, node in enumerate(dims)
+        if kept or number not in gone
+    ]
     return [list(found) for _ in step.results]
 
 
-@rule(*"_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin flip".split())
+@rule(
+    *"_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax"
+    " cummin flip".split()
+)
 @rule(*"sort argsort topk roll cumsum_ renorm _weight_norm_interface tril triu tril_ triu_".split())
 @rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
 def along(step: OperatorCall) -> list[Dims]:
-    """What an element becomes depends on its neighbors, or its place, along some dimensions: these are blocked."""
+    """What an element becomes depends on its neighbors, or its place, along some dimensions: these
+    are blocked.
+    """
     dims = list(step.dims(step.first()))
     step.ordered = not step.name.startswith(("tri", "constant_pad"))
     over = step.get("dim", step.get("dims"))
@@ -235,9 +287,12 @@ def along(step: OperatorCall) -> list[Dims]:
 
 
 def _where_same(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
-    """The dimensions that are as long as before; in the place of others new ones, which cannot be cut."""
+    """The dimensions that are as long as before; in the place of others new ones, which cannot be
+    cut.
+    """
     return [
-        node if node.size == size else step.fresh([size], True)[0] for node, size in zip(dims, out.shape, strict=True)
+        node if node.size == size else step.fresh([size], True)[0]
+        for node, size in zip(dims, out.shape, strict=True)
     ]
 
 
@@ -256,7 +311,19 @@ def normalization(step: OperatorCall) -> list[Dims]:
 
 
 @rule(
-    "mm", "bmm", "mv", "dot", "matmul", "addmm", "baddbmm", "addmv", "linear", "_int_mm", "addmm_", "baddbmm_", "addbmm"
+    "mm",
+    "bmm",
+    "mv",
+    "dot",
+    "matmul",
+    "addmm",
+    "baddbmm",
+    "addmv",
+    "linear",
+    "_int_mm",
+    "addmm_",
+    "baddbmm_",
+    "addbmm",
 )
 def matrix_product(step: OperatorCall) -> list[Dims] | None:
     """Sums over the last dimension of the left operand; a batch is shared."""
@@ -275,7 +342,11 @@ def matrix_product(step: OperatorCall) -> list[Dims] | None:
     batch = [step.join(one, other) for one, other in zip(ours[:-2], theirs[:-2], strict=False)]
     longer = ours if len(ours) >= len(theirs) else theirs
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]
-    found = [*batch, *(ours[-2:-1] if len(ours) > 1 else []), *(theirs[-1:] if len(theirs) > 1 else [])]
+    found = [
+        *batch,
+        *(ours[-2:-1] if len(ours) > 1 else []),
+        *(theirs[-1:] if len(theirs) > 1 else []),
+    ]
     step.added = None if added is None else step.known(added)
     if added is not None and [node.size for node in found] == step.shape():
         offset = len(found) - added.dim()
@@ -373,7 +444,12 @@ def expand(step: OperatorCall) -> list[Dims]:
     """Dimensions of one element are repeated, new ones come in front."""
     dims, shape = step.dims(step.first()), step.shape()
     dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
-    return [[node if node.size == size else AxisNode(size) for node, size in zip(dims, shape, strict=True)]]
+    return [
+        [
+            node if node.size == size else AxisNode(size)
+            for node, size in zip(dims, shape, strict=True)
+        ]
+    ]
 
 
 @rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
@@ -400,7 +476,9 @@ def slice_(step: OperatorCall) -> list[Dims]:
         return [dims]
     stride, first = step.get("step", 1), step.get("start") or 0
     if stride > 1 and size % stride == 0 and 0 <= first < stride and length == size // stride:
-        dims[number], within = regroup([dims[number]], [length, stride], step.reason)  # every other one, as gate and up
+        dims[number], within = regroup(
+            [dims[number]], [length, stride], step.reason
+        )  # every other one, as gate and up
         block(within, step.reason)
         return [dims]
     if stride != 1 or not length:
@@ -414,9 +492,20 @@ def slice_(step: OperatorCall) -> list[Dims]:
     return [dims]
 
 
-@rule("split", "split_with_sizes", "chunk", "unbind", "select", "tensor_split", "split_copy", "split_with_sizes_copy")
+@rule(
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "select",
+    "tensor_split",
+    "split_copy",
+    "split_with_sizes_copy",
+)
 def split(step: OperatorCall) -> list[Dims]:
-    """A dimension cut into several; unbinding and selecting give single elements, which blocks it."""
+    """A dimension cut into several; unbinding and selecting give single elements, which blocks
+    it.
+    """
     dims = list(step.dims(step.first()))
     number = step.get("dim", 0) % len(dims)
     if step.name in ("unbind", "select"):
@@ -425,7 +514,9 @@ def split(step: OperatorCall) -> list[Dims]:
     lengths = [out.shape[number] for out in step.results]
     if not all(lengths):
         block(dims[number], step.reason)
-        return [[*dims[:number], *step.fresh([length], True), *dims[number + 1 :]] for length in lengths]
+        return [
+            [*dims[:number], *step.fresh([length], True), *dims[number + 1 :]] for length in lengths
+        ]
     pieces = cut(dims[number], lengths, step.reason)
     return [[*dims[:number], piece, *dims[number + 1 :]] for piece in pieces]
 
@@ -461,8 +552,21 @@ def repeat(step: OperatorCall) -> list[Dims]:
     return [[product([AxisNode(times), node]) for times, node in zip(repeats, dims, strict=True)]]
 
 
-@rule("unfold", "as_strided", "diagonal", "view_as_real", "view_as_complex", "diagonal_copy", "diag_embed")
-@rule("native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
+@rule(
+    "unfold",
+    "as_strided",
+    "diagonal",
+    "view_as_real",
+    "view_as_complex",
+    "diagonal_copy",
+    "diag_embed",
+)
+@rule(
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit_no_training",
+    "_native_batch_norm_legit",
+)
 def opaque(step: OperatorCall) -> list[Dims]:
     """Of a view dimensions whose sizes stay in front are kept; all others are blocked."""
     dims, shape = list(step.dims(step.first())), step.shape()
@@ -479,7 +583,9 @@ def opaque(step: OperatorCall) -> list[Dims]:
 
 @rule("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 def index(step: OperatorCall) -> list[Dims]:
-    """Picks, or puts, elements by numbers along some dimensions, which are blocked; others are kept."""
+    """Picks, or puts, elements by numbers along some dimensions, which are blocked; others are
+    kept.
+    """
     tensor = step.first()
     dims = list(step.dims(tensor))
     picks = list(step.get("indices"))
@@ -520,16 +626,30 @@ def index(step: OperatorCall) -> list[Dims]:
 
 
 def _from_the_end(step: OperatorCall, picks: list[torch.Tensor | None]) -> tuple[int, int] | None:
-    """The dimension and the number of `x[..., [-1], :]`, which is a slice of one element; None for other picks."""
+    """The dimension and the number of `x[..., [-1], :]`, which is a slice of one element; None for
+    other picks.
+    """
     given = [number for number, pick in enumerate(picks) if pick is not None]
-    listed = [value for place, value in step.picked.items() if place.count(".") == 2 and isinstance(value, int)]
+    listed = [
+        value
+        for place, value in step.picked.items()
+        if place.count(".") == 2 and isinstance(value, int)
+    ]
     if "put" in step.name or len(given) != 1 or len(listed) != 1 or listed[0] >= 0:
         return None
     pick = picks[given[0]]
     return (given[0], listed[0]) if pick is not None and tuple(pick.shape) == (1,) else None
 
 
-@rule("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_")
+@rule(
+    "index_select",
+    "index_add",
+    "index_add_",
+    "index_copy",
+    "index_copy_",
+    "index_fill",
+    "index_fill_",
+)
 def index_along(step: OperatorCall) -> list[Dims]:
     """Picks, or adds, slices by number along one dimension, which is blocked."""
     dims = list(step.dims(step.first()))
@@ -545,13 +665,27 @@ def index_along(step: OperatorCall) -> list[Dims]:
     return [dims]
 
 
-@rule("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+@rule(
+    "gather",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "scatter_reduce_",
+)
 def gather(step: OperatorCall) -> list[Dims]:
-    """Picks, or puts, elements by numbers along one dimension; the numbers lie where the elements do."""
+    """Picks, or puts, elements by numbers along one dimension; the numbers lie where the elements
+    do.
+    """
     dims = list(step.dims(step.first()))
     number = step.get("dim") % max(len(dims), 1)
     block(dims[number], step.reason)
-    others = [step.dims(tensor) for tensor in (step.get("index"), step.get("src")) if isinstance(tensor, torch.Tensor)]
+    others = [
+        step.dims(tensor)
+        for tensor in (step.get("index"), step.get("src"))
+        if isinstance(tensor, torch.Tensor)
+    ]
     for other in others:
         for place, node in enumerate(other):
             if place == number:
@@ -565,10 +699,16 @@ def gather(step: OperatorCall) -> list[Dims]:
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
-@rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention")
+@rule(
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "scaled_dot_product_attention",
+)
 @rule("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math")
 def attention(step: OperatorCall) -> list[Dims]:
-    """softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries stand for groups."""
+    """softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries stand for
+    groups.
+    """
     query, key, value = (step.get(name) for name in ("query", "key", "value"))
     ours, keys, held = step.dims(query), step.dims(key), step.dims(value)
     groups = query.shape[-3] // key.shape[-3]
@@ -589,5 +729,7 @@ def attention(step: OperatorCall) -> list[Dims]:
     found: list[Dims] = [[*ours[:-1], held[-1]]]
     for out in step.results[1:]:
         same = out.dim() == 3 and out.shape[:2] == query.shape[:2]
-        found.append([*ours[:2], *step.fresh(out.shape[2:], True)] if same else step.fresh(out.shape, True))
+        found.append(
+            [*ours[:2], *step.fresh(out.shape[2:], True)] if same else step.fresh(out.shape, True)
+        )
     return found

@@ -1,4 +1,6 @@
-"""Follows one axis through a trace: which tensors a rank has a part of, and where that begins and ends."""
+"""Follows one axis through a trace: which tensors a rank has a part of, and where that begins and
+ends.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,7 +11,8 @@ from recipe_lib.external.tensor_plan.tracing import CallKey, ForwardTrace, Funct
 
 # What may follow a product within its call: nothing of it depends on values.
 MOVES = frozenset(
-    "view _unsafe_view _reshape_alias permute transpose t clone alias detach _to_copy squeeze unsqueeze".split()
+    "view _unsafe_view _reshape_alias permute transpose t clone alias detach _to_copy squeeze"
+    " unsqueeze".split()
 )
 
 # What takes parts of a dimension that was put together of several.
@@ -22,7 +25,9 @@ class Refusal(Exception):  # noqa: N818  (an answer, not an error)
 
 @dataclasses.dataclass(eq=False)
 class PendingBoundary:
-    """A boundary before it gets its final form; fields as in sharding_plan.Boundary. tensor: what it acts on."""
+    """A boundary before it gets its final form; fields as in sharding_plan.Boundary. tensor: what
+    it acts on.
+    """
 
     kind: str
     call: int
@@ -40,13 +45,15 @@ class PendingBoundary:
 
 @dataclasses.dataclass(eq=False)
 class Course:
-    """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank has a part.
+    """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank
+    has a part.
 
-    mixed: some of the carriers have segments without the axis. What comes of these is sharded, too: a rank has all of
-    it, but uses it for its part of the axis alone, so that its gradient is a part of a sum.
+    mixed: some of the carriers have segments without the axis. What comes of these is sharded, too:
+    a rank has all of it, but uses it for its part of the axis alone, so that its gradient is a part
+    of a sum.
 
-    joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives has the axis.
-    reduced: sums or means are taken over it, as by norms.
+    joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives
+    has the axis. reduced: sums or means are taken over it, as by norms.
     """
 
     axis: AxisNode
@@ -61,7 +68,9 @@ class Course:
     rows: set[str] = dataclasses.field(default_factory=set)
 
 
-def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[OperatorCall]) -> Course:
+def follow(
+    trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[OperatorCall]
+) -> Course:
     """Follows an axis (a leaf that nothing blocks) through the records that have to do with it.
 
     Raises Refusal where a rank could not compute its part.
@@ -75,31 +84,49 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
             _leave(trace, course, record)
         elif any(carries(node, axis) for node, _ in record.reductions):
             _reduce(trace, course, record)
-        elif record.lookup and record.inputs[0] in course.sharded and carries(record.inputs[0].dims[0], axis):
+        elif (
+            record.lookup
+            and record.inputs[0] in course.sharded
+            and carries(record.inputs[0].dims[0], axis)
+        ):
             if not any(each.identifiers for each in record.inputs[1:]):
-                raise Refusal(f"rows are picked by number, not by token, in {_where(trace, record)}")
+                raise Refusal(
+                    f"rows are picked by number, not by token, in {_where(trace, record)}"
+                )
             course.vocabulary = True
-            point = PendingBoundary("lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters)
+            point = PendingBoundary(
+                "lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters
+            )
             course.points.append(_located(trace, record, point))
         else:
             _pass(trace, course, record)
     for output, has in zip(trace.outputs, held, strict=True):
         if not has and output in course.sharded:
             raise Refusal("what every rank uses in part is in what the model gives")
-        if has and (course.rows or output not in course.sharded or not carries(output.dims[-1], axis)):
+        if has and (
+            course.rows or output not in course.sharded or not carries(output.dims[-1], axis)
+        ):
             raise Refusal("the axis is in what the model gives")
     if not course.vocabulary and (len(carriers) < 2 or not course.rows):
-        raise Refusal("no product sums over the axis" if not course.rows else "a single parameter has the axis")
+        raise Refusal(
+            "no product sums over the axis"
+            if not course.rows
+            else "a single parameter has the axis"
+        )
     if course.vocabulary and (course.rows or course.reduced):
         raise Refusal("a product, a sum or a mean is over tokens")
-    if course.reduced and any(record.lookup and _carry(record.inputs[0].dims[1:], axis) for record in trace.records):
+    if course.reduced and any(
+        record.lookup and _carry(record.inputs[0].dims[1:], axis) for record in trace.records
+    ):
         raise Refusal("hidden states have it, and norms take means over it")
     _alike(trace, course)
     return course
 
 
 def _assemble(trace: ForwardTrace, course: Course) -> None:
-    """Parameters of which some segments have the axis and others not: these are gathered wherever they are used."""
+    """Parameters of which some segments have the axis and others not: these are gathered wherever
+    they are used.
+    """
     for name, dim in course.carriers.items():
         segments = segments_of(trace.parameters[name].dims[dim], course.axis) or []
         whole = tuple(number for number, (_, every) in enumerate(segments) if every)
@@ -113,27 +140,40 @@ def _assemble(trace: ForwardTrace, course: Course) -> None:
             for place, tensor, _ in call.arguments:
                 if tensor in held:
                     point = PendingBoundary("assemble", number, place, tensor, frozenset([name]))
-                    point.dim = next(at for at, node in enumerate(tensor.dims) if carries(node, course.axis))
+                    point.dim = next(
+                        at for at, node in enumerate(tensor.dims) if carries(node, course.axis)
+                    )
                     point.segments, point.whole = tuple(length for length, _ in segments), whole
                     if segments_of(tensor.dims[point.dim], course.axis) != segments:
-                        raise Refusal(f"{name} is put in another form before {call.function} at {call.source}")
+                        raise Refusal(
+                            f"{name} is put in another form before {call.function} at {call.source}"
+                        )
                     course.points.append(point)
 
 
 def _as_stored(trace: ForwardTrace, parameter: Traced) -> set[Traced]:
-    """The parameter, and views of it that no call makes, such as `weight.T`; raises Refusal for any other such use."""
+    """The parameter, and views of it that no call makes, such as `weight.T`; raises Refusal for any
+    other such use.
+    """
     held = {parameter}
     for record in trace.records:
         if held.isdisjoint(record.inputs):
             continue
         if record.call < 0 and record.name in MOVES:
             held.update(record.outputs)
-        elif record.call < 0 or held.isdisjoint(each for _, each, _ in trace.calls[record.call].arguments):
-            raise Refusal(f"no torch function call uses {', '.join(parameter.parameters)} in {_where(trace, record)}")
+        elif record.call < 0 or held.isdisjoint(
+            each for _, each, _ in trace.calls[record.call].arguments
+        ):
+            raise Refusal(
+                f"no torch function call uses {', '.join(parameter.parameters)} in"
+                f" {_where(trace, record)}"
+            )
     return held
 
 
-def _reached(trace: ForwardTrace, course: Course, records: Iterable[OperatorCall]) -> Iterable[OperatorCall]:
+def _reached(
+    trace: ForwardTrace, course: Course, records: Iterable[OperatorCall]
+) -> Iterable[OperatorCall]:
     """The records that have to do with the axis, or with what every rank uses in part."""
     if not course.mixed:
         yield from records
@@ -145,14 +185,18 @@ def _reached(trace: ForwardTrace, course: Course, records: Iterable[OperatorCall
 
 
 def _pass(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
-    """An operator that sums over no part of the axis: what comes out is cut if something that goes in is."""
+    """An operator that sums over no part of the axis: what comes out is cut if something that goes
+    in is.
+    """
     axis, sharded = course.axis, course.sharded
     going_in = [each for each in record.inputs if each in sharded]
     coming_out = [each for each in record.outputs if _carry(each.dims, axis)]
     if going_in and course.mixed and not record.uniform:
         having = [each for each in going_in if _carry(each.dims, axis)]
         even = record.call >= 0 and trace.calls[record.call].function in ("chunk", "tensor_split")
-        if not having or (record.name in _TAKES and not even):  # what every rank uses in part, or is taken from it
+        if not having or (
+            record.name in _TAKES and not even
+        ):  # what every rank uses in part, or is taken from it
             coming_out = record.outputs
     if not coming_out:
         if going_in and not record.uniform:
@@ -187,10 +231,17 @@ def _join(trace: ForwardTrace, course: Course, record: OperatorCall, tensor: Tra
     call = trace.calls[record.call]
     for place, each, gradient in _arguments(call, tensor):
         if having:
-            numbers = [number for number, node in enumerate(each.dims) if carries(node, course.axis)]
-            segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+            numbers = [
+                number for number, node in enumerate(each.dims) if carries(node, course.axis)
+            ]
+            segments = (
+                segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+            )
             if segments is None:
-                raise Refusal(f"a whole tensor that is to be cut does not have the axis in {_where(trace, record)}")
+                raise Refusal(
+                    "a whole tensor that is to be cut does not have the axis in"
+                    f" {_where(trace, record)}"
+                )
             lengths = [length for length, _ in segments]
             point = PendingBoundary("cut", record.call, place, each, dim=numbers[0])
             point.whole = tuple(number for number, (_, every) in enumerate(segments) if every)
@@ -216,7 +267,9 @@ def _leave(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
         raise Refusal(f"a tensor that is whole on each rank is multiplied along it by {where}")
     course.rows |= weight.parameters
     point = _located(
-        trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters)
+        trace,
+        record,
+        PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters),
     )
     _take(trace, course, record, point, other)
     if record.added is not None:
@@ -225,21 +278,33 @@ def _leave(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
 
 
 def _reduce(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
-    """A sum or a mean over the axis: that of each rank's part, put together; whole on each rank from there on."""
+    """A sum or a mean over the axis: that of each rank's part, put together; whole on each rank
+    from there on.
+    """
     tensor = record.reductions[0][1]
     if tensor not in course.sharded:
         return
     axis, where = course.axis, _where(trace, record)
     if any(_carry(each.dims, axis) for each in record.outputs):
         raise Refusal(f"the axis is summed over and comes out in {where}")
-    point = _located(trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0]))
+    point = _located(
+        trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0])
+    )
     _take(trace, course, record, point, tensor)
     point.mean, course.reduced = record.name == "mean", True
     course.points.append(point)
 
 
-def _take(trace: ForwardTrace, course: Course, record: OperatorCall, point: PendingBoundary, tensor: Traced) -> None:
-    """Notes which argument of its call a product, a sum or a mean over the axis takes, and where that has the axis."""
+def _take(
+    trace: ForwardTrace,
+    course: Course,
+    record: OperatorCall,
+    point: PendingBoundary,
+    tensor: Traced,
+) -> None:
+    """Notes which argument of its call a product, a sum or a mean over the axis takes, and where
+    that has the axis.
+    """
     for place, each, _ in _arguments(trace.calls[record.call], tensor):
         numbers = [number for number, found in enumerate(each.dims) if carries(found, course.axis)]
         segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
@@ -255,7 +320,9 @@ def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
 
 
 def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) -> PendingBoundary:
-    """Makes a sum over ranks act on what its call gives; what else happens within the call must allow that."""
+    """Makes a sum over ranks act on what its call gives; what else happens within the call must
+    allow that.
+    """
     where = _where(trace, record)
     if record.call < 0:
         raise Refusal(f"no torch function call makes {where}")
@@ -279,8 +346,12 @@ def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) 
     return point
 
 
-def _bias(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, tensor: Traced) -> None:
-    """What is added to a product that sums over the axis, within its call, is added once, after the sum over ranks."""
+def _bias(
+    trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, tensor: Traced
+) -> None:
+    """What is added to a product that sums over the axis, within its call, is added once, after the
+    sum over ranks.
+    """
     if not tensor.parameters:
         if not tensor.activation:
             return  # an addend that is multiplied by zero
@@ -290,7 +361,9 @@ def _bias(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, ten
 
 
 def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bool]]:
-    """The arguments of a call that a tensor within it is made of: the tensor itself if it is one of them."""
+    """The arguments of a call that a tensor within it is made of: the tensor itself if it is one of
+    them.
+    """
     found = [each for each in call.arguments if each[1] is tensor]
     if found:
         return found[:1]
@@ -304,12 +377,16 @@ def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bo
                     if each not in seen:
                         seen.add(each)
                         queue.append(each)
-                        found += [argument for argument in call.arguments if argument[1] is each][:1]
+                        found += [argument for argument in call.arguments if argument[1] is each][
+                            :1
+                        ]
     return found
 
 
 def _alike(trace: ForwardTrace, course: Course) -> None:
-    """A module that runs more than once must need the same boundaries each time, but where no gradient passes."""
+    """A module that runs more than once must need the same boundaries each time, but where no
+    gradient passes.
+    """
     found: dict[int, set[tuple[str, str]]] = {}
     for point in course.points:
         found.setdefault(point.call, set()).add((point.kind, point.place))
@@ -320,7 +397,9 @@ def _alike(trace: ForwardTrace, course: Course) -> None:
         for kind, place in wanted.get(call.key, set()) - found.get(number, set()):
             gradient = any(needs for at, _, needs in call.arguments if at == place)
             if kind != "enter" or gradient:
-                raise Refusal(f"{call.key.module} runs more than once, and not alike, at {call.source}")
+                raise Refusal(
+                    f"{call.key.module} runs more than once, and not alike, at {call.source}"
+                )
 
 
 def _where(trace: ForwardTrace, record: OperatorCall) -> str:
@@ -333,6 +412,8 @@ def _where(trace: ForwardTrace, record: OperatorCall) -> str:
 def period(segments: list[int]) -> tuple[int, ...]:
     """The shortest list of lengths that gives the segments when it is repeated."""
     for length in range(1, len(segments) + 1):
-        if len(segments) % length == 0 and segments == segments[:length] * (len(segments) // length):
+        if len(segments) % length == 0 and segments == segments[:length] * (
+            len(segments) // length
+        ):
             return tuple(segments[:length])
     return tuple(segments)

@@ -1,6 +1,8 @@
-"""A tensor parallel plan as data: which parameter is cut along which axis, and where ranks exchange what they have.
+"""A tensor parallel plan as data: which parameter is cut along which axis, and where ranks exchange
+what they have.
 
-And what it comes to: layers that are alike taken together, what ranks send each other, and what each one holds.
+And what it comes to: layers that are alike taken together, what ranks send each other, and what
+each one holds.
 """
 
 import dataclasses
@@ -21,15 +23,15 @@ from recipe_lib.errors import ConfigError
 class ParameterPlan:
     """How one parameter is held.
 
-    role: `column` (the axis comes out of its product), `row` (its product sums over the axis), `vocabulary` (rows of
-    tokens), `sharded` (carries the axis without a product: a bias, a value per head) or `replicated`.
-    dim: the dimension that is cut, -1 for none. axis: number of the axis, -1 for none.
-    segments: lengths along dim; each of them is cut into equal consecutive parts, one a rank.
-    whole: numbers of the segments of which a rank holds its part but computes with all, gathered for each use.
-    unit: elements of the whole dim that belong to one step of the axis.
-    gradient: `sharded`; `full`, the same on each rank; `partial`, to be summed over ranks.
-    after_reduction: a bias of a row product, to be added once, to the sum over ranks.
-    reason: what keeps a replicated parameter whole.
+    role: `column` (the axis comes out of its product), `row` (its product sums over the axis),
+    `vocabulary` (rows of tokens), `sharded` (carries the axis without a product: a bias, a value
+    per head) or `replicated`. dim: the dimension that is cut, -1 for none. axis: number of the
+    axis, -1 for none. segments: lengths along dim; each of them is cut into equal consecutive
+    parts, one a rank. whole: numbers of the segments of which a rank holds its part but computes
+    with all, gathered for each use. unit: elements of the whole dim that belong to one step of the
+    axis. gradient: `sharded`; `full`, the same on each rank; `partial`, to be summed over ranks.
+    after_reduction: a bias of a row product, to be added once, to the sum over ranks. reason: what
+    keeps a replicated parameter whole.
     """
 
     name: str
@@ -49,8 +51,9 @@ class ParameterPlan:
 class Axis:
     """One axis of the model that is cut. size: its steps; tensor sizes that divide it are legal.
 
-    vocabulary: an axis of tokens, which may be cut unevenly: rank r of t holds rows from r * ceil(size / t) on.
-    output: the last dimension of what the model gives (logits) has the axis, so that a rank gives its part alone.
+    vocabulary: an axis of tokens, which may be cut unevenly: rank r of t holds rows from r *
+    ceil(size / t) on. output: the last dimension of what the model gives (logits) has the axis, so
+    that a rank gives its part alone.
     """
 
     number: int
@@ -64,26 +67,27 @@ class Axis:
 class Boundary:
     """Where a forward that runs on one rank's part does more than the whole model's forward.
 
-    kind: `enter` (forward as it is; the gradient is summed over ranks), `leave` (what comes out is summed over ranks; a
-    gradient passes as it is), `lookup` (a leave, of rows picked by token: tokens of other ranks give zeros), `cut` (a
-    whole tensor of which the rank takes its part; its gradient is an enter's), `gather` (a rank's tokens become those
-    of all; its gradient is the rank's part), `slice` (of all tokens the rank's; its gradient is gathered), `assemble`
-    (of a parameter, its `whole` segments are gathered; their gradient is summed and scattered). A gather that enters
-    has its gradient summed and scattered; what leaves and is sliced is summed and scattered.
-    module, call: path of a module, and number of the torch function call in one forward of it (tracing.Calls counts).
-    place: `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (`places_in` names them).
-    axes: numbers. parameters: those of the product, or those that the activation enters.
-    activation: entering calls with one number share one tensor, which has to enter once.
-    bias: leave only: the argument that is to be added after the sum, empty for none. mean: leave only: what comes out
-    is the mean over a rank's part, and the sum over ranks is divided by their number.
-    taken, dim, segments: the argument that carries the axis (leave) or is cut, the dimension, and the lengths that are
-    cut evenly; they repeat as often as the dimension has room for. Of an assemble the parameter's. whole: of an
-    assemble or a cut, as a ParameterPlan's.
-    function, source: the torch function, and the file and line that calls it; for people.
-    width: numbers a token of what ranks sum there: leave and lookup in the forward, enter and cut in the backward;
-    0 where they sum nothing, or where the traced forward took no token ids.
-    tokens_first: of a gather or a slice: with other things in dimension dim, the tokens of a row are the outermost
-    there, instead of the innermost.
+    kind: `enter` (forward as it is; the gradient is summed over ranks), `leave` (what comes out is
+    summed over ranks; a gradient passes as it is), `lookup` (a leave, of rows picked by token:
+    tokens of other ranks give zeros), `cut` (a whole tensor of which the rank takes its part; its
+    gradient is an enter's), `gather` (a rank's tokens become those of all; its gradient is the
+    rank's part), `slice` (of all tokens the rank's; its gradient is gathered), `assemble` (of a
+    parameter, its `whole` segments are gathered; their gradient is summed and scattered). A gather
+    that enters has its gradient summed and scattered; what leaves and is sliced is summed and
+    scattered. module, call: path of a module, and number of the torch function call in one forward
+    of it (tracing.Calls counts). place: `output` or `output.1` of that call; or the argument, `0`,
+    `1.2` or `weight` (`places_in` names them). axes: numbers. parameters: those of the product, or
+    those that the activation enters. activation: entering calls with one number share one tensor,
+    which has to enter once. bias: leave only: the argument that is to be added after the sum, empty
+    for none. mean: leave only: what comes out is the mean over a rank's part, and the sum over
+    ranks is divided by their number. taken, dim, segments: the argument that carries the axis
+    (leave) or is cut, the dimension, and the lengths that are cut evenly; they repeat as often as
+    the dimension has room for. Of an assemble the parameter's. whole: of an assemble or a cut, as a
+    ParameterPlan's. function, source: the torch function, and the file and line that calls it; for
+    people. width: numbers a token of what ranks sum there: leave and lookup in the forward, enter
+    and cut in the backward; 0 where they sum nothing, or where the traced forward took no token
+    ids. tokens_first: of a gather or a slice: with other things in dimension dim, the tokens of a
+    row are the outermost there, instead of the innermost.
     """
 
     kind: str
@@ -107,10 +111,11 @@ class Boundary:
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """An integer attribute that has to be divided by the tensor size, because the forward makes shapes of it.
+    """An integer attribute that has to be divided by the tensor size, because the forward makes
+    shapes of it.
 
-    module: path of the module. attribute: its name; `config.num_heads` for one of an object that the module holds.
-    kept: how much of it each rank has; the rest is divided.
+    module: path of the module. attribute: its name; `config.num_heads` for one of an object that
+    the module holds. kept: how much of it each rank has; the rest is divided.
     """
 
     module: str
@@ -122,11 +127,13 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """A plan for a whole model. refused: why axes that look possible stay whole. legal_sizes: tensor sizes above 1.
+    """A plan for a whole model. refused: why axes that look possible stay whole. legal_sizes:
+    tensor sizes above 1.
 
-    shared_tokens: of the elements of activations that no axis cuts, the share of those of which a rank has its own
-    tokens alone; 0: every rank has all tokens, and a plan with more takes rows that the ranks divide.
-    local_outputs: of layers and of modules outside of them, those that give a rank's tokens alone.
+    shared_tokens: of the elements of activations that no axis cuts, the share of those of which a
+    rank has its own tokens alone; 0: every rank has all tokens, and a plan with more takes rows
+    that the ranks divide. local_outputs: of layers and of modules outside of them, those that give
+    a rank's tokens alone.
     """
 
     axes: tuple[Axis, ...]
@@ -143,7 +150,9 @@ class ShardingPlan:
         for found in self.parameters:
             if found.name == name:
                 return found
-        raise ConfigError(f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew")
+        raise ConfigError(
+            f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain dicts, lists, strings, integers and booleans, for YAML or JSON."""
@@ -151,9 +160,15 @@ class ShardingPlan:
         return found
 
     def hash(self) -> str:
-        """16 hexadecimal digits that are the same for equal plans, on any machine; texts for people do not count."""
+        """16 hexadecimal digits that are the same for equal plans, on any machine; texts for people
+        do not count.
+        """
         held = self.to_dict()
-        del held["refused"], held["shared_tokens"], held["local_outputs"]  # these follow from the rest
+        del (
+            held["refused"],
+            held["shared_tokens"],
+            held["local_outputs"],
+        )  # these follow from the rest
         for item in held["parameters"]:
             del item["reason"]
         for item in held["boundaries"]:
@@ -162,8 +177,11 @@ class ShardingPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def bounds(segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()) -> list[tuple[int, int]]:
-    """Start and stop of a rank's part of each segment. Parts of a segment that `size` does not divide are uneven.
+def bounds(
+    segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
+) -> list[tuple[int, int]]:
+    """Start and stop of a rank's part of each segment. Parts of a segment that `size` does not
+    divide are uneven.
 
     whole: numbers of segments to take all of.
     """
@@ -171,7 +189,11 @@ def bounds(segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ..
     offset = 0
     for number, length in enumerate(segments):
         part = -(-length // size)
-        start, stop = (0, length) if number in whole else (min(rank * part, length), min((rank + 1) * part, length))
+        start, stop = (
+            (0, length)
+            if number in whole
+            else (min(rank * part, length), min((rank + 1) * part, length))
+        )
         found.append((offset + start, offset + stop))
         offset += length
     return found
@@ -203,17 +225,24 @@ def _within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any) -> tuple[Any, dict[str, Any]]:
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any
+) -> tuple[Any, dict[str, Any]]:
     """Arguments with the one at a place (`places_in`) replaced."""
     first, *rest = place.split(".")
     if first.isdigit():
-        changed = (_put(item, rest, value) if number == int(first) else item for number, item in enumerate(args))
+        changed = (
+            _put(item, rest, value) if number == int(first) else item
+            for number, item in enumerate(args)
+        )
         return tuple(changed), kwargs
     return args, {**kwargs, first: _put(kwargs[first], rest, value)}
 
 
 def _put(held: Any, path: list[str], value: Any) -> Any:
-    """No function within `replaced`: one that calls itself is a cycle, and would keep the value for a while."""
+    """No function within `replaced`: one that calls itself is a cycle, and would keep the value for
+    a while.
+    """
     if not path:
         return value
     items = list(held)
@@ -222,40 +251,56 @@ def _put(held: Any, path: list[str], value: Any) -> Any:
 
 
 BYTES = 2  # of a number in bf16
-WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
-# Numbers a token that a loss sums where each rank has a part of the logits: largest, sum of exponentials, the label's.
+WIDE_BYTES = (
+    4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
+)
+# Numbers a token that a loss sums where each rank has a part of the logits: largest, sum of
+# exponentials, the label's.
 LOSS_NUMBERS = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
 
 
 def pattern_of(name: str) -> str:
-    """A path or a sentence with `*` for each number in a path: `layers.3.mlp` becomes `layers.*.mlp`."""
+    """A path or a sentence with `*` for each number in a path: `layers.3.mlp` becomes
+    `layers.*.mlp`.
+    """
     return _NUMBER.sub("*", name)
 
 
 def parameter_groups(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
-    """The plan's parameters in their order: those that are held alike by a plan with the pattern of their names."""
+    """The plan's parameters in their order: those that are held alike by a plan with the pattern of
+    their names.
+    """
     groups: dict[ParameterPlan, list[str]] = {}
     for each in plan.parameters:
-        alike = dataclasses.replace(each, name=pattern_of(each.name), axis=-1, reason=pattern_of(each.reason))
+        alike = dataclasses.replace(
+            each, name=pattern_of(each.name), axis=-1, reason=pattern_of(each.reason)
+        )
         groups.setdefault(alike, []).append(each.name)
     return groups
 
 
 def boundary_counts(plan: ShardingPlan) -> dict[Boundary, int]:
-    """The plan's boundaries in the order of the forward: how many are like one, which has patterns for names."""
-    patterns = ((each, tuple(dict.fromkeys(map(pattern_of, each.parameters)))) for each in plan.boundaries)
+    """The plan's boundaries in the order of the forward: how many are like one, which has patterns
+    for names.
+    """
+    patterns = (
+        (each, tuple(dict.fromkeys(map(pattern_of, each.parameters)))) for each in plan.boundaries
+    )
     return Counter(
-        dataclasses.replace(each, module=pattern_of(each.module), axes=(), parameters=names, activation=-1)
+        dataclasses.replace(
+            each, module=pattern_of(each.module), axes=(), parameters=names, activation=-1
+        )
         for each, names in patterns
     )
 
 
 def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
-    """List what ranks exchange in one forward and backward: the phase, the collective's name, and its numbers a token.
+    """List what ranks exchange in one forward and backward: the phase, the collective's name, and
+    its numbers a token.
 
-    An activation that enters, or is gathered, in several places does so once. A boundary counts as one run of its
-    module.
+    An activation that enters, or is gathered, in several places does so once. A boundary counts as
+    one run of its module.
     """
     found: list[tuple[str, str, int]] = []
     seen: set[tuple[str, int]] = set()
@@ -269,12 +314,17 @@ def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
             continue
         seen.add(way)
         width = first.width or max(each.width for each in here)
-        found += [(phase, name, width) for phase, name in _phases({each.kind for each in here if each.width})]
+        found += [
+            (phase, name, width)
+            for phase, name in _phases({each.kind for each in here if each.width})
+        ]
     return found
 
 
 def _phases(kinds: set[str]) -> list[tuple[str, str]]:
-    """Return what one place exchanges, forward and backward, where tokens that entered are gathered again."""
+    """Return what one place exchanges, forward and backward, where tokens that entered are gathered
+    again.
+    """
     entering = bool(kinds & {"enter", "cut"})
     if kinds & {"leave", "lookup"}:
         scattered = [("forward", "reduce-scatter"), ("backward", "all-gather")]
@@ -287,26 +337,37 @@ def _phases(kinds: set[str]) -> list[tuple[str, str]]:
 
 
 def sent_bytes(payload: int, size: int) -> int:
-    """Bytes that each of `size` ranks sends in a ring's all-reduce of `payload` bytes: 2 (t - 1) / t of them."""
+    """Bytes that each of `size` ranks sends in a ring's all-reduce of `payload` bytes: 2 (t - 1) /
+    t of them.
+    """
     return 2 * (size - 1) * payload // size
 
 
 def step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
-    """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss, gradients.
+    """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss,
+    gradients.
 
-    forward, backward: activations in bf16, without activation checkpointing, and the parts of cut parameters that all
-    ranks use, gathered in both and their gradients scattered. loss: its sums, where logits stay cut.
-    gradients: of parameters that ranks have whole and use in part, once a step. The last two in fp32.
+    forward, backward: activations in bf16, without activation checkpointing, and the parts of cut
+    parameters that all ranks use, gathered in both and their gradients scattered. loss: its sums,
+    where logits stay cut. gradients: of parameters that ranks have whole and use in part, once a
+    step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
-    for phase, name, width in collectives(plan):  # an all-reduce sends as much as a reduce-scatter and an all-gather
-        found[phase] += sent_bytes(BYTES * tokens * width, size) // (1 if name == "all-reduce" else 2)
+    for phase, name, width in collectives(
+        plan
+    ):  # an all-reduce sends as much as a reduce-scatter and an all-gather
+        found[phase] += sent_bytes(BYTES * tokens * width, size) // (
+            1 if name == "all-reduce" else 2
+        )
     gathered = sum(whole_elements(each) for each in plan.parameters)
     found["forward"] += sent_bytes(BYTES * gathered, size) // 2
     found["backward"] += sent_bytes(BYTES * gathered, size)
     loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
     partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
-    return found | {"loss": sent_bytes(WIDE_BYTES * loss, size), "gradients": sent_bytes(WIDE_BYTES * partial, size)}
+    return found | {
+        "loss": sent_bytes(WIDE_BYTES * loss, size),
+        "gradients": sent_bytes(WIDE_BYTES * partial, size),
+    }
 
 
 def whole_elements(parameter: ParameterPlan) -> int:
@@ -350,6 +411,7 @@ def why_not(plan: ShardingPlan, size: int) -> str:
     for each in plan.rewrites:
         if (each.value - each.kept) % size:
             return (
-                f"{size} does not divide {each.value - each.kept}, of {each.attribute} of {each.module or 'the model'}"
+                f"{size} does not divide {each.value - each.kept}, of {each.attribute} of"
+                f" {each.module or 'the model'}"
             )
     return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"

@@ -1,8 +1,10 @@
-"""Integers that know where they come from: an attribute, the size of a tensor, or arithmetic on both.
+"""Integers that know where they come from: an attribute, the size of a tensor, or arithmetic on
+both.
 
-A forward that was written for whole tensors says `view(b, s, self.num_heads, self.head_dim)`. While such a model is
-traced, the integer attributes of its modules and of their configs are `Sourced`, and so are the sizes of tensors; what
-a call gets as a size can then be computed anew for a rank, with an attribute divided or without.
+A forward that was written for whole tensors says `view(b, s, self.num_heads, self.head_dim)`. While
+such a model is traced, the integer attributes of its modules and of their configs are `Sourced`,
+and so are the sizes of tensors; what a call gets as a size can then be computed anew for a rank,
+with an attribute divided or without.
 """
 
 import contextlib
@@ -16,7 +18,9 @@ from recipe_lib.models.language_model import Entry, replaced_entries
 
 
 class Attribute(NamedTuple):
-    """module: path of the module. name: of its attribute, `config.num_heads` for one of an object that it holds."""
+    """module: path of the module. name: of its attribute, `config.num_heads` for one of an object
+    that it holds.
+    """
 
     module: str
     name: str
@@ -46,13 +50,16 @@ def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
         left, right = (other, self) if reflected else (self, other)
-        return Sourced(_COMPUTE[sign](int(left), int(right)), Arithmetic(sign, left, right), self.note)
+        return Sourced(
+            _COMPUTE[sign](int(left), int(right)), Arithmetic(sign, left, right), self.note
+        )
 
     return compute
 
 
 class Decision(NamedTuple):
-    """A comparison that the forward made, and perhaps went another way for. operator is one of _COMPARE.
+    """A comparison that the forward made, and perhaps went another way for. operator is one of
+    _COMPARE.
 
     module, call: the module whose forward made it, and the number of the call that came next there.
     """
@@ -73,7 +80,9 @@ def _comparison(sign: str) -> Callable[[Any, Any], Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
-        if self.note is not None and (isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)):
+        if self.note is not None and (
+            isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)
+        ):
             self.note(Decision(sign, self, other))
         return _COMPARE[sign](int(self), int(other))
 
@@ -81,7 +90,9 @@ def _comparison(sign: str) -> Callable[[Any, Any], Any]:
 
 
 class Sourced(int):
-    """An integer with its source; to all others it is an integer. note: gets the comparisons that are made with it."""
+    """An integer with its source; to all others it is an integer. note: gets the comparisons that
+    are made with it.
+    """
 
     source: Any
     note: Any
@@ -129,7 +140,9 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
     return int(value)
 
 
-def decided_alike(decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> bool:
+def decided_alike(
+    decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]
+) -> bool:
     """True if a comparison comes out on a rank as it does on the whole."""
     compare = _COMPARE[decision.operator]
     left, right = (evaluate(side, sizes, divisions) for side in (decision.left, decision.right))
@@ -149,7 +162,8 @@ def attributes_of(value: int) -> list[Attribute]:
 def sourced_attributes(
     model: torch.nn.Module, note: Callable[[Decision], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """While it is entered, integer attributes of modules, and of objects such as configs that they hold, are Sourced.
+    """While it is entered, integer attributes of modules, and of objects such as configs that they
+    hold, are Sourced.
 
     note: gets the comparisons that are made with them.
     """
@@ -164,7 +178,9 @@ def sourced_attributes(
     return replaced_entries(entries)
 
 
-def _sourced(held: dict[str, Any], path: str, prefix: str, note: Callable[[Decision], None]) -> Iterator[Entry]:
+def _sourced(
+    held: dict[str, Any], path: str, prefix: str, note: Callable[[Decision], None]
+) -> Iterator[Entry]:
     for name, value in held.items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             yield held, name, Sourced(value, Attribute(path, prefix + name, value), note)

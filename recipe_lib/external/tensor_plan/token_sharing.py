@@ -1,14 +1,17 @@
-"""Which tensors of a forward a rank needs its own tokens of alone (sequence parallel), and where ranks exchange them.
+"""Which tensors of a forward a rank needs its own tokens of alone (sequence parallel), and where
+ranks exchange them.
 
-Between the products that are cut, every rank would do the same to all tokens. What works on each token by itself is
-done by each rank for its part of every row: a tensor that is summed over ranks leaves as a rank's tokens, and what
-needs the others' is gathered. Whatever looks at several tokens (attention, scans, sizes of whole rows) has whole rows.
-Where the sizes that a forward computes would not be right, the tensors that they come from stay whole, until all are.
+Between the products that are cut, every rank would do the same to all tokens. What works on each
+token by itself is done by each rank for its part of every row: a tensor that is summed over ranks
+leaves as a rank's tokens, and what needs the others' is gathered. Whatever looks at several tokens
+(attention, scans, sizes of whole rows) has whole rows. Where the sizes that a forward computes
+would not be right, the tensors that they come from stay whole, until all are.
 
-Whether an operator can work on a rank's tokens alone, its rule says, once more, with the tokens of its inputs marked:
-all dimensions of its inputs are new, and the tokens of those that are shared out are one axis. If that axis is neither
-blocked, summed over nor taken apart, and comes out once, what a rank makes of its tokens is its tokens of what the
-whole would be; and whatever else has the axis has to be cut.
+Whether an operator can work on a rank's tokens alone, its rule says, once more, with the tokens of
+its inputs marked: all dimensions of its inputs are new, and the tokens of those that are shared out
+are one axis. If that axis is neither blocked, summed over nor taken apart, and comes out once, what
+a rank makes of its tokens is its tokens of what the whole would be; and whatever else has the axis
+has to be cut.
 """
 
 import dataclasses
@@ -33,7 +36,9 @@ from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall
 
 
 class TokenDim(NamedTuple):
-    """Where a tensor has its tokens. dim: the dimension; with others in it, the tokens are last there, or `first`."""
+    """Where a tensor has its tokens. dim: the dimension; with others in it, the tokens are last
+    there, or `first`.
+    """
 
     dim: int
     first: bool = False
@@ -44,7 +49,9 @@ OF_ANOTHER_TYPE = frozenset(("type_as", "to"))  # an argument says no more than 
 
 
 class TokenWise(NamedTuple):
-    """outputs: where what comes out has tokens. demands: inputs of which all have to be cut, and where."""
+    """outputs: where what comes out has tokens. demands: inputs of which all have to be cut, and
+    where.
+    """
 
     outputs: Layouts
     demands: Layouts
@@ -67,12 +74,16 @@ def candidates(tensor: Traced, length: int) -> list[TokenDim]:
 
 
 def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWise | None:
-    """A call whose arguments in `layouts` are a rank's tokens; None if it cannot work on these alone."""
+    """A call whose arguments in `layouts` are a rank's tokens; None if it cannot work on these
+    alone.
+    """
     here = dict(layouts)
     demands: Layouts = {}
     given = {tensor for _, tensor, _ in call.arguments}
     read = {each for record in call.records for each in record.inputs} | set(call.outputs)
-    if call.function not in OF_ANOTHER_TYPE and any(each not in read for each in given & layouts.keys()):
+    if call.function not in OF_ANOTHER_TYPE and any(
+        each not in read for each in given & layouts.keys()
+    ):
         return None  # its shape is read, within the call
     for record in call.records:
         if not any(each in here for each in (*record.inputs, *record.outputs)):
@@ -97,12 +108,17 @@ def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> To
     if rule is None or record.values:
         return None
     tokens = AxisNode(length)
-    fresh = {known: Traced(_fresh(shape_of(known), layouts.get(known), tokens, length)) for known in record.inputs}
+    fresh = {
+        known: Traced(_fresh(shape_of(known), layouts.get(known), tokens, length))
+        for known in record.inputs
+    }
 
     def known_again(tensor: torch.Tensor) -> Traced:
         return fresh[record.held[id(tensor)]]
 
-    again = OperatorCall(record.function, record.args, record.kwargs, record.results, record.place, known_again)
+    again = OperatorCall(
+        record.function, record.args, record.kwargs, record.results, record.place, known_again
+    )
     made = rule(again)
     if made is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
@@ -129,7 +145,9 @@ def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> To
     return TokenWise(outputs, demands)
 
 
-def _fresh(shape: list[int], layout: TokenDim | None, tokens: AxisNode, length: int) -> list[AxisNode]:
+def _fresh(
+    shape: list[int], layout: TokenDim | None, tokens: AxisNode, length: int
+) -> list[AxisNode]:
     found = [AxisNode(size) for size in shape]
     if layout is not None:
         others = AxisNode(shape[layout.dim] // length)
@@ -146,7 +164,9 @@ def _place_of(nodes: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
     root = find(tokens)
     if sum(leaf is root for node in nodes for leaf in leaves(node)) != 1:
         return None
-    number, node = next((number, node) for number, node in enumerate(nodes) if carries(node, tokens))
+    number, node = next(
+        (number, node) for number, node in enumerate(nodes) if carries(node, tokens)
+    )
     within = factors(node)
     if within and within[-1] is root:
         return TokenDim(number)
@@ -159,7 +179,8 @@ Place = tuple[int, str]  # number of a call, and an argument, `output` or `outpu
 class TokenFlow:
     """The tokens on their way through a forward.
 
-    whole: tensors that every rank has to have whole where they are made. stopped: calls that get whole ones.
+    whole: tensors that every rank has to have whole where they are made. stopped: calls that get
+    whole ones.
     """
 
     def __init__(
@@ -175,7 +196,9 @@ class TokenFlow:
         points = [point for course in courses for point in course.points]
         self.leaving = {point.call: point for point in points if point.kind == "leave"}
         self.looking = {point.call: point for point in points if point.kind == "lookup"}
-        self.cut = {number for number, call in enumerate(trace.calls) if self._is_cut(call)} | {p.call for p in points}
+        self.cut = {number for number, call in enumerate(trace.calls) if self._is_cut(call)} | {
+            p.call for p in points
+        }
         self.whole: set[Traced] = set(trace.outputs)
         self.stopped: set[int] = set()
         self._known: dict[tuple[int, frozenset[tuple[Traced, TokenDim]]], TokenWise | None] = {}
@@ -213,10 +236,14 @@ class TokenFlow:
         return self._known[key]
 
     def spread(self) -> None:
-        """Follows the tokens through the calls, then back from where whole tensors have to be cut."""
+        """Follows the tokens through the calls, then back from where whole tensors have to be
+        cut.
+        """
         assert self.trace.ids is not None
         self.made: Layouts = {}  # tensors of which the call that makes them gives a rank's tokens
-        self.aligned: Layouts = {self.trace.ids: TokenDim(1)}  # whole ones, of which it is known where the tokens are
+        self.aligned: Layouts = {
+            self.trace.ids: TokenDim(1)
+        }  # whole ones, of which it is known where the tokens are
         self.slices: dict[Place, tuple[Traced, TokenDim]] = {}
         self.gathers: dict[Place, tuple[Traced, TokenDim]] = {}
         self.early: set[Traced] = set()  # whole from the call on that makes them
@@ -232,14 +259,20 @@ class TokenFlow:
     def _cut_call(self, number: int, call: FunctionCall) -> None:
         self._gather_arguments(number, call)
         if number in self.looking:
-            ids = {tensor: self.aligned[tensor] for _, tensor, _ in call.arguments if tensor in self.aligned}
+            ids = {
+                tensor: self.aligned[tensor]
+                for _, tensor, _ in call.arguments
+                if tensor in self.aligned
+            }
             found = self._on_tokens(number, ids) if ids else None
             for output in call.outputs if found is not None else ():
                 if found is not None and output in found.outputs:
                     self._give(number, call, output, found.outputs[output])
 
     def _give(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> None:
-        """A whole tensor that a call makes becomes a rank's tokens there, unless it has to be whole."""
+        """A whole tensor that a call makes becomes a rank's tokens there, unless it has to be
+        whole.
+        """
         if output in self.whole:
             self.aligned[output] = layout
             return
@@ -251,7 +284,9 @@ class TokenFlow:
     def _is_fresh(self, call: FunctionCall) -> bool:
         """True where a call makes embeddings of embeddings, without parameters: scaled ones."""
         given = [tensor for _, tensor, _ in call.arguments]
-        return any(each in self.fresh for each in given) and not any(each.parameters for each in given)
+        return any(each in self.fresh for each in given) and not any(
+            each.parameters for each in given
+        )
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
         for place, tensor, _ in call.arguments:
@@ -263,21 +298,35 @@ class TokenFlow:
         return tensor in self.made and tensor not in self.early
 
     def _giver(self, tensor: Traced) -> int:
-        """The last call that makes a tensor or hands it on, one right after the other in one module."""
+        """The last call that makes a tensor or hands it on, one right after the other in one
+        module.
+        """
         number = tensor.call
         calls = self.trace.calls
-        while number + 1 in self._handed.get(tensor, ()) and calls[number + 1].key.module == calls[number].key.module:
+        while (
+            number + 1 in self._handed.get(tensor, ())
+            and calls[number + 1].key.module == calls[number].key.module
+        ):
             number += 1
         return number
 
     def _call(self, number: int, call: FunctionCall) -> None:
-        layouts = {tensor: self.made[tensor] for _, tensor, _ in call.arguments if self.is_local(tensor)}
-        aligned = {tensor: self.aligned[tensor] for _, tensor, _ in call.arguments if tensor in self.aligned}
+        layouts = {
+            tensor: self.made[tensor] for _, tensor, _ in call.arguments if self.is_local(tensor)
+        }
+        aligned = {
+            tensor: self.aligned[tensor]
+            for _, tensor, _ in call.arguments
+            if tensor in self.aligned
+        }
         cuts: Layouts = {}
         if (
             not layouts
             and not hands_on(call)
-            and any(grad and tensor in aligned and tensor.activation for _, tensor, grad in call.arguments)
+            and any(
+                grad and tensor in aligned and tensor.activation
+                for _, tensor, grad in call.arguments
+            )
         ):
             layouts = cuts = aligned  # a whole one is cut as early as it can be
         found = self._on_tokens(number, layouts) if layouts and number not in self.stopped else None
@@ -319,11 +368,16 @@ class TokenFlow:
                     self._users.setdefault(each, []).append((number, place))
 
     def _back(self, number: int, output: Traced) -> None:
-        """A whole tensor that is cut wherever it is used is cut where it is made, or made of cut ones."""
+        """A whole tensor that is cut wherever it is used is cut where it is made, or made of cut
+        ones.
+        """
         uses = self._users.get(output, [])
         if output in self.made or output.call != number or output in self.whole or not uses:
             return
-        if any(place not in self.slices for place in uses) or len({self.slices[place][1] for place in uses}) > 1:
+        if (
+            any(place not in self.slices for place in uses)
+            or len({self.slices[place][1] for place in uses}) > 1
+        ):
             return
         layout = self.slices[uses[0]][1]
         call = self.trace.calls[number]
@@ -337,7 +391,9 @@ class TokenFlow:
         if not is_made:
             self._give(number, call, output, layout)
 
-    def _made_of_tokens(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> bool:
+    def _made_of_tokens(
+        self, number: int, call: FunctionCall, output: Traced, layout: TokenDim
+    ) -> bool:
         if number in self.stopped or number in self.local or len(call.outputs) != 1:
             return False
         if any(self.is_local(tensor) for _, tensor, _ in call.arguments):
@@ -355,7 +411,12 @@ class TokenFlow:
         """A tensor that is gathered wherever it is used is gathered where it is made."""
         for tensor, layout in list(self.made.items()):
             uses = self._users.get(tensor, [])
-            if tensor in self.early or tensor.call < 0 or not uses or any(use not in self.gathers for use in uses):
+            if (
+                tensor in self.early
+                or tensor.call < 0
+                or not uses
+                or any(use not in self.gathers for use in uses)
+            ):
                 continue
             for use in uses:
                 self.gathers.pop(use)
@@ -372,19 +433,29 @@ class TokenFlow:
         return self.is_local(tensor) and self.made[tensor].dim == dimension
 
     def layout_at(self, number: int, tensor: Traced) -> TokenDim | None:
-        """Where a call's tensor has a rank's tokens, as the call gets or makes it; None where it is whole there."""
+        """Where a call's tensor has a rank's tokens, as the call gets or makes it; None where it is
+        whole there.
+        """
         call = self.trace.calls[number]
         if tensor in call.outputs:
-            return None if (number, output_of(call, tensor)) in self.slices else self.made.get(tensor)
+            return (
+                None if (number, output_of(call, tensor)) in self.slices else self.made.get(tensor)
+            )
         places = [(number, place) for place, each, _ in call.arguments if each is tensor]
         sliced = [self.slices[place][1] for place in places if place in self.slices]
         if sliced:
             return self.made.get(tensor, sliced[0])
-        return self.made[tensor] if self.is_local(tensor) and self.gathers.keys().isdisjoint(places) else None
+        return (
+            self.made[tensor]
+            if self.is_local(tensor) and self.gathers.keys().isdisjoint(places)
+            else None
+        )
 
 
 def hands_on(call: FunctionCall) -> bool:
-    """True for a call that gives its argument as it is, such as a conversion to the type that it has."""
+    """True for a call that gives its argument as it is, such as a conversion to the type that it
+    has.
+    """
     return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
 
 
@@ -393,15 +464,18 @@ def output_of(call: FunctionCall, output: Traced) -> str:
     return "output" if len(call.outputs) == 1 else f"output.{call.outputs.index(output)}"
 
 
-_ROUNDS = 40  # in each of which tensors whose sizes come out wrong are made whole; a model needs one or two
+# In each of which tensors whose sizes come out wrong are made whole; a model needs one or two
+_ROUNDS = 40
 _RANKS = 2  # of which sizes are computed
 
 
 @dataclasses.dataclass(eq=False)
 class SharedTokens:
-    """Where tokens are cut (`slices`) and put together again (`gathers`), by place; uses: arguments that whole
-    parameters are, where a rank's tokens meet them. share: of the elements that no axis cuts, those of which a rank has
-    its tokens alone. local: paths of the modules that give a rank's tokens alone (`ForwardTrace.given`)."""
+    """Where tokens are cut (`slices`) and put together again (`gathers`), by place; uses: arguments
+    that whole parameters are, where a rank's tokens meet them. share: of the elements that no axis
+    cuts, those of which a rank has its tokens alone. local: paths of the modules that give a rank's
+    tokens alone (`ForwardTrace.given`).
+    """
 
     gathers: dict[Place, tuple[Traced, TokenDim]] = dataclasses.field(default_factory=dict)
     slices: dict[Place, tuple[Traced, TokenDim]] = dataclasses.field(default_factory=dict)
@@ -416,10 +490,12 @@ def share_tokens(
     rewrites: dict[Attribute, Wanted],
     unsteady: frozenset[str] = frozenset(),
 ) -> SharedTokens:
-    """The tokens that can be shared out in a forward; nothing where the model takes no ids, or where it would not work.
+    """The tokens that can be shared out in a forward; nothing where the model takes no ids, or
+    where it would not work.
 
-    courses: the axes that are cut. rewrites: attributes that are divided. unsteady:
-    paths of modules whose forwards make other calls for other inputs, so that none of theirs can be told by its number.
+    courses: the axes that are cut. rewrites: attributes that are divided. unsteady: paths of
+    modules whose forwards make other calls for other inputs, so that none of theirs can be told by
+    its number.
     """
     flow = TokenFlow(trace, courses, rewrites, unsteady)
     if trace.ids is None:
@@ -437,7 +513,9 @@ def _correct(flow: TokenFlow) -> bool:
     sizes = _SharedSizes(flow)
     for record in flow.trace.records:
         if record.call < 0:  # of no call that could be given other tensors
-            flow.whole.update(each for each in (*record.inputs, *record.outputs) if flow.is_local(each))
+            flow.whole.update(
+                each for each in (*record.inputs, *record.outputs) if flow.is_local(each)
+            )
     for (number, _), (tensor, _) in [*flow.slices.items(), *flow.gathers.items()]:
         call = flow.trace.calls[number]
         if tensor.call != number and any(
@@ -449,7 +527,9 @@ def _correct(flow: TokenFlow) -> bool:
         sizes.at = number
         for value in call.numbers.values() if call.function not in _CHECKED else ():
             # A size of a rank's tokens that goes where nothing says what it has to be.
-            seen = [each for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)]
+            seen = [
+                each for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)
+            ]
             flow.whole.update(each.tensor for each in seen)
         for demand in demands_of(call, sizes):
             right = evaluate(demand.value, sizes.size, sizes.divisions)
@@ -458,13 +538,17 @@ def _correct(flow: TokenFlow) -> bool:
     for decision in flow.trace.size_decisions:
         if not decided_alike(decision, sizes.size, sizes.divisions):
             sides = _sizes_in(decision.left) + _sizes_in(decision.right)
-            flow.whole.update(each.tensor for each in sides if flow.is_seen_cut(each.tensor, each.dimension))
+            flow.whole.update(
+                each.tensor for each in sides if flow.is_seen_cut(each.tensor, each.dimension)
+            )
     _alike(flow)
     return (len(flow.whole), len(flow.stopped)) != before
 
 
 def _repair(flow: TokenFlow, number: int, call: FunctionCall, value: int) -> None:
-    sources = [each.tensor for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)]
+    sources = [
+        each.tensor for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)
+    ]
     fresh = [each for each in sources if each not in flow.whole]
     if fresh:
         flow.whole.update(fresh)
@@ -489,7 +573,9 @@ def _alike(flow: TokenFlow) -> None:
                 call = flow.trace.calls[number]
                 flow.whole.update(call.outputs)
                 if number in flow.stopped:
-                    flow.whole.update(tensor for _, tensor, _ in call.arguments if tensor in flow.made)
+                    flow.whole.update(
+                        tensor for _, tensor, _ in call.arguments if tensor in flow.made
+                    )
                 flow.stopped.add(number)
 
 
@@ -505,13 +591,19 @@ def _found(flow: TokenFlow) -> SharedTokens:
             uses.add((number, point.bias))
     outputs = {each for call in flow.trace.calls for each in call.outputs if each.activation}
     sizes = {each: prod(shape_of(each)) for each in outputs if each not in flow.sharded}
-    share = sum(size for each, size in sizes.items() if each in flow.made) / max(sum(sizes.values()), 1)
+    share = sum(size for each, size in sizes.items() if each in flow.made) / max(
+        sum(sizes.values()), 1
+    )
     local = tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor))
-    return SharedTokens(flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0, local)
+    return SharedTokens(
+        flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0, local
+    )
 
 
 class _SharedSizes(LocalSizes):
-    """Sizes on one rank, where axes and tokens are shared out: what a call makes, and what is read of it later."""
+    """Sizes on one rank, where axes and tokens are shared out: what a call makes, and what is read
+    of it later.
+    """
 
     def __init__(self, flow: TokenFlow):
         super().__init__(flow.courses)
@@ -536,8 +628,8 @@ class _SharedSizes(LocalSizes):
 
 # Functions of whose numbers `demands_of` says what they have to be.
 _CHECKED = frozenset(
-    "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand randn unflatten split"
-    " split_with_sizes narrow __getitem__".split()
+    "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand randn"
+    " unflatten split split_with_sizes narrow __getitem__".split()
 )
 
 

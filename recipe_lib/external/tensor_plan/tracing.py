@@ -1,4 +1,6 @@
-"""One forward of a model, watched: every operator, what its dimensions are, and which torch function call made it."""
+"""One forward of a model, watched: every operator, what its dimensions are, and which torch
+function call made it.
+"""
 
 import dataclasses
 import os
@@ -15,12 +17,19 @@ from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.axes import AxisNode, block
 from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced, rule_of, short_name
 from recipe_lib.external.tensor_plan.sharding_plan import places_in, tensors_in
-from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
+from recipe_lib.external.tensor_plan.sourced_integers import (
+    Decision,
+    Size,
+    Sourced,
+    sourced_attributes,
+)
 from recipe_lib.models.language_model import layer_names
 
 
 class CallKey(NamedTuple):
-    """module: its path in the model, empty for the model itself. number: of the call within one forward, from 0."""
+    """module: its path in the model, empty for the model itself. number: of the call within one
+    forward, from 0.
+    """
 
     module: str
     number: int
@@ -28,7 +37,9 @@ class CallKey(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class FunctionCall:
-    """One torch function call. arguments: (place, tensor, needs a gradient). source: file and line in the model."""
+    """One torch function call. arguments: (place, tensor, needs a gradient). source: file and line
+    in the model.
+    """
 
     key: CallKey
     function: str
@@ -41,11 +52,12 @@ class FunctionCall:
 
 @dataclasses.dataclass(eq=False)
 class ForwardTrace:
-    """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
+    """What one forward did. unknown: operators without a rule, with the module. assumed: values
+    that were made up.
 
-    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors. tokens: how many
-    ids it got, 0 for none. ids: what is known of them. given: by path, the first tensor that a module gave; of layers,
-    and of what is outside of them.
+    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors.
+    tokens: how many ids it got, 0 for none. ids: what is known of them. given: by path, the first
+    tensor that a module gave; of layers, and of what is outside of them.
     """
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
@@ -62,18 +74,23 @@ class ForwardTrace:
 
     def differences(self, other: "ForwardTrace") -> frozenset[str]:
         """Paths of the modules whose forwards make other calls in another trace."""
-        ours, theirs = (Counter((call.key, call.function) for call in each.calls) for each in (self, other))
+        ours, theirs = (
+            Counter((call.key, call.function) for call in each.calls) for each in (self, other)
+        )
         return frozenset(key.module for key, _ in (ours - theirs) + (theirs - ours))
 
 
 class _Watch(TorchFunctionMode):
     """Remembers every torch function call that a model makes, by the module whose forward makes it.
 
-    A call counts if it gives a tensor; what a torch function calls on its own account does not count. The executor
-    (`recipe_lib.external.plan_executor`) counts the same calls. current: the number of the call that is running.
+    A call counts if it gives a tensor; what a torch function calls on its own account does not
+    count. The executor (`recipe_lib.external.plan_executor`) counts the same calls. current: the
+    number of the call that is running.
     """
 
-    def __init__(self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]):
+    def __init__(
+        self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]
+    ):
         super().__init__()
         self.model = model
         self.trace = trace
@@ -81,7 +98,9 @@ class _Watch(TorchFunctionMode):
         self.current = -1
         self.last = ""  # path of the module that made the latest call
         self.inside = tuple(f"{name}." for name in layer_names(model))
-        self._open: list[list[Any]] = [["", 0]]  # path and number of calls, of the forwards that are running
+        self._open: list[list[Any]] = [
+            ["", 0]
+        ]  # path and number of calls, of the forwards that are running
         self._hooks: list[Any] = []
 
     @property
@@ -114,12 +133,18 @@ class _Watch(TorchFunctionMode):
     def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         first = next(tensors_in(output), None)
         if first is not None and not self.module.startswith(self.inside):
-            with torch._C.DisableTorchFunction():  # it reads a shape, which is none of the model's reads
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # it reads a shape, which is none of the model's reads
                 self.trace.given[self.module] = self.known(first)
         self._open.pop()
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
@@ -140,13 +165,17 @@ class _Watch(TorchFunctionMode):
         self._open[-1][1] += bool(call.outputs)
         return result
 
-    def _read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Reads an attribute of a tensor; sizes know what they are of."""
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
             noted = self.trace.size_decisions.append
-            return torch.Size([Sourced(size, Size(traced, number), noted) for number, size in enumerate(value)])
+            return torch.Size(
+                [Sourced(size, Size(traced, number), noted) for number, size in enumerate(value)]
+            )
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
             size = Size(self.known(args[0]), dimension % args[0].dim())
@@ -161,7 +190,9 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.trace = trace
         self.watch: _Watch | None = None
-        self._known: dict[int, tuple[Traced, torch.Tensor]] = {}  # the tensor is held, so that its id stays its own
+        self._known: dict[
+            int, tuple[Traced, torch.Tensor]
+        ] = {}  # the tensor is held, so that its id stays its own
 
     def known(self, tensor: torch.Tensor) -> Traced:
         """What is known of a tensor; one that nothing has made so far is a constant."""
@@ -175,7 +206,11 @@ class _Operators(TorchDispatchMode):
         return traced
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         assert self.watch is not None
@@ -196,7 +231,9 @@ class _Operators(TorchDispatchMode):
             step.picked = self.trace.calls[step.call].numbers
         rule = rule_of(function)
         dims = rule(step) if rule is not None else None
-        if dims is None or [[node.size for node in each] for each in dims] != [list(out.shape) for out in outputs]:
+        if dims is None or [[node.size for node in each] for each in dims] != [
+            list(out.shape) for out in outputs
+        ]:
             self.trace.unknown[step.name] = place
             for node in (node for traced in step.inputs for node in traced.dims):
                 block(node, f"{step.name}, for which there is no rule, in {place}")
@@ -206,19 +243,31 @@ class _Operators(TorchDispatchMode):
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
         activation = any(each.root.activation for each in step.inputs)
-        names = frozenset[str]().union(*(each.parameters for each in step.inputs)) if not activation else frozenset()
+        names = (
+            frozenset[str]().union(*(each.parameters for each in step.inputs))
+            if not activation
+            else frozenset()
+        )
         views = any(each.alias_info is not None for each in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
-            if id(tensor) in step.held:  # in place: what is written into a tensor is written into its memory
+            if (
+                id(tensor) in step.held
+            ):  # in place: what is written into a tensor is written into its memory
                 traced = self.known(tensor)
                 traced.root.activation |= activation
                 traced.activation |= activation
                 traced.parameters = traced.parameters | names
             else:
-                counts = tensor.dtype in (torch.int64, torch.int32) and not step.values and not step.ordered
+                counts = (
+                    tensor.dtype in (torch.int64, torch.int32)
+                    and not step.values
+                    and not step.ordered
+                )
                 identifiers = counts and any(each.identifiers for each in step.inputs)
                 base = step.inputs[0] if views and step.inputs else None
-                traced = self.remember(tensor, Traced(sizes, names, activation, identifiers, base, step.call))
+                traced = self.remember(
+                    tensor, Traced(sizes, names, activation, identifiers, base, step.call)
+                )
             step.outputs.append(traced)
         self.trace.records.append(step)
         if step.call >= 0:
@@ -228,13 +277,16 @@ class _Operators(TorchDispatchMode):
 def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     """Runs one forward of the model on `inputs` and returns what it did.
 
-    Model and inputs are on one device; the meta device will do, and takes no memory. Values that a forward asks a meta
-    tensor for are made up. Every floating parameter is taken as trained. Raises SetupError where the forward fails.
+    Model and inputs are on one device; the meta device will do, and takes no memory. Values that a
+    forward asks a meta tensor for are made up. Every floating parameter is taken as trained. Raises
+    SetupError where the forward fails.
     """
     found = ForwardTrace()
     operators = _Operators(found)
     watch = operators.watch = _Watch(model, found, operators.known)
-    frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
+    frozen = [
+        each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
+    ]
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]
         found.parameters[name] = operators.remember(parameter, Traced(sizes, frozenset([name])))
@@ -253,9 +305,10 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
             output = model(**inputs)
     except Exception as error:
         raise SetupError(
-            f"{type(model).__name__}: the forward failed at {watch.last or 'the model itself'} while it was traced"
-            f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}), expected one that runs on"
-            " the meta device: pass inputs that it takes, or a small copy of the model on the CPU"
+            f"{type(model).__name__}: the forward failed at {watch.last or 'the model itself'}"
+            f" while it was traced ({type(error).__name__}:"
+            f" {str(error).splitlines()[0] if str(error) else ''}), expected one that runs on the"
+            " meta device: pass inputs that it takes, or a small copy of the model on the CPU"
         ) from error
     finally:
         model.train(training)
@@ -277,7 +330,9 @@ def _source() -> str:
 
 
 def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives that asks a meta tensor for its values: made up; None for any other operator."""
+    """What an operator gives that asks a meta tensor for its values: made up; None for any other
+    operator.
+    """
     name = short_name(function)
     tensors = list(tensors_in((args, kwargs)))
     if not tensors or tensors[0].device.type != "meta":
@@ -290,7 +345,9 @@ def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "equal":
         return False
     if name == "_to_copy" and torch.device(kwargs.get("device") or "meta").type != "meta":
-        return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=kwargs["device"])
+        return torch.zeros(
+            first.shape, dtype=kwargs.get("dtype") or first.dtype, device=kwargs["device"]
+        )
     if name == "_grouped_mm":  # the meta kernel takes bfloat16 alone
         return first.new_empty((first.shape[0], args[1].shape[-1]))
     if name == "bincount":

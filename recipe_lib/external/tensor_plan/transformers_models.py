@@ -1,7 +1,8 @@
-"""Plans for transformers' causal language models, from their config alone; and small copies of such models.
+"""Plans for transformers' causal language models, from their config alone; and small copies of such
+models.
 
-A copy is of the same class and kinds of layers, of sizes that a certificate takes seconds for. Sizes are set by the
-names that configs use for them; a plan never looks at these names.
+A copy is of the same class and kinds of layers, of sizes that a certificate takes seconds for.
+Sizes are set by the names that configs use for them; a plan never looks at these names.
 """
 
 import copy
@@ -14,57 +15,84 @@ from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.transformers_config import require_transformers
 
-# The form of the attention mask: of four dimensions, because one of two makes some models read its values, which meta
-# tensors do not have; some models take no other, and some none at all.
+# The form of the attention mask: of four dimensions, because one of two makes some models read its
+# values, which meta tensors do not have; some models take no other, and some none at all.
 MASKS = ("square", "row", "none")
-# A model that cannot be traced without values is traced with them if its parameters take no more than this.
+# A model that cannot be traced without values is traced with them if its parameters take no more
+# than this.
 _SMALL = 2**28
 SMALL_MODEL = 2**20  # elements of a model that needs no smaller copy to be proven
 _WIDTH, _HEADS = 64, 8
 # What a size becomes, by the names that configs give it.
 _SIZES = {
-    64: "hidden_size n_embd d_model n_embed embed_dim word_embed_proj_dim dim model_dim mamba_hidden_size embed_size "
-    "attention_hidden_size recurrent_dim embedding_size hidden_dim",
-    8: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "linear_num_value_heads index_n_heads num_encoder_attention_heads num_lightning_heads swa_num_attention_heads "
-    "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim attention_head_dim linear_key_head_dim "
-    "linear_value_head_dim mamba_head_dim mamba_d_head index_head_dim swa_head_dim global_head_dim d_kv "
-    "hidden_size_per_layer_input per_head_dim head_size "
-    "rotary_dim",
-    96: "intermediate_size ffn_dim n_inner ffn_hidden_size inner_dim decoder_ffn_dim encoder_ffn_dim ffn_embed_dim "
-    "d_ff dense_intermediate_size intermediate_size_mlp dim_ff mlp_hidden_size mlp_dim",
-    48: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size "
-    "moe_shared_expert_intermediate_size expert_dim",
-    4: "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads mamba_d_conv conv_kernel "
-    "num_memory_blocks linear_conv_kernel_dim",
-    2: "num_experts_per_tok num_experts_per_token moe_top_k moe_topk num_experts_per_topk moe_k expand mamba_expand",
-    1: "n_group topk_group num_expert_group num_nextn_predict_layers n_shared_experts mamba_n_groups mamba_ngroups "
-    "num_shared_experts moe_layer_start_index first_k_dense_replace",
-    16: "kv_lora_rank state_size mamba_d_state d_state time_step_rank mamba_dt_rank ssm_state_size index_topk "
-    "mlp_bias_rank lora_rank_decay sliding_window attention_window_size window_size local_window_size "
-    "sliding_window_size attention_chunk_size lru_width_min "
-    "mamba_n_heads mamba_num_heads n_mamba_heads mamba_head_count "
-    "qk_head_dim",
+    64: (
+        "hidden_size n_embd d_model n_embed embed_dim word_embed_proj_dim dim model_dim"
+        " mamba_hidden_size embed_size attention_hidden_size recurrent_dim embedding_size"
+        " hidden_dim"
+    ),
+    8: (
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads"
+        " decoder_attention_heads linear_num_value_heads index_n_heads num_encoder_attention_heads"
+        " num_lightning_heads swa_num_attention_heads head_dim v_head_dim qk_nope_head_dim"
+        " qk_rope_head_dim attention_head_dim linear_key_head_dim linear_value_head_dim"
+        " mamba_head_dim mamba_d_head index_head_dim swa_head_dim global_head_dim d_kv"
+        " hidden_size_per_layer_input per_head_dim head_size rotary_dim"
+    ),
+    96: (
+        "intermediate_size ffn_dim n_inner ffn_hidden_size inner_dim decoder_ffn_dim"
+        " encoder_ffn_dim ffn_embed_dim d_ff dense_intermediate_size intermediate_size_mlp dim_ff"
+        " mlp_hidden_size mlp_dim"
+    ),
+    48: (
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"
+        " shared_intermediate_size moe_shared_expert_intermediate_size expert_dim"
+    ),
+    4: (
+        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads"
+        " mamba_d_conv conv_kernel num_memory_blocks linear_conv_kernel_dim"
+    ),
+    2: (
+        "num_experts_per_tok num_experts_per_token moe_top_k moe_topk num_experts_per_topk moe_k"
+        " expand mamba_expand"
+    ),
+    1: (
+        "n_group topk_group num_expert_group num_nextn_predict_layers n_shared_experts"
+        " mamba_n_groups mamba_ngroups num_shared_experts moe_layer_start_index"
+        " first_k_dense_replace"
+    ),
+    16: (
+        "kv_lora_rank state_size mamba_d_state d_state time_step_rank mamba_dt_rank ssm_state_size"
+        " index_topk mlp_bias_rank lora_rank_decay sliding_window attention_window_size window_size"
+        " local_window_size sliding_window_size attention_chunk_size lru_width_min mamba_n_heads"
+        " mamba_num_heads n_mamba_heads mamba_head_count qk_head_dim"
+    ),
     32: "q_lora_rank chunk_size mamba_chunk_size altup_lora_rank laurel_rank_max o_lora_rank",
-    128: "mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length seq_length "
-    "max_position",
+    128: (
+        "mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length"
+        " seq_length max_position"
+    ),
     160: "vocab_size vocab_size_per_layer_input padded_vocab_size text_vocab_size",
 }
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
 _LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers".split()
 # Sizes that some configs leave open, though their models cannot be built without.
 _NEEDED = frozenset(
-    "head_dim num_key_value_heads n_routed_experts num_experts num_experts_per_tok v_head_dim n_shared_experts"
-    " moe_intermediate_size linear_num_value_heads linear_num_key_heads linear_key_head_dim linear_value_head_dim"
-    " intermediate_size".split()
+    "head_dim num_key_value_heads n_routed_experts num_experts num_experts_per_tok v_head_dim"
+    " n_shared_experts moe_intermediate_size linear_num_value_heads linear_num_key_heads"
+    " linear_key_head_dim linear_value_head_dim intermediate_size".split()
 )
-_KEYS = "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num".split()
+_KEYS = (
+    "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num".split()
+)
 
 
-def transformers_model(config: Any, device: str = "meta", attention: str = "eager") -> torch.nn.Module:
+def transformers_model(
+    config: Any, device: str = "meta", attention: str = "eager"
+) -> torch.nn.Module:
     """The causal language model of a transformers config; on meta it takes no memory.
 
-    attention: what transformers calls its implementation; a plan's calls are those of the one it was made with.
+    attention: what transformers calls its implementation; a plan's calls are those of the one it
+    was made with.
 
     Raises SetupError if transformers is not installed.
     """
@@ -72,7 +100,9 @@ def transformers_model(config: Any, device: str = "meta", attention: str = "eage
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention
+        )
     return model.eval()
 
 
@@ -85,10 +115,16 @@ def example_inputs(
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     words = getattr(text, "vocab_size", None) or config.vocab_size
-    ids = torch.randint(min(3, words - 1), words, (batch, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        min(3, words - 1), words, (batch, length), generator=torch.Generator().manual_seed(0)
+    )
     inputs: dict[str, Any] = {"input_ids": ids.to(device), "use_cache": False}
     if mask == "square":
-        square = torch.full((length, length), torch.finfo(torch.float32).min).triu(1).expand(batch, 1, -1, -1)
+        square = (
+            torch.full((length, length), torch.finfo(torch.float32).min)
+            .triu(1)
+            .expand(batch, 1, -1, -1)
+        )
         inputs["attention_mask"] = square.contiguous().to(device)
     elif mask == "row":
         inputs["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=device)
@@ -98,8 +134,8 @@ def example_inputs(
 def plan_for_config(config: Any, size: int = 0, tokens: bool = True) -> ShardingPlan:
     """The tensor parallel plan of a transformers causal language model, from its config alone.
 
-    size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens, too. Raises SetupError
-    where no forward can be traced.
+    size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens,
+    too. Raises SetupError where no forward can be traced.
     """
     return plan_and_mask(config, size, tokens)[0]
 
@@ -122,9 +158,11 @@ def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[Shar
 
 
 def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
-    """A small copy of a transformers config, of the same class, with one layer of each kind but at least `layers`.
+    """A small copy of a transformers config, of the same class, with one layer of each kind but at
+    least `layers`.
 
-    keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids become small ones.
+    keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids
+    become small ones.
     """
     small = copy.deepcopy(config)
     held = vars(small)
@@ -140,13 +178,28 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
             held[name] = min(value, 2)
         elif name in _NEEDED and value is None:
             held[name] = _SIZE_OF.get(name, _HEADS)
-        elif name in _SIZE_OF and isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            held[name] = min(_SIZE_OF[name], value) if _SIZE_OF[name] < 8 or name == "vocab_size" else _SIZE_OF[name]
+        elif (
+            name in _SIZE_OF
+            and isinstance(value, int)
+            and not isinstance(value, bool)
+            and value > 0
+        ):
+            held[name] = (
+                min(_SIZE_OF[name], value)
+                if _SIZE_OF[name] < 8 or name == "vocab_size"
+                else _SIZE_OF[name]
+            )
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(held.get(name), dict):
             held[name] = _rotary(held[name])
-    if isinstance(held.get("expand"), int) and isinstance(held.get("num_heads"), int) and "head_dim" in held:
-        held["head_dim"] = held["expand"] * _WIDTH // held["num_heads"]  # heads of a state space share what is expanded
+    if (
+        isinstance(held.get("expand"), int)
+        and isinstance(held.get("num_heads"), int)
+        and "head_dim" in held
+    ):
+        held["head_dim"] = (
+            held["expand"] * _WIDTH // held["num_heads"]
+        )  # heads of a state space share what is expanded
     if isinstance(held.get("pad_token_id"), int):
         held["pad_token_id"] = 0
     return small
@@ -161,16 +214,30 @@ def _keys(value: int, original: dict[str, Any], fewer: int) -> int:
 
 def _rotary(held: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in held.values()):  # one for each kind of layer
-        return {key: _rotary(value) if isinstance(value, dict) else value for key, value in held.items()}
+        return {
+            key: _rotary(value) if isinstance(value, dict) else value for key, value in held.items()
+        }
     kept = {key: value for key, value in held.items() if not isinstance(value, (list, tuple))}
-    return {**kept, "rope_type": "default"} if kept.get("rope_type", "default") != "default" else kept
+    return (
+        {**kept, "rope_type": "default"} if kept.get("rope_type", "default") != "default" else kept
+    )
 
 
 def _layer_lists(held: dict[str, Any], layers: int) -> int:
-    """Cuts lists with an entry per layer to one layer of each kind. Returns the number of layers."""
+    """Cuts lists with an entry per layer to one layer of each kind. Returns the number of
+    layers.
+    """
     whole = next((held[name] for name in _LAYERS if isinstance(held.get(name), int)), layers)
-    lists = {name: value for name, value in held.items() if isinstance(value, (list, tuple)) and len(value) == whole}
-    periods = [value for name, value in held.items() if name.endswith(("period", "_every_n_layers", "_interval"))]
+    lists = {
+        name: value
+        for name, value in held.items()
+        if isinstance(value, (list, tuple)) and len(value) == whole
+    }
+    periods = [
+        value
+        for name, value in held.items()
+        if name.endswith(("period", "_every_n_layers", "_interval"))
+    ]
     if not lists:
         longest = max((value for value in periods if isinstance(value, int)), default=1)
         return max(layers, min(longest + 1 if longest > 1 else layers, 9))
@@ -184,7 +251,9 @@ def _layer_lists(held: dict[str, Any], layers: int) -> int:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Random weights throughout: biases of zero and scales of one would hide what a cut does to them."""
+    """Random weights throughout: biases of zero and scales of one would hide what a cut does to
+    them.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,6 @@
-"""The optimizers that ship: a file each, whose name is that of `optimizer.name`; importing this registers them."""
+"""The optimizers that ship: a file each, whose name is that of `optimizer.name`; importing this
+registers them.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,6 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where states or rounding are to be others."""
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where states or rounding
+are to be others.
+"""
 
 import torch
 from torch import nn
@@ -18,13 +20,22 @@ FACTS = OptimizerFacts(
 
 @register("optimizer.name", "adamw", FACTS)
 def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """torch's AdamW, unless `state_bits` asks for another type or rounding is to be other than to the nearest."""
+    """torch's AdamW, unless `state_bits` asks for another type or rounding is to be other than to
+    the nearest.
+    """
     beta1, beta2 = cfg.betas
     bits = {parameter.dtype.itemsize * 8 for parameter in params}
     keeps_others = cfg.state_bits is not None and not bits <= {cfg.state_bits}
-    if isinstance(params, Trained) and (cfg.master_weights or cfg.stochastic_rounding or keeps_others):
+    if isinstance(params, Trained) and (
+        cfg.master_weights or cfg.stochastic_rounding or keeps_others
+    ):
         return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
     groups = [{"params": list(params)}]  # one, even if empty
     return torch.optim.AdamW(
-        groups, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
+        groups,
+        lr=cfg.lr,
+        betas=(beta1, beta2),
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+        **kernels,
     )

@@ -1,10 +1,12 @@
-"""Muon: steps of the layers' matrices are their momentum made orthogonal; AdamW for all else, in one optimizer.
+"""Muon: steps of the layers' matrices are their momentum made orthogonal; AdamW for all else, in
+one optimizer.
 
-The arithmetic is torch.optim.Muon's with `match_rms_adamw` (Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al.,
-arXiv:2502.16982): a step's root mean square is 0.2 times the rate, about that of AdamW, so that both go by one
-`optimizer.lr`. Orthogonal takes the whole matrix. Ranks that share matrices exchange them: of n ranks each puts one of
-n matrices together, computes for it what no other rank does, and sends everyone's part back; so a rank never holds more
-than one whole matrix (in bf16), and computes a share of the work.
+The arithmetic is torch.optim.Muon's with `match_rms_adamw` (Jordan 2024,
+kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982): a step's root mean square is 0.2
+times the rate, about that of AdamW, so that both go by one `optimizer.lr`. Orthogonal takes the
+whole matrix. Ranks that share matrices exchange them: of n ranks each puts one of n matrices
+together, computes for it what no other rank does, and sends everyone's part back; so a rank never
+holds more than one whole matrix (in bf16), and computes a share of the work.
 """
 
 import math
@@ -20,7 +22,13 @@ from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained, is_layer_matrix, pieces
+from recipe_lib.optim.low_bit_adamw import (
+    ChunkedOptimizer,
+    StateChunk,
+    Trained,
+    is_layer_matrix,
+    pieces,
+)
 
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),
@@ -40,20 +48,26 @@ def muon(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bo
     """Muon for the layers' matrices, AdamW for the rest."""
     if not isinstance(params, Trained) or len(params.names) < len(params):
         raise ConfigError(
-            "optimizer.name: found muon for parameters without names, by which it knows the layers' matrices; give "
-            "build_optimizer model.named_parameters(), or use adamw"
+            "optimizer.name: found muon for parameters without names, by which it knows the layers'"
+            " matrices; give build_optimizer model.named_parameters(), or use adamw"
         )
     return Muon(params, cfg)
 
 
 class Muon(ChunkedOptimizer):
-    """Muon's rule for matrices of layers, AdamW's for the others. `momentum` None: 0.95. A step is a collective."""
+    """Muon's rule for matrices of layers, AdamW's for the others. `momentum` None: 0.95. A step is
+    a collective.
+    """
 
     def __init__(self, params: Trained, cfg: OptimizerConfig):
         momentum = MOMENTUM if cfg.momentum is None else cfg.momentum
-        super().__init__(params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum})
+        super().__init__(
+            params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum}
+        )
         self._turns: dict[nn.Parameter, int] = {}
-        for found in self._by_exchange([one for one in params if not self.is_elementwise(one)]).values():
+        for found in self._by_exchange(
+            [one for one in params if not self.is_elementwise(one)]
+        ).values():
             self._turns |= {matrix: turn for turn, matrix in enumerate(found)}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -68,25 +82,35 @@ class Muon(ChunkedOptimizer):
         for parameter in parameters:
             if parameter not in self._turns:
                 self._step_adamw(parameter, group)
-        for over, found in self._by_exchange([one for one in parameters if one in self._turns]).items():
+        for over, found in self._by_exchange(
+            [one for one in parameters if one in self._turns]
+        ).items():
             count = 1 if over is None else over[0].size(over[1])
             for first in range(0, len(found), count):
                 self._step_matrices(group, found[first : first + count], over)
 
     def _by_exchange(self, matrices: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
-        """Matrices by (mesh, mesh dimension) of the ranks that exchange them, None: whole on each rank; alike ones
-        together, so that ranks have equal work."""
+        """Matrices by (mesh, mesh dimension) of the ranks that exchange them, None: whole on each
+        rank; alike ones together, so that ranks have equal work.
+        """
         found: dict[Any, list[nn.Parameter]] = {}
         for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape)):
             cuts = _cuts(matrix)
-            over = (matrix.device_mesh, cuts[0][0]) if isinstance(matrix, DTensor) and cuts else None
+            over = (
+                (matrix.device_mesh, cuts[0][0]) if isinstance(matrix, DTensor) and cuts else None
+            )
             found.setdefault(over, []).append(matrix)
         return found
 
-    def _step_matrices(self, group: dict[str, Any], matrices: list[nn.Parameter], over: Any) -> None:
+    def _step_matrices(
+        self, group: dict[str, Any], matrices: list[nn.Parameter], over: Any
+    ) -> None:
         """One step of at most as many matrices as there are ranks that exchange them."""
         parts = [self._begin(parameter) for parameter in matrices]
-        updates = [self._momentum(part, group, matrix) for part, matrix in zip(parts, matrices, strict=True)]
+        updates = [
+            self._momentum(part, group, matrix)
+            for part, matrix in zip(parts, matrices, strict=True)
+        ]
         if over is None:
             updates = [orthogonal(updates[0])]
         else:
@@ -102,7 +126,9 @@ class Muon(ChunkedOptimizer):
                 del weights
 
     def _momentum(self, part: StateChunk, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
-        """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the computing device."""
+        """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the
+        computing device.
+        """
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum = group["momentum"]
         code = self.find_code(matrix, part.weights.device, signed=True)
@@ -118,8 +144,8 @@ class Muon(ChunkedOptimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """A matrix `[m, n]` with about the same singular vectors and singular values near 1, in bf16.
 
-    Five steps of a Newton-Schulz iteration of degree 5, after division by the Frobenius norm. Next to the argument it
-    takes two matrices of that size and two of the shorter side squared.
+    Five steps of a Newton-Schulz iteration of degree 5, after division by the Frobenius norm. Next
+    to the argument it takes two matrices of that size and two of the shorter side squared.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.bfloat16()
@@ -135,8 +161,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix lies on the ranks. shape: what the exchanging ranks share of it, the whole matrix unless others cut
-    it too; dim: along which they do; others: (mesh dimension, matrix dimension) of further even cuts."""
+    """How a matrix lies on the ranks. shape: what the exchanging ranks share of it, the whole
+    matrix unless others cut it too; dim: along which they do; others: (mesh dimension, matrix
+    dimension) of further even cuts.
+    """
 
     matrix: DTensor
     shape: tuple[int, ...]
@@ -160,17 +188,26 @@ class Cut:
 
     def parts(self, whole: Tensor, ranks: int) -> list[Tensor]:
         """Every exchanging rank's part of what they share."""
-        return list(whole.split([self.part(rank, ranks)[self.dim] for rank in range(ranks)], dim=self.dim))
+        return list(
+            whole.split([self.part(rank, ranks)[self.dim] for rank in range(ranks)], dim=self.dim)
+        )
 
     def joined(self, received: Tensor, sizes: list[int]) -> Tensor:
-        """What the exchanging ranks share, of their parts one after the other, of so many elements."""
+        """What the exchanging ranks share, of their parts one after the other, of so many
+        elements.
+        """
         if self.dim == 0:
             return received.view(self.shape)
         parts = received.split(sizes)
-        return torch.cat([part.view(self.part(rank, len(sizes))) for rank, part in enumerate(parts)], dim=self.dim)
+        return torch.cat(
+            [part.view(self.part(rank, len(sizes))) for rank, part in enumerate(parts)],
+            dim=self.dim,
+        )
 
     def orthogonal(self, shared: Tensor) -> Tensor:
-        """What is shared, of the whole matrix made orthogonal. A collective of the ranks that cut it further."""
+        """What is shared, of the whole matrix made orthogonal. A collective of the ranks that cut
+        it further.
+        """
         mesh = self.matrix.device_mesh
         whole = shared
         for mesh_dim, dim in self.others:
@@ -184,15 +221,22 @@ class Cut:
         return whole
 
 
-def exchange(updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int, first: int = 0) -> list[Tensor]:
+def exchange(
+    updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int, first: int = 0
+) -> list[Tensor]:
     """This rank's parts of matrices made orthogonal, from its parts of these.
 
-    A collective over a mesh dimension, of no more matrices than it has ranks. Rank `first`, modulo their number,
-    computes the first one, the rank behind it the next: so matrices that are stepped alone go round.
+    A collective over a mesh dimension, of no more matrices than it has ranks. Rank `first`, modulo
+    their number, computes the first one, the rank behind it the next: so matrices that are stepped
+    alone go round.
     """
     group, ranks, own = mesh.get_group(mesh_dim), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-    numbers = [(rank - first) % ranks for rank in range(ranks)]  # of the matrix that a rank computes, if there is one
-    shapes = [updates[number].shape if number < len(updates) else torch.Size([0]) for number in numbers]
+    numbers = [
+        (rank - first) % ranks for rank in range(ranks)
+    ]  # of the matrix that a rank computes, if there is one
+    shapes = [
+        updates[number].shape if number < len(updates) else torch.Size([0]) for number in numbers
+    ]
     sizes = [shape.numel() for shape in shapes]
     sent = torch.cat([updates[number].flatten() for number in numbers if number < len(updates)])
     updates.clear()
@@ -209,16 +253,23 @@ def exchange(updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int, f
         del parts
     dist.all_to_all_single(sent, received, sizes, held, group=group)
     del received
-    found = {number: part.view(shape) for number, part, shape in zip(numbers, sent.split(sizes), shapes, strict=True)}
+    found = {
+        number: part.view(shape)
+        for number, part, shape in zip(numbers, sent.split(sizes), shapes, strict=True)
+    }
     return [found[number] for number in range(len(cuts))]
 
 
 def _cuts(matrix: Any) -> list[tuple[int, int]]:
-    """(mesh dimension, matrix dimension) of every cut, that of FSDP first: it cuts within what tensor parallel has."""
+    """(mesh dimension, matrix dimension) of every cut, that of FSDP first: it cuts within what
+    tensor parallel has.
+    """
     if not isinstance(matrix, DTensor):
         return []
     placed: list[Any] = list(matrix.placements)
     mesh = matrix.device_mesh
     return [
-        (at, placement.dim) for at, placement in enumerate(placed) if not placement.is_replicate() and mesh.size(at) > 1
+        (at, placement.dim)
+        for at, placement in enumerate(placed)
+        if not placement.is_replicate() and mesh.size(at) > 1
     ]

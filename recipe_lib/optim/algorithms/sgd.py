@@ -20,8 +20,12 @@ FACTS = OptimizerFacts(
 
 @register("optimizer.name", "sgd", FACTS)
 def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is decoupled."""
-    optimizer = torch.optim.SGD([{"params": list(params)}], lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels)
+    """torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is
+    decoupled.
+    """
+    optimizer = torch.optim.SGD(
+        [{"params": list(params)}], lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels
+    )
     if cfg.weight_decay > 0:
 
         def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

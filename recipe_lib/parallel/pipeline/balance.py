@@ -1,12 +1,14 @@
-"""Which layers each stage of a pipeline has: as even in time, or in memory, as whole layers allow. No torch.
+"""Which layers each stage of a pipeline has: as even in time, or in memory, as whole layers allow.
+No torch.
 
-All layers of a model count the same here, also where some see a window and others all tokens, or some have experts and
-others an MLP: as their average. So a split is a number of layers for each stage. What is made as small as possible is
-the largest rank: a pipeline is as slow, and needs as much memory, as that. A rank with several stages divides its
-layers among them evenly in time.
+All layers of a model count the same here, also where some see a window and others all tokens, or
+some have experts and others an MLP: as their average. So a split is a number of layers for each
+stage. What is made as small as possible is the largest rank: a pipeline is as slow, and needs as
+much memory, as that. A rank with several stages divides its layers among them evenly in time.
 
-Of equal items, put one after the other where the sum is then smallest, the largest sum is as small as can be, whatever
-is there before; so the splits found here are the best ones, and each rank that computes them finds the same.
+Of equal items, put one after the other where the sum is then smallest, the largest sum is as small
+as can be, whatever is there before; so the splits found here are the best ones, and each rank that
+computes them finds the same.
 """
 
 from collections.abc import Callable
@@ -14,14 +16,24 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank, token_ranks
+from recipe_lib.config.mesh import (
+    micro_batches,
+    rank_of_stage,
+    stage_count,
+    stages_of_rank,
+    token_ranks,
+)
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders, count_moments
 
-_QUANTIZED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
+_QUANTIZED = {
+    "none": None,
+    "nf4": 0.516,
+    "int8": 1.0,
+}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
 _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
@@ -31,16 +43,18 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
 
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
     `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
-    `parallel.pipeline_layers_per_stage` that does not fit the model; see `ExternalSpec.stage_parts`.
+    `parallel.pipeline_layers_per_stage` that does not fit the model; see
+    `ExternalSpec.stage_parts`.
     """
     parallel: ParallelConfig = cfg.parallel
     sizes = sizes_of(spec)
     stages, layers = stage_count(parallel), sizes.num_layers
     if stages > layers:
         raise ConfigError(
-            f"parallel.pipeline: found {stages} stages for {layers} layers, expected a layer for each stage at least; "
-            f"set parallel.pipeline lower ({stages // parallel.pipeline} on each rank, {layers} in all at most), or a "
-            "parallel.pipeline_schedule with fewer stages on a rank"
+            f"parallel.pipeline: found {stages} stages for {layers} layers, expected a layer for"
+            f" each stage at least; set parallel.pipeline lower ({stages // parallel.pipeline} on"
+            f" each rank, {layers} in all at most), or a parallel.pipeline_schedule with fewer"
+            " stages on a rank"
         )
     counts = parallel.pipeline_layers_per_stage
     if counts is None:
@@ -51,14 +65,19 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
         def time_cost(rank: int, counts: dict[int, int]) -> float:
             return layer * sum(counts.values()) + (head if rank == last else 0)
 
-        counts = _balanced(parallel, layers, time_cost if by_time else memory_of(sizes, cfg, shards), head / layer)
+        counts = _balanced(
+            parallel, layers, time_cost if by_time else memory_of(sizes, cfg, shards), head / layer
+        )
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
-        none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
+        none = next(
+            (f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), ""
+        )
         raise ConfigError(
-            f"parallel.pipeline_layers_per_stage: found {len(counts)} stages with {sum(counts)} layers{none}, expected "
-            f"{stages} stages of one layer or more "
-            f"(parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline} ranks) with the model's "
-            f"{layers} layers in all; list {stages} numbers with that sum, or set null"
+            f"parallel.pipeline_layers_per_stage: found {len(counts)} stages with {sum(counts)}"
+            f" layers{none}, expected {stages} stages of one layer or more"
+            f" (parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline}"
+            f" ranks) with the model's {layers} layers in all; list {stages} numbers with that sum,"
+            " or set null"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -66,8 +85,10 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of a model that the library does not implement: a decoder whose layers have as many weights as its layers have
-    on average, all in one gated MLP besides attention of full width. Weights of all experts count."""
+    """Of a model that the library does not implement: a decoder whose layers have as many weights
+    as its layers have on average, all in one gated MLP besides attention of full width. Weights of
+    all experts count.
+    """
 
     num_layers: int
     width: int
@@ -97,9 +118,13 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         return spec
     parts = spec.stage_parts()
     inside, count = tuple(f"{name}." for name in parts.layers), len(parts.layers)
-    elements = sum(prod(shape) for name, shape in spec.layout().shapes.items() if name.startswith(inside))
+    elements = sum(
+        prod(shape) for name, shape in spec.layout().shapes.items() if name.startswith(inside)
+    )
     rest = max(0, elements // count - 4 * parts.width**2)
-    return _Sizes(count, parts.width, spec.vocab_size, rest // (3 * parts.width), (None,) * count, spec.tied)
+    return _Sizes(
+        count, parts.width, spec.vocab_size, rest // (3 * parts.width), (None,) * count, spec.tied
+    )
 
 
 Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers in each of its stages
@@ -108,8 +133,9 @@ Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers i
 def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
     """The layers of each stage, such that the rank with the largest cost has as little as can be.
 
-    Where ranks are equal, the one further behind gets the layer: with one stage on each it has fewer micro-batches in
-    flight. cost: may only grow with the layers. head: how many layers the last stage's head takes as long as.
+    Where ranks are equal, the one further behind gets the layer: with one stage on each it has
+    fewer micro-batches in flight. cost: may only grow with the layers. head: how many layers the
+    last stage's head takes as long as.
     """
     ranks = range(parallel.pipeline)
     stages = {rank: stages_of_rank(parallel, rank) for rank in ranks}
@@ -124,14 +150,17 @@ def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) ->
 
 
 def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
-    """A rank's layers on each of its stages with one more, on the stage that then takes the least time."""
+    """A rank's layers on each of its stages with one more, on the stage that then takes the least
+    time.
+    """
     chosen = min(counts, key=lambda stage: counts[stage] + (head if stage == last else 0))
     return counts | {chosen: counts[chosen] + 1}
 
 
 def layer_weights(spec: Sizes) -> int:
-    """Elements of one layer's matrices: queries and output, keys and values, MLP; of a mixture those of all experts and
-    of the router, on average over the layers."""
+    """Elements of one layer's matrices: queries and output, keys and values, MLP; of a mixture
+    those of all experts and of the router, on average over the layers.
+    """
     return _attention_weights(spec) + round(
         _of_layer(
             spec,
@@ -142,12 +171,16 @@ def layer_weights(spec: Sizes) -> int:
 
 
 def computing_weights(spec: Sizes) -> int:
-    """The same of those that compute a token: of a mixture the router and the experts of its choices."""
+    """The same of those that compute a token: of a mixture the router and the experts of its
+    choices.
+    """
     return _attention_weights(spec) + round(
         _of_layer(
             spec,
             3 * spec.width * spec.mlp_width,
-            lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
+            lambda mixture: (
+                spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width)
+            ),
         )
     )
 
@@ -168,24 +201,29 @@ def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int])
 def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     """(a layer's, the head's) time for a token, forward and backward, in floating-point operations.
 
-    A layer: 2 for each weight forward, as many for the gradient of its input, and of its weights if they are trained;
-    attention 4 h e for each token that it sees, half of `max_seq_len` or the window, and 2.5 times that in backward.
-    Forward again as far as layers are checkpointed. The head: v d weights, whatever is checkpointed. Embedding: none.
+    A layer: 2 for each weight forward, as many for the gradient of its input, and of its weights if
+    they are trained; attention 4 h e for each token that it sees, half of `max_seq_len` or the
+    window, and 2.5 times that in backward. Forward again as far as layers are checkpointed. The
+    head: v d weights, whatever is checkpointed. Embedding: none.
     """
     again = cfg.memory.activation_checkpointing
     half = cfg.max_seq_len / 2
     seen = [half if window is None else min(half, window) for window in spec.windows]
     attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
     passes = 3 if cfg.trained_adapters is None else 2
-    layer = 2 * computing_weights(spec) * (passes + _AGAIN[again]) + attention * (4.5 if again == "full" else 3.5)
+    layer = 2 * computing_weights(spec) * (passes + _AGAIN[again]) + attention * (
+        4.5 if again == "full" else 3.5
+    )
     return layer, 2.0 * spec.head_rows * spec.width * passes
 
 
 def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
-    """The bytes of a rank: parameters, gradients and optimizer states, embedding and head where they are, and what the
-    layers keep of the micro-batches in flight; the head's gradient before it is added, and one chunk of its logits.
+    """The bytes of a rank: parameters, gradients and optimizer states, embedding and head where
+    they are, and what the layers keep of the micro-batches in flight; the head's gradient before it
+    is added, and one chunk of its logits.
 
-    What every rank has alike is left out, as the layer that is being computed and what is on its way.
+    What every rank has alike is left out, as the layer that is being computed and what is on its
+    way.
     """
     parallel: ParallelConfig = cfg.parallel
     adapters = cfg.trained_adapters
@@ -196,7 +234,8 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     adapts_experts = adapters is not None and "experts" in adapters.target_modules
     rows, count = micro_batches(cfg)
     tokens = rows * cfg.max_seq_len * cfg.sequences_per_item // token_ranks(parallel)
-    # What an optimizer keeps on the device for a weight of a layer (an adapter in it), and of embedding and head.
+    # What an optimizer keeps on the device for a weight of a layer (an adapter in it), and of
+    # embedding and head.
     states, vocabulary_states = (
         0 if cfg.memory.optimizer_offload else state_bytes(cfg.optimizer, width, in_layer=in_layer)
         for in_layer in (True, False)
@@ -204,7 +243,8 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     parts = shards * parallel.tensor
     copies = width if cfg.copies_model else 0  # of a frozen one
     per_weight, per_entry = (
-        ((2 * width + kept if adapters is None else width) + copies) / parts for kept in (states, vocabulary_states)
+        ((2 * width + kept if adapters is None else width) + copies) / parts
+        for kept in (states, vocabulary_states)
     )
     vocabulary = spec.vocab_size * spec.width
     layer = layer_weights(spec) * (per_weight if adapters is None else layer_width / parts)
@@ -213,14 +253,21 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     matrix = spec.head_rows * spec.width
     chunk = tokens * parallel.tensor / cfg.memory.loss_chunks
     logits = chunk * spec.head_rows * (width + 8) / parallel.tensor
-    head = matrix * per_entry + logits + (matrix * width / parallel.tensor if adapters is None else 0)
+    head = (
+        matrix * per_entry + logits + (matrix * width / parallel.tensor if adapters is None else 0)
+    )
     ends = {rank_of_stage(parallel, 0): vocabulary * per_entry}
     last = rank_of_stage(parallel, stage_count(parallel) - 1)
     # A tied head on the first rank, as a V has it, is the embedding itself.
-    ends[last] = ends.get(last, 0) + head - (vocabulary * per_entry if spec.tied and last in ends else 0)
+    ends[last] = (
+        ends.get(last, 0) + head - (vocabulary * per_entry if spec.tied and last in ends else 0)
+    )
     orders = compute_orders(parallel, count)
     flights = {
-        rank: {tuple((stage, *counts) for stage, counts in moment.items()) for moment in count_moments(order)}
+        rank: {
+            tuple((stage, *counts) for stage, counts in moment.items())
+            for moment in count_moments(order)
+        }
         for rank, order in orders.items()
     }
 
@@ -235,27 +282,36 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
 
 
 def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
-    """Elements a token that a layer keeps from forward to backward: `memory.activation_checkpointing` none, selective
-    or full. budget: as full, since what is kept beyond the inputs does not depend on the number of layers."""
+    """Elements a token that a layer keeps from forward to backward:
+    `memory.activation_checkpointing` none, selective or full. budget: as full, since what is kept
+    beyond the inputs does not depend on the number of layers.
+    """
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     if checkpointing in ("full", "budget"):
         return spec.width
     if checkpointing == "selective":  # which keeps nothing of experts
         return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda _: 0))
-    inner = _of_layer(spec, 4 * spec.mlp_width, lambda mixture: 3 * mixture.top_k * mixture.mlp_width)
+    inner = _of_layer(
+        spec, 4 * spec.mlp_width, lambda mixture: 3 * mixture.top_k * mixture.mlp_width
+    )
     return 4 * spec.width + 2 * queries + 2 * keys + round(inner)
 
 
 def deferred_of_layer(spec: Sizes) -> int:
-    """Elements a token that a layer's weight gradients take: each linear's input, shared ones once, and its output's
-    gradient."""
+    """Elements a token that a layer's weight gradients take: each linear's input, shared ones once,
+    and its output's gradient.
+    """
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    inner = round(_of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width))
+    inner = round(
+        _of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width)
+    )
     return 4 * spec.width + 2 * queries + 2 * keys + 3 * inner
 
 
 def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
-    """Elements of a layer's adapters, one on each of its seven linears. experts: of a mixture, too, two on each."""
+    """Elements of a layer's adapters, one on each of its seven linears. experts: of a mixture, too,
+    two on each.
+    """
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
 
     def of_experts(mixture: MixtureSpec) -> int:

@@ -1,13 +1,15 @@
-"""Runs a step's micro-batches through the stages of a rank, in the order of its schedule, and holds no tensor for
-longer than that order needs.
+"""Runs a step's micro-batches through the stages of a rank, in the order of its schedule, and holds
+no tensor for longer than that order needs.
 
-What lives, besides parameters and gradients: of a micro-batch that has gone forward what autograd keeps for backward;
-of one whose input gradient is made what its weight gradients take; a tensor from another rank from just before it is
-used; one that was sent until it has been taken. The last stage's head and loss run at the beginning of its backward, so
-that their gradients, as large as the vocabulary, never wait for other micro-batches.
+What lives, besides parameters and gradients: of a micro-batch that has gone forward what autograd
+keeps for backward; of one whose input gradient is made what its weight gradients take; a tensor
+from another rank from just before it is used; one that was sent until it has been taken. The last
+stage's head and loss run at the beginning of its backward, so that their gradients, as large as the
+vocabulary, never wait for other micro-batches.
 
-torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input gradients and sent tensors
-through a step, and their split backward leaves out gradients of stages after frozen ones and of resharded parameters.
+torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input
+gradients and sent tensors through a step, and their split backward leaves out gradients of stages
+after frozen ones and of resharded parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +57,9 @@ class OnItsWay:
         self._tensor, self._work = tensor, work
 
     def wait(self) -> Tensor:
-        """The tensor, when it is there, or taken: the host waits for gloo, the device's stream for NCCL."""
+        """The tensor, when it is there, or taken: the host waits for gloo, the device's stream for
+        NCCL.
+        """
         if self._work is not None:
             self._work.wait()
         return self._tensor
@@ -64,29 +68,34 @@ class OnItsWay:
 class Transport:
     """What one rank of a pipeline sends to and receives from the others.
 
-    Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL knows no tags. gloo
-    does, and gets them, so that there a mistake would be noticed. Ranks that wait for different ones must not wait for
-    each other: NCCL gives each pair a communicator and a stream each, as long as the process group was not made
-    with `device_id` and transfers are not batched; with one stream for all, interleaved schedules would hang.
+    Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL
+    knows no tags. gloo does, and gets them, so that there a mistake would be noticed. Ranks that
+    wait for different ones must not wait for each other: NCCL gives each pair a communicator and a
+    stream each, as long as the process group was not made with `device_id` and transfers are not
+    batched; with one stream for all, interleaved schedules would hang.
     """
 
     def __init__(self, world: World, pairs: Sequence[tuple[int, int]]) -> None:
         """pairs: places of all ranks of the pipeline that exchange tensors, the lower first.
 
-        Makes the communicator of each pair: else this would be in the middle of the first step, where a rank's host
-        waits for the other while kernels of other pairs run. In one order for all, so that no ranks wait in a circle.
-        Raises SetupError for a process group with one communicator for all.
+        Makes the communicator of each pair: else this would be in the middle of the first step,
+        where a rank's host waits for the other while kernels of other pairs run. In one order for
+        all, so that no ranks wait in a circle. Raises SetupError for a process group with one
+        communicator for all.
         """
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
         self._ranks = world.pipeline.ranks
         self._heartbeat = world.heartbeat
         self._device = world.device
-        if any(getattr(group, "bound_device_id", None) is not None for group in (self._group, dist.group.WORLD)):
+        if any(
+            getattr(group, "bound_device_id", None) is not None
+            for group in (self._group, dist.group.WORLD)
+        ):
             raise SetupError(
-                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
-                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
-                "from init_process_group"
+                "parallel.pipeline: found a process group that was made with device_id, expected"
+                " one without: NCCL would exchange all tensors on one stream, and interleaved"
+                " schedules would hang; remove device_id from init_process_group"
             )
         for low, high in sorted(pairs):
             if world.pipeline.rank == low:
@@ -95,22 +104,34 @@ class Transport:
                 self.receive((1,), torch.float32, low, tag=0).wait()
 
     def receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, place: int, tag: int, device: torch.device | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        place: int,
+        tag: int,
+        device: torch.device | None = None,
     ) -> OnItsWay:
-        """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one where it was sent."""
+        """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one
+        where it was sent.
+        """
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
         with self._heartbeat.exchange(self._ranks[place]):
-            return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
+            return OnItsWay(
+                tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag)
+            )
 
     def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
         """Sends it to the rank at `place`."""
         tensor = tensor.contiguous()
         with self._heartbeat.exchange(self._ranks[place]):
-            return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
+            return OnItsWay(
+                tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag)
+            )
 
 
 def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
-    """Adds the gradient that the rank at another place has of the same parameter to this rank's; both call it.
+    """Adds the gradient that the rank at another place has of the same parameter to this rank's;
+    both call it.
 
     One of the two is at place 0. Without a gradient, which is so on both, nothing is done.
     """
@@ -124,7 +145,8 @@ def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
     own.add_(received)
 
 
-# Told of each action that begins, and by None of the end of a run of them: who simulates a step sets it.
+# Told of each action that begins, and by None of the end of a run of them: who simulates a step
+# sets it.
 on_action: Callable[[Action | None], None] | None = None
 
 
@@ -132,8 +154,8 @@ on_action: Callable[[Action | None], None] | None = None
 class _Kept:
     """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph.
 
-    received: its input, for the gradient of it. graph: the way into the graph from its output, which itself is gone.
-    hidden: of the last stage, its output, for the head.
+    received: its input, for the gradient of it. graph: the way into the graph from its output,
+    which itself is gone. hidden: of the last stage, its output, for the head.
     """
 
     received: Tensor | None
@@ -145,9 +167,16 @@ class Pipeline:
     """The stages of one rank. `layers`: by stage, the numbers of its layers."""
 
     def __init__(
-        self, model: LanguageModel, cfg: FullFinetuneConfig, world: World, layers: dict[int, range], dtype: torch.dtype
+        self,
+        model: LanguageModel,
+        cfg: FullFinetuneConfig,
+        world: World,
+        layers: dict[int, range],
+        dtype: torch.dtype,
     ) -> None:
-        """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden states."""
+        """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden
+        states.
+        """
         assert world.pipeline is not None
         self.layers = layers
         self._model, self._parallel, self._world = model, cfg.parallel, world
@@ -176,16 +205,22 @@ class Pipeline:
         head_loss: HeadLoss | None = None,
         cache: None = None,
     ) -> Tensor:
-        """The model's forward: the part whose turn it is. Behind the last stage's layers, norm and head.
+        """The model's forward: the part whose turn it is. Behind the last stage's layers, norm and
+        head.
 
         tokens: of the first stage and the head; of another stage what the one before gave.
         """
         if self._hidden is not None:
             return self._model.run_head(self._hidden, tokens, labels=labels, head_loss=head_loss)
         if self._turn is None:
-            raise RuntimeError("a model that is divided among the ranks of a pipeline runs by `train` or `evaluate`")
+            raise RuntimeError(
+                "a model that is divided among the ranks of a pipeline runs by `train` or"
+                " `evaluate`"
+            )
         stage, own = self._turn
-        return self._model.run_stage(tokens if stage else None, own, positions, attention, self.layers[stage])
+        return self._model.run_stage(
+            tokens if stage else None, own, positions, attention, self.layers[stage]
+        )
 
     def train(
         self,
@@ -193,41 +228,55 @@ class Pipeline:
         loss_of: Callable[[int, Any], Tensor],
         accumulation: GradientAccumulation | None = None,
     ) -> None:
-        """Forward and backward of all micro-batches, gradients added to the parameters'. Collective in a pipeline.
+        """Forward and backward of all micro-batches, gradients added to the parameters'. Collective
+        in a pipeline.
 
-        loss_of: the number of a micro-batch and itself, to the loss that goes backward, by calling the model; it is
-        called on the last stage's rank alone. accumulation: how gradients are added up; whoever gives it finishes it.
+        loss_of: the number of a micro-batch and itself, to the loss that goes backward, by calling
+        the model; it is called on the last stage's rank alone. accumulation: how gradients are
+        added up; whoever gives it finishes it.
         """
-        self._trains = self._agree_on_training()  # each step: a recipe may freeze or thaw between them
+        self._trains = (
+            self._agree_on_training()
+        )  # each step: a recipe may freeze or thaw between them
         step = _Step(self, batches, loss_of, None, accumulation)
         with splittable() if self._splits else torch.enable_grad():
             step.run(*self._orders(len(batches), training=True))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
+        """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None
+        on the others.
+        """
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, result_of, results)
         step.run(*self._orders(len(batches), training=False))
         return results
 
     def sum_tied_gradients(self) -> None:
-        """Adds up the gradients of an embedding that is the head on another rank, on both; once a step."""
+        """Adds up the gradients of an embedding that is the head on another rank, on both; once a
+        step.
+        """
         last = rank_of_stage(self._parallel, self._stages - 1)
         if self._model.spec.tied and last != 0 and self._place in (0, last):
             sum_with(
-                last - self._place, self._model.get_parameter(f"{self._parts.embedding}.weight"), self._use_transport()
+                last - self._place,
+                self._model.get_parameter(f"{self._parts.embedding}.weight"),
+                self._use_transport(),
             )
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The tied embedding, where another rank has it too and this is the last: one of them counts in norms."""
+        """The tied embedding, where another rank has it too and this is the last: one of them
+        counts in norms.
+        """
         last = rank_of_stage(self._parallel, self._stages - 1)
         is_copy = self._model.spec.tied and last != 0 and self._place == last
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
+        """What this rank may keep at once: by stage, the micro-batches between their forward and
+        their backward.
+        """
         moments: list[dict[int, int]] = []
         for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
             moment = {stage: counts.get(stage, (0, 0))[0] for stage in self.layers}
@@ -237,20 +286,29 @@ class Pipeline:
 
     def _use_transport(self) -> Transport:
         if self._transport is None:
-            self._transport = Transport(self._world, pairs_of(self._parallel, tied=self._model.spec.tied))
+            self._transport = Transport(
+                self._world, pairs_of(self._parallel, tied=self._model.spec.tied)
+            )
         return self._transport
 
-    def _orders(self, micro_batches: int, *, training: bool) -> tuple[list[Action], dict[int, list[Action]]]:
-        """This rank's actions, and by number of an action the sends that the others have taken when it begins.
+    def _orders(
+        self, micro_batches: int, *, training: bool
+    ) -> tuple[list[Action], dict[int, list[Action]]]:
+        """This rank's actions, and by number of an action the sends that the others have taken when
+        it begins.
 
-        They have if every rank is as fast as the others; where one is not, a rank waits there for those behind it.
-        Each rank waits so in an order that the simulation has shown to come to its end.
+        They have if every rank is as fast as the others; where one is not, a rank waits there for
+        those behind it. Each rank waits so in an order that the simulation has shown to come to its
+        end.
         """
         key = (training, micro_batches)
         if key not in self._known:
             orders = (compute_orders if training else forward_orders)(self._parallel, micro_batches)
             lists = with_transfers(orders, self._parallel)
-            timeline, own = simulate(lists, self._parallel, lambda action: kinds.UNITS[action.kind]), lists[self._place]
+            timeline, own = (
+                simulate(lists, self._parallel, lambda action: kinds.UNITS[action.kind]),
+                lists[self._place],
+            )
             taken: dict[int, list[Action]] = {}
             for send, number in taken_in(timeline, own, self._place, self._parallel).items():
                 taken.setdefault(number, []).append(send)
@@ -258,24 +316,32 @@ class Pipeline:
         return self._known[key]
 
     def _agree_on_training(self) -> list[bool]:
-        """By stage, whether any of its parameters is trained: which gradients have to be sent is known by all.
+        """By stage, whether any of its parameters is trained: which gradients have to be sent is
+        known by all.
 
         The last entry is the head's. Raises ConfigError if nothing is.
         """
         mine = {stage: _are_trained(self.layers_of(stage)) for stage in self.layers}
         if self.has_last:
             mine[self._stages] = _are_trained(self.head())
-        if not holds_values(self._world.device) or dist.get_backend() == "fake":  # alone: the others' are like ours
+        if (
+            not holds_values(self._world.device) or dist.get_backend() == "fake"
+        ):  # alone: the others' are like ours
             return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
         found: dict[str, bool] = {}
         for others in self._world.gather_json(mine):
             found |= others
         if not any(found.values()):
-            raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
+            raise ConfigError(
+                "optimizer: found no parameter that requires a gradient; leave at least one"
+                " unfrozen"
+            )
         return [found[str(stage)] for stage in range(self._stages + 1)]
 
     def layers_of(self, stage: int) -> list[nn.Module]:
-        """The layers of one of this rank's stages, and of the first the embedding: the head is after all stages."""
+        """The layers of one of this rank's stages, and of the first the embedding: the head is
+        after all stages.
+        """
         names = [self._parts.layers[number] for number in self.layers[stage]]
         names += self._parts.first if stage == 0 else ()
         return [self._model.get_submodule(name) for name in names]
@@ -300,8 +366,15 @@ class _Step:
         results: list[Any] | None,
         accumulation: GradientAccumulation | None = None,
     ) -> None:
-        """finish: what the last stage's output goes to; results: where it is put, or None: it is trained on."""
-        self._pipeline, self._batches, self._finish, self._results = pipeline, batches, finish, results
+        """finish: what the last stage's output goes to; results: where it is put, or None: it is
+        trained on.
+        """
+        self._pipeline, self._batches, self._finish, self._results = (
+            pipeline,
+            batches,
+            finish,
+            results,
+        )
         self._transport, self._accumulation = pipeline._use_transport(), accumulation
         self._heartbeat = pipeline._world.heartbeat
         self._arriving: dict[Action, OnItsWay] = {}  # by receive
@@ -322,7 +395,9 @@ class _Step:
         }
 
     def run(self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]) -> None:
-        """All actions; at the end nothing of it is alive. taken: by number of an action, the sends done before it."""
+        """All actions; at the end nothing of it is alive. taken: by number of an action, the sends
+        done before it.
+        """
         reducing, note = self._held.begin(actions), on_action or (lambda action: None)
         with self._tell_action_in_errors():
             for place, action in enumerate(actions):
@@ -368,7 +443,9 @@ class _Step:
             received.requires_grad_()
         pipeline._turn = stage, batch.tokens
         try:
-            output = pipeline._model(batch.tokens if received is None else received, batch.positions, batch.attention)
+            output = pipeline._model(
+                batch.tokens if received is None else received, batch.positions, batch.attention
+            )
         finally:
             pipeline._turn = None
         if self._results is None:
@@ -407,7 +484,9 @@ class _Step:
             self._hand_on(action, found)
 
     def _output_gradient(self, action: Action, kept: _Kept) -> Tensor | None:
-        """The gradient of a stage's output: from the next stage, or through the head and its loss, made here."""
+        """The gradient of a stage's output: from the next stage, or through the head and its loss,
+        made here.
+        """
         if action.stage < self._pipeline._stages - 1:
             return self._take(action) if kept.graph is not None else None
         hidden, kept.hidden = kept.hidden, None
@@ -456,7 +535,9 @@ class _Step:
         tensor = self._leaving.pop(action, None)
         if tensor is not None:
             receive = partner_of(action)
-            self._sent[action] = self._transport.send(tensor, self._place_of(receive), self._tag(receive))
+            self._sent[action] = self._transport.send(
+                tensor, self._place_of(receive), self._tag(receive)
+            )
 
     def _let_go(self, send: Action) -> None:
         """Drops what was sent; if the other rank has not taken it, waits until it has."""

@@ -1,9 +1,10 @@
-"""What each rank of a pipeline does, in which order: forwards, backwards, and what it sends and receives between them.
+"""What each rank of a pipeline does, in which order: forwards, backwards, and what it sends and
+receives between them.
 
-The orders of the interleaved and zero-bubble schedules are those that torch.distributed.pipelining makes; GPipe (arXiv
-1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and interleaved zero bubble: arXiv 2401.10241. A
-stage's backward is one action `B`, or two that may lie apart: `I` for the gradient of its input, `W` for those of its
-weights.
+The orders of the interleaved and zero-bubble schedules are those that torch.distributed.pipelining
+makes; GPipe (arXiv 1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and
+interleaved zero bubble: arXiv 2401.10241. A stage's backward is one action `B`, or two that may lie
+apart: `I` for the gradient of its input, `W` for those of its weights.
 """
 
 from collections import Counter
@@ -32,15 +33,24 @@ WORDS = {
     SEND_ACTIVATION: "sending of the activation",
     SEND_GRADIENT: "sending of the gradient",
 }
-# How long an action takes in the order that settles when tensors are sent: a forward as long as each half of backward.
+# How long an action takes in the order that settles when tensors are sent: a forward as long as
+# each half of backward.
 UNITS = {FORWARD: 1, INPUT: 1, WEIGHT: 1, BACKWARD: 2}
-# torch's names of them, which stay from version to version; their values have been numbers and letters.
-_KINDS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
+# torch's names of them, which stay from version to version; their values have been numbers and
+# letters.
+_KINDS = {
+    "FORWARD": FORWARD,
+    "FULL_BACKWARD": BACKWARD,
+    "BACKWARD_INPUT": INPUT,
+    "BACKWARD_WEIGHT": WEIGHT,
+}
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """What a stage does with a micro-batch. kind: one of COMPUTE, or RF, SF, RB, SB: it receives or sends."""
+    """What a stage does with a micro-batch. kind: one of COMPUTE, or RF, SF, RB, SB: it receives or
+    sends.
+    """
 
     stage: int
     kind: str
@@ -56,21 +66,28 @@ Orders = dict[int, list[Action]]  # by the place of a rank in its pipeline
 def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     """The forwards and backwards of every rank of a pipeline for a training step.
 
-    Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those worth having.
+    Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those
+    worth having.
     """
     name, ranks = parallel.pipeline_schedule, parallel.pipeline
     if name in ("gpipe", "1f1b"):
-        return {rank: _one_forward_one_backward(name, rank, ranks, micro_batches) for rank in range(ranks)}
-    from torch.distributed.pipelining import schedules  # 834 modules, a second; few runs have such a schedule
+        return {
+            rank: _one_forward_one_backward(name, rank, ranks, micro_batches)
+            for rank in range(ranks)
+        }
+    from torch.distributed.pipelining import (
+        schedules,
+    )  # 834 modules, a second; few runs have such a schedule
 
-    # For any other number torch's interleaved classes, which have rounds of one size, leave out backwards or count on
-    # after the last micro-batch, without a word. What is too many is left out of the larger order, which stays a legal
-    # one: micro-batches do not wait for each other.
+    # For any other number torch's interleaved classes, which have rounds of one size, leave out
+    # backwards or count on after the last micro-batch, without a word. What is too many is left out
+    # of the larger order, which stays a legal one: micro-batches do not wait for each other.
     whole = micro_batches
     while name != "zbv" and whole % max(1, whole // ranks):
         whole += 1
     rounds = max(1, whole // ranks)
-    settings = SimpleNamespace(  # what the methods read of themselves; the classes want stages with memory to be made
+    # What the methods read of themselves; the classes want stages with memory to be made
+    settings = SimpleNamespace(
         pp_group_size=ranks,
         n_local_stages=stages_per_rank(parallel),
         num_stages=stage_count(parallel),
@@ -85,14 +102,18 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     }[name]._calculate_single_rank_operations
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
     if parallel.pipeline_max_deferred_weight_grads is not None:
-        orders = {rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads) for rank, order in orders.items()}
+        orders = {
+            rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads)
+            for rank, order in orders.items()
+        }
     _check_complete(orders, stage_count(parallel), micro_batches)
     return orders
 
 
 def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
-    """Return what there is after each action of a rank's list: by stage the micro-batches between F and B or I, and
-    those between I and W."""
+    """Return what there is after each action of a rank's list: by stage the micro-batches between F
+    and B or I, and those between I and W.
+    """
     moments: list[dict[int, tuple[int, int]]] = []
     now: dict[int, tuple[int, int]] = {}
     for action in order:
@@ -105,7 +126,9 @@ def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
 
 
 def _sooner(order: list[Action], most: int) -> list[Action]:
-    """The order with weight gradients made sooner where more than `most` would wait: before another input gradient."""
+    """The order with weight gradients made sooner where more than `most` would wait: before another
+    input gradient.
+    """
     found: list[Action] = []
     waiting: list[Action] = []  # in the order in which they began to
     for action in order:
@@ -122,12 +145,17 @@ def _sooner(order: list[Action], most: int) -> list[Action]:
 
 
 def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
-    """The orders come from private methods of torch: nothing may be missing, or gradients would be wrong unnoticed."""
+    """The orders come from private methods of torch: nothing may be missing, or gradients would be
+    wrong unnoticed.
+    """
     done = Counter(action for order in orders.values() for action in order)
     for stage, number in product(range(stages), range(micro_batches)):
         found = "".join(kind * done.pop(Action(stage, kind, number), 0) for kind in COMPUTE)
         if found not in ("FB", "FIW"):
-            raise ValueError(f"stage {stage} does {found or 'nothing'} with micro-batch {number}, expected FB or FIW")
+            raise ValueError(
+                f"stage {stage} does {found or 'nothing'} with micro-batch {number}, expected FB"
+                " or FIW"
+            )
     if done:
         raise ValueError(f"the schedule does {min(done)}, which there is not")
 
@@ -137,7 +165,9 @@ def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     ranks = parallel.pipeline
     orders: Orders = {rank: [] for rank in range(ranks)}
     for stage in range(stage_count(parallel)):
-        orders[rank_of_stage(parallel, stage)] += [Action(stage, FORWARD, number) for number in range(micro_batches)]
+        orders[rank_of_stage(parallel, stage)] += [
+            Action(stage, FORWARD, number) for number in range(micro_batches)
+        ]
     return orders
 
 
@@ -162,9 +192,13 @@ def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
 
 
 def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
-    """The places in a pipeline whose ranks exchange tensors, the lower first. tied: the first and the last stage have
-    the same embedding, and exchange its gradients."""
-    edges = [(rank_of_stage(parallel, at), rank_of_stage(parallel, at + 1)) for at in range(stage_count(parallel) - 1)]
+    """The places in a pipeline whose ranks exchange tensors, the lower first. tied: the first and
+    the last stage have the same embedding, and exchange its gradients.
+    """
+    edges = [
+        (rank_of_stage(parallel, at), rank_of_stage(parallel, at + 1))
+        for at in range(stage_count(parallel) - 1)
+    ]
     if tied:
         edges.append((0, rank_of_stage(parallel, stage_count(parallel) - 1)))
     return sorted({(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]})
@@ -182,7 +216,9 @@ def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
 
 
 def received_for(action: Action, stages: int) -> Action | None:
-    """The receive of what a forward or backward takes from another stage; None: its own stage is enough."""
+    """The receive of what a forward or backward takes from another stage; None: its own stage is
+    enough.
+    """
     if action.kind == FORWARD and action.stage > 0:
         return Action(action.stage, RECEIVE_ACTIVATION, action.micro_batch)
     if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:

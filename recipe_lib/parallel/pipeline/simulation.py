@@ -1,8 +1,10 @@
-"""How long a pipeline takes, where its ranks wait and what they hold: simulated, and in closed form.
+"""How long a pipeline takes, where its ranks wait and what they hold: simulated, and in closed
+form.
 
-The simulation follows the lists that the ranks run (see schedules.py), with the rules of NCCL: a computation waits for
-what it receives; a send waits for nothing; what two ranks exchange goes one after the other, each when both have come
-to it. Numbers keep their type, so that whole numbers give exact results. No torch.
+The simulation follows the lists that the ranks run (see schedules.py), with the rules of NCCL: a
+computation waits for what it receives; a send waits for nothing; what two ranks exchange goes one
+after the other, each when both have come to it. Numbers keep their type, so that whole numbers give
+exact results. No torch.
 """
 
 from collections import defaultdict, deque
@@ -42,7 +44,9 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way. action: the send that it is; sender, receiver: places of ranks; seconds: see ActionSpan."""
+    """A tensor on its way. action: the send that it is; sender, receiver: places of ranks; seconds:
+    see ActionSpan.
+    """
 
     sender: int
     receiver: int
@@ -69,14 +73,16 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
     def idle_share(self, rank: int) -> float:
-        """The part of `total` in which a rank does not compute, waiting before its first and after its last action
-        included."""
+        """The part of `total` in which a rank does not compute, waiting before its first and after
+        its last action included.
+        """
         return (self.total - self.busy(rank)) / self.total
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time together, ranks x `total`, in which they do not compute: the mean of
-        `idle_share`."""
+        """The part of all ranks' time together, ranks x `total`, in which they do not compute: the
+        mean of `idle_share`.
+        """
         available = self.ranks * self.total
         return (available - sum(span.end - span.start for span in self.spans)) / available
 
@@ -87,10 +93,12 @@ def simulate(
     seconds: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda send: 0,
 ) -> Timeline:
-    """A step in which every rank of a pipeline runs its list, with transfers (`with_transfers`) or with none.
+    """A step in which every rank of a pipeline runs its list, with transfers (`with_transfers`) or
+    with none.
 
-    seconds: of a computation. transfer: of a send, from when both ranks have come to it until the tensor is there.
-    Raises ValueError for lists that deadlock, or that two ranks exchange tensors by in different orders.
+    seconds: of a computation. transfer: of a send, from when both ranks have come to it until the
+    tensor is there. Raises ValueError for lists that deadlock, or that two ranks exchange tensors
+    by in different orders.
     """
     return _Simulation(orders, parallel, seconds, transfer).run()
 
@@ -110,8 +118,11 @@ class _Simulation:
         self._stages = stage_count(parallel)
         self._at = dict.fromkeys(orders, 0)
         self._clock: dict[int, float] = dict.fromkeys(orders, 0)
-        self._across = {action for order in orders.values() for action in order if action.kind not in COMPUTE}
-        # By (rank, other rank): the sends and receives that the rank has come to and the other has not, and when.
+        self._across = {
+            action for order in orders.values() for action in order if action.kind not in COMPUTE
+        }
+        # By (rank, other rank): the sends and receives that the rank has come to and the other has
+        # not, and when.
         self._waiting: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)
         self._free: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
         self._arrived: dict[Action, float] = {}  # by receive
@@ -167,7 +178,9 @@ class _Simulation:
             return
         found, since = theirs.popleft()
         if found != partner:
-            raise ValueError(f"rank {rank} comes to {action} when rank {other} is at {found}, expected {partner}")
+            raise ValueError(
+                f"rank {rank} comes to {action} when rank {other} is at {found}, expected {partner}"
+            )
         pair = min(rank, other), max(rank, other)
         sends = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
         send, receive = (action, partner) if sends else (partner, action)
@@ -180,14 +193,17 @@ class _Simulation:
 def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
     """The orders with what is sent and received.
 
-    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer begins when the
-    receiver's stream has come to it, so that one that is asked for just before it is used is never hidden. Two ranks
-    exchange all their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so
-    one that is made earlier than another is also asked for before the other is sent or asked for, and nothing is asked
-    for ahead of what this rank has still to send the other first.
+    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer
+    begins when the receiver's stream has come to it, so that one that is asked for just before it
+    is used is never hidden. Two ranks exchange all their tensors in one order, that in which they
+    are made, since NCCL matches them by nothing else; so one that is made earlier than another is
+    also asked for before the other is sent or asked for, and nothing is asked for ahead of what
+    this rank has still to send the other first.
     """
     stages = stage_count(parallel)
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(
+        list
+    )  # by pair of ranks: (send, receive)
     timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
     for span in sorted(timeline.spans, key=lambda span: (span.end, span.rank, span.action)):
         rank = span.rank
@@ -210,15 +226,19 @@ def _transfers_of_rank(
     wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
     stages: int,
 ) -> list[Action]:
-    """Puts a rank's sends after its actions, and its receives before the actions before them, each pair of ranks in its
-    one order."""
+    """Puts a rank's sends after its actions, and its receives before the actions before them, each
+    pair of ranks in its one order.
+    """
     mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
     place: dict[Action, tuple[int, int]] = {}
     for pair, exchanges in wanted.items():
         if rank not in pair:
             continue
         other = pair[0] if pair[1] == rank else pair[1]
-        mine[other] = [send if rank_of_stage(parallel, send.stage) == rank else receive for send, receive in exchanges]
+        mine[other] = [
+            send if rank_of_stage(parallel, send.stage) == rank else receive
+            for send, receive in exchanges
+        ]
         place |= {action: (other, number) for number, action in enumerate(mine[other])}
     reached = dict.fromkeys(mine, 0)
     found: list[Action] = []
@@ -254,19 +274,22 @@ def partner_of(action: Action) -> Action:
     return Action(action.stage + step, kind, action.micro_batch)
 
 
-# What a rank of a pipeline holds for backward after each of its actions, in bytes, from the sizes of its stages.
+# What a rank of a pipeline holds for backward after each of its actions, in bytes, from the sizes
+# of its stages.
 #
-# A stage keeps of a micro-batch: from forward on what autograd needs; from the input gradient on, where
-# the weight gradients are deferred, what those take; then nothing. A tensor from another rank is there
-# from its receive until it is used, one between two stages of the same rank from when it is made; one
-# for another rank from when it is made until that rank has taken it. Parameters, gradients and states
-# are not counted.
+# A stage keeps of a micro-batch: from forward on what autograd needs; from the input gradient on,
+# where the weight gradients are deferred, what those take; then nothing. A tensor from another rank
+# is there from its receive until it is used, one between two stages of the same rank from when it
+# is made; one for another rank from when it is made until that rank has taken it. Parameters,
+# gradients and states are not counted.
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage its output too.
-    deferred: after its input gradient, until its weight gradients are made. Each storage counts once."""
+    """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage
+    its output too. deferred: after its input gradient, until its weight gradients are made. Each
+    storage counts once.
+    """
 
     kept: int
     deferred: int = 0
@@ -274,9 +297,11 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks,
-    not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
-    their way, counted until the other rank has taken them; it may be sooner."""
+    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors
+    from other ranks, not used yet. handed: between two stages of this rank. waiting: made for
+    another rank, not sent yet. sent: on their way, counted until the other rank has taken them; it
+    may be sooner.
+    """
 
     action: Action
     kept: int
@@ -296,8 +321,9 @@ def live_bytes(
 ) -> list[Live]:
     """What a rank holds after each action of its list, transfers included.
 
-    stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a gradient is as large.
-    taken: until when sent tensors count, see `taken_by`, which is the default, and `taken_in`.
+    stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a
+    gradient is as large. taken: until when sent tensors count, see `taken_by`, which is the
+    default, and `taken_in`.
     """
     count = stage_count(parallel)
     taken = taken_by(order, parallel) if taken is None else taken
@@ -344,15 +370,22 @@ def live_bytes(
 
 
 def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
-    """By send of a rank's list: the number of the action before which the other rank has taken it, at the latest.
+    """By send of a rank's list: the number of the action before which the other rank has taken it,
+    at the latest.
 
-    Two ranks exchange in one order: who has used what comes after a send in it knows that the send is done. The
-    length of the list where nothing comes after it.
+    Two ranks exchange in one order: who has used what comes after a send in it knows that the send
+    is done. The length of the list where nothing comes after it.
     """
     stages = stage_count(parallel)
-    used = {received_for(action, stages): number for number, action in enumerate(order) if action.kind in COMPUTE}
+    used = {
+        received_for(action, stages): number
+        for number, action in enumerate(order)
+        if action.kind in COMPUTE
+    }
     found: dict[Action, int] = {}
-    open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come after so far
+    open_: dict[
+        int, list[Action]
+    ] = {}  # by the other rank, sends that nothing has come after so far
     for action in order:
         if action.kind in COMPUTE:
             continue
@@ -365,14 +398,20 @@ def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, 
     return found | {send: len(order) for sends in open_.values() for send in sends}
 
 
-def taken_in(timeline: Timeline, order: Sequence[Action], rank: int, parallel: ParallelConfig) -> dict[Action, int]:
-    """The same as `taken_by`, but sooner: the number of the action before which a rank waits until a send is taken.
+def taken_in(
+    timeline: Timeline, order: Sequence[Action], rank: int, parallel: ParallelConfig
+) -> dict[Action, int]:
+    """The same as `taken_by`, but sooner: the number of the action before which a rank waits until
+    a send is taken.
 
-    In a simulation of this list it has been taken one computation before: a rank that waited already there would be
-    held up by every small delay of a neighbor. Ranks that wait so come to an end, in the order of the simulation.
+    In a simulation of this list it has been taken one computation before: a rank that waited
+    already there would be held up by every small delay of a neighbor. Ranks that wait so come to an
+    end, in the order of the simulation.
     """
     begins = {span.action: span.start for span in timeline.spans if span.rank == rank}
-    computed = [(begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE]
+    computed = [
+        (begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE
+    ]
     surely = taken_by(order, parallel)
     found = {}
     for way in timeline.transfers:
@@ -383,8 +422,9 @@ def taken_in(timeline: Timeline, order: Sequence[Action], rank: int, parallel: P
 
 
 def counted_in_flight(order: Sequence[Action]) -> tuple[int, int]:
-    """Return (the most micro-batches between F and B or I, the most between I and W) of a rank's list, stages counted
-    separately."""
+    """Return (the most micro-batches between F and B or I, the most between I and W) of a rank's
+    list, stages counted separately.
+    """
     counts = [list(moment.values()) for moment in count_moments(order)]
     most_ahead = max((sum(ahead for ahead, _ in moment) for moment in counts), default=0)
     most_deferred = max((sum(deferred for _, deferred in moment) for moment in counts), default=0)

@@ -1,8 +1,10 @@
-"""A model of CUDA's caching allocator (torch's native backend): which segments a run's allocations make it take.
+"""A model of CUDA's caching allocator (torch's native backend): which segments a run's allocations
+make it take.
 
-Rules from pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11 to 2.13 have them.
-Not modeled: CUDA graphs' private pools, several threads, address space that runs out in expandable mode, and the
-settings `max_split_size`, `roundup_power2_divisions` and `garbage_collection_threshold`.
+Rules from pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11
+to 2.13 have them. Not modeled: CUDA graphs' private pools, several threads, address space that runs
+out in expandable mode, and the settings `max_split_size`, `roundup_power2_divisions` and
+`garbage_collection_threshold`.
 """
 
 from bisect import bisect_left, insort
@@ -22,21 +24,25 @@ SMALL_SEGMENT = 2 * MIB  # segments and pages of the small pool
 LARGE_SEGMENT = 20 * MIB  # pages of the large pool, and the segment of a request from 1 to 10 MiB
 LARGE_REQUEST = 10 * MIB  # requests from here on take a segment of their own size
 SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
-# Kernels of a stream that a host can have issued and that are not done: about 1000 for each stream, as measured in
-# forums.developer.nvidia.com/t/68937; the next launch waits. No document of NVIDIA's has the number.
+# Kernels of a stream that a host can have issued and that are not done: about 1000 for each stream,
+# as measured in forums.developer.nvidia.com/t/68937; the next launch waits. No document of NVIDIA's
+# has the number.
 LAUNCH_QUEUE = 1024
 
 
 def block_bytes(size: int) -> int:
-    """What a block for so many bytes has at the least (`round_size` in CUDACachingAllocator.cpp)."""
+    """What a block for so many bytes has at the least (`round_size` in
+    CUDACachingAllocator.cpp).
+    """
     return -(-size // ROUNDING) * ROUNDING
 
 
 class Block:
     """A piece of a segment; what `malloc` hands out.
 
-    mapped: it has memory; a stretch of an expandable segment may have addresses only. previous, next: its neighbors in
-    the segment. streams: others than its own that use it. pending: how many of them may still do so after it was freed.
+    mapped: it has memory; a stretch of an expandable segment may have addresses only. previous,
+    next: its neighbors in the segment. streams: others than its own that use it. pending: how many
+    of them may still do so after it was freed.
     """
 
     __slots__ = (
@@ -67,7 +73,9 @@ class Block:
 
 
 class Pool:
-    """The small or the large blocks of one stream that are free, by size and address, and those without memory."""
+    """The small or the large blocks of one stream that are free, by size and address, and those
+    without memory.
+    """
 
     __slots__ = "small", "stream", "page", "free", "unmapped", "blocks"
 
@@ -99,7 +107,9 @@ def segment_size(size: int) -> int:
     """Bytes of a new segment for a block of `size` (`get_allocation_size`)."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+    return (
+        LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+    )
 
 
 def growable_size(block: Block) -> int:
@@ -119,12 +129,17 @@ def cut_off(block: Block, size: int) -> Block:
 
 
 def join_neighbors(block: Block) -> None:
-    """A free block, not yet in its pool, takes in those before and after it that are free too; one without memory
-    those without (`try_merge_blocks`)."""
+    """A free block, not yet in its pool, takes in those before and after it that are free too; one
+    without memory those without (`try_merge_blocks`).
+    """
     pool, before, after = block.pool, block.previous, block.next
     if before and not before.allocated and not before.pending and before.mapped == block.mapped:
         pool.remove(before)
-        block.address, block.size, block.previous = before.address, block.size + before.size, before.previous
+        block.address, block.size, block.previous = (
+            before.address,
+            block.size + before.size,
+            before.previous,
+        )
         if before.previous:
             before.previous.next = block
     if after and not after.allocated and not after.pending and after.mapped == block.mapped:
@@ -136,7 +151,9 @@ def join_neighbors(block: Block) -> None:
 
 # Like a device's: above 32 bits, so that viewers read every address as one type.
 _FIRST_ADDRESS = 0x7000_0000_0000 // LARGE_SEGMENT * LARGE_SEGMENT
-_ADDRESS_SPACE = 1024**4 // LARGE_SEGMENT * LARGE_SEGMENT  # of an expandable segment: more than any device has
+_ADDRESS_SPACE = (
+    1024**4 // LARGE_SEGMENT * LARGE_SEGMENT
+)  # of an expandable segment: more than any device has
 
 
 @dataclass
@@ -144,8 +161,9 @@ class AllocatorSettings:
     """How the allocator is set, as by PYTORCH_CUDA_ALLOC_CONF. Bytes.
 
     cap: that the segments may take in all; None: no end. by_fraction: the cap is one that
-    `torch.cuda.set_per_process_memory_fraction` set, below the device's memory: a request is refused by the size of its
-    own segment; an expandable segment may then grow past the cap by less than a page. Else it is the device's own end.
+    `torch.cuda.set_per_process_memory_fraction` set, below the device's memory: a request is
+    refused by the size of its own segment; an expandable segment may then grow past the cap by less
+    than a page. Else it is the device's own end.
     """
 
     expandable: bool = False
@@ -158,35 +176,46 @@ class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
 
     def __init__(self, requested: int, reserved: int, allocated: int, cap: int):
         super().__init__(
-            f"{format_bytes(requested)} requested, {format_bytes(reserved)} of {format_bytes(cap)} reserved, "
-            f"{format_bytes(allocated)} of it allocated"
+            f"{format_bytes(requested)} requested, {format_bytes(reserved)} of {format_bytes(cap)}"
+            f" reserved, {format_bytes(allocated)} of it allocated"
         )
 
 
 class CachingAllocator:
-    """One device's allocator. Its numbers are those of `torch.cuda.memory_stats`, each with its peak since the last
-    `reset_peaks`: `requested`; `allocated`, the blocks handed out; `active`, those and the freed ones that another
-    stream may still use; `reserved`, all segments."""
+    """One device's allocator. Its numbers are those of `torch.cuda.memory_stats`, each with its
+    peak since the last `reset_peaks`: `requested`; `allocated`, the blocks handed out; `active`,
+    those and the freed ones that another stream may still use; `reserved`, all segments.
+    """
 
     def __init__(
-        self, settings: AllocatorSettings | None = None, place: Callable[[int, int], int | None] | None = None
+        self,
+        settings: AllocatorSettings | None = None,
+        place: Callable[[int, int], int | None] | None = None,
     ):
-        """place: says where the device puts a segment of so many bytes for a stream (None: it does not know; they then
-        ascend). Of two free blocks of one size the one with the lower address is taken, so it can matter."""
+        """place: says where the device puts a segment of so many bytes for a stream (None: it does
+        not know; they then ascend). Of two free blocks of one size the one with the lower address
+        is taken, so it can matter.
+        """
         self.settings = settings or AllocatorSettings()
         self.requested = self.allocated = self.active = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_active = self.peak_reserved = 0
         self.num_alloc_retries = 0
-        self.log: list[tuple[str, int, int, int]] | None = None  # (action, address, bytes, stream) if it is a list
+        self.log: list[tuple[str, int, int, int]] | None = (
+            None  # (action, address, bytes, stream) if it is a list
+        )
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._active: set[Block] = set()
-        self._pending: dict[int, deque[tuple[int, Block]]] = {}  # by stream, with what had been issued there when freed
+        self._pending: dict[
+            int, deque[tuple[int, Block]]
+        ] = {}  # by stream, with what had been issued there when freed
         self._issued: Counter[int] = Counter()  # by stream, kernels
         self._place = place
         self._next_address = _FIRST_ADDRESS
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """A block for `num_bytes` > 0, to be used on `stream`; OutOfMemory if the cap leaves no room for it."""
+        """A block for `num_bytes` > 0, to be used on `stream`; OutOfMemory if the cap leaves no
+        room for it.
+        """
         size = block_bytes(num_bytes)
         key = (size <= SMALL_SIZE, stream)
         pool = self._pools.get(key) or self._pools.setdefault(key, Pool(*key))
@@ -211,7 +240,9 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Takes the block back; its own stream can reuse it at once, if `record_stream` did not name another."""
+        """Takes the block back; its own stream can reuse it at once, if `record_stream` did not
+        name another.
+        """
         if not block.allocated:
             raise ValueError(f"the block at {block.address:#x} is not allocated")
         block.allocated = False
@@ -226,12 +257,16 @@ class CachingAllocator:
         block.pending, block.streams = len(block.streams), None
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """The block is used on `stream` too: once freed, it is not reused before that is done (`issue`, `finish`)."""
+        """The block is used on `stream` too: once freed, it is not reused before that is done
+        (`issue`, `finish`).
+        """
         if stream != block.pool.stream:
             block.streams = (block.streams or set()) | {stream}
 
     def issue(self, stream: int, kernels: int = 1) -> None:
-        """So many more kernels are issued on `stream`: what was issued `LAUNCH_QUEUE` before is done."""
+        """So many more kernels are issued on `stream`: what was issued `LAUNCH_QUEUE` before is
+        done.
+        """
         self._issued[stream] += kernels
         held, done = self._pending.get(stream), self._issued[stream] - LAUNCH_QUEUE
         while held and held[0][0] <= done:
@@ -249,7 +284,9 @@ class CachingAllocator:
             self._complete_free(block)
 
     def empty_cache(self) -> None:
-        """Waits for all streams and gives every segment, or page of one, that holds nothing back to the device."""
+        """Waits for all streams and gives every segment, or page of one, that holds nothing back to
+        the device.
+        """
         for stream in list(self._pending):
             self.finish(stream)
         for pool in sorted(self._pools.values(), key=lambda pool: (pool.small, pool.stream)):
@@ -266,7 +303,9 @@ class CachingAllocator:
 
     def blocks(self) -> list[Block]:
         """Every block with memory, by address."""
-        found = [block for pool in self._pools.values() for block in pool.blocks.values() if block.mapped]
+        found = [
+            block for pool in self._pools.values() for block in pool.blocks.values() if block.mapped
+        ]
         return sorted([*found, *self._active], key=lambda block: block.address)
 
     def _reuse(self, pool: Pool, size: int) -> Block | None:
@@ -276,7 +315,8 @@ class CachingAllocator:
             return None
         block = pool.blocks[pool.free[at][1]]
         if self.settings.expandable:
-            # A block that ends at unmapped addresses counts as large as it can grow, so that it is taken last.
+            # A block that ends at unmapped addresses counts as large as it can grow, so that it is
+            # taken last.
             while at + 1 < len(pool.free):
                 other = pool.blocks[pool.free[at + 1][1]]
                 if growable_size(other) >= growable_size(block):
@@ -286,7 +326,9 @@ class CachingAllocator:
         return block
 
     def _grow(self, pool: Pool, size: int, requested: int) -> Block:
-        """A block of a new segment; under a cap, after others were given back (`malloc`, where no block was found)."""
+        """A block of a new segment; under a cap, after others were given back (`malloc`, where no
+        block was found).
+        """
         block = self._new_segment(pool, size)
         if not block:
             self.empty_cache()
@@ -299,7 +341,9 @@ class CachingAllocator:
         raise OutOfMemory(requested, self.reserved, self.allocated, self.settings.cap or 0)
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
-        """A block of at least `size` from the device, or None if the cap does not allow it (`alloc_block`)."""
+        """A block of at least `size` from the device, or None if the cap does not allow it
+        (`alloc_block`).
+        """
         settings, segment = self.settings, segment_size(size)
         if (settings.by_fraction or not settings.expandable) and self._exceeds(segment):
             return None
@@ -337,8 +381,10 @@ class CachingAllocator:
         self._count_reserved("segment_free", block.address, -block.size, block.pool.stream)
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
-        """A block at the lowest addresses of the stream's expandable segment that are free or without memory and
-        `size` long, given memory where it has none (`try_allocate_expandable_block`); None if there is no more."""
+        """A block at the lowest addresses of the stream's expandable segment that are free or
+        without memory and `size` long, given memory where it has none
+        (`try_allocate_expandable_block`); None if there is no more.
+        """
         block = self._room(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -352,7 +398,9 @@ class CachingAllocator:
         return block
 
     def _room(self, pool: Pool, size: int) -> Block:
-        """The first block of that room; a new segment's, if there is none (`find_expandable_block`)."""
+        """The first block of that room; a new segment's, if there is none
+        (`find_expandable_block`).
+        """
         for address in pool.unmapped:
             start = pool.blocks[address]
             if start.previous and start.previous.idle:
@@ -371,8 +419,9 @@ class CachingAllocator:
         return room
 
     def _map(self, block: Block, size: int) -> bool:
-        """Gives the first `size` bytes of an unmapped block memory, whole pages of it, and joins it to free neighbors
-        (`map_block`); False if the device has no more."""
+        """Gives the first `size` bytes of an unmapped block memory, whole pages of it, and joins it
+        to free neighbors (`map_block`); False if the device has no more.
+        """
         pool = block.pool
         size = -(-size // pool.page) * pool.page
         if not self.settings.by_fraction and self._exceeds(size):

@@ -1,8 +1,15 @@
-"""A trace replayed through the caching allocator: what is reserved in each phase, and how little memory is enough."""
+"""A trace replayed through the caching allocator: what is reserved in each phase, and how little
+memory is enough.
+"""
 
 from dataclasses import dataclass, field
 
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import (
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+)
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 
@@ -10,9 +17,10 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 class PhaseReplay:
     """The most bytes held at a time in one phase, each for itself.
 
-    requested: asked for and not given back. allocated: in the blocks handed out for it. active: those and freed
-    blocks that another stream may still use. reserved: taken from the device, with what earlier phases left there.
-    Each is the peak that torch counts as `requested_bytes.all.peak` and so on.
+    requested: asked for and not given back. allocated: in the blocks handed out for it. active:
+    those and freed blocks that another stream may still use. reserved: taken from the device, with
+    what earlier phases left there. Each is the peak that torch counts as `requested_bytes.all.peak`
+    and so on.
     """
 
     requested: int = 0
@@ -23,8 +31,10 @@ class PhaseReplay:
 
 @dataclass
 class Replay:
-    """phases: by name, in order. retries: how often everything unused was given back to make room. events: allocations
-    and frees replayed. survived: memory did not run out; else the phases after that are missing."""
+    """phases: by name, in order. retries: how often everything unused was given back to make room.
+    events: allocations and frees replayed. survived: memory did not run out; else the phases after
+    that are missing.
+    """
 
     phases: dict[str, PhaseReplay] = field(default_factory=dict)
     retries: int = 0
@@ -42,16 +52,20 @@ class Replay:
         return max((phase.active for phase in self.phases.values()), default=0)
 
 
-def replay(trace: Trace, settings: AllocatorSettings | None = None, emptied_after: str = "") -> Replay:
+def replay(
+    trace: Trace, settings: AllocatorSettings | None = None, emptied_after: str = ""
+) -> Replay:
     """What the allocator does on the device's storages of `trace`.
 
-    emptied_after: the phase at whose end it gives back what is unused, as nothing was freed in its place in a run.
+    emptied_after: the phase at whose end it gives back what is unused, as nothing was freed in its
+    place in a run.
 
-    A freed block can be reused at once, but for those that `record_stream` named another stream for: when that is done
-    nobody can foretell, so they are held for as long as the host can be ahead of that stream (`LAUNCH_QUEUE`), at most
-    to the end of the phase, when a run's host waits for all that it has issued, or until memory runs out. An operator
-    counts as one kernel, which is the fewest it can be. Empty storages take no memory. What is allocated before the
-    first phase counts from there on.
+    A freed block can be reused at once, but for those that `record_stream` named another stream
+    for: when that is done nobody can foretell, so they are held for as long as the host can be
+    ahead of that stream (`LAUNCH_QUEUE`), at most to the end of the phase, when a run's host waits
+    for all that it has issued, or until memory runs out. An operator counts as one kernel, which is
+    the fewest it can be. Empty storages take no memory. What is allocated before the first phase
+    counts from there on.
     """
     result, allocator = Replay(), CachingAllocator(settings)
     blocks: dict[int, Block] = {}

@@ -1,4 +1,6 @@
-"""Scratch memory of the operators in a trace, by `untraced_memory`: what the simulated device adds to it."""
+"""Scratch memory of the operators in a trace, by `untraced_memory`: what the simulated device adds
+to it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +46,11 @@ def _size_attention(args: Sequence[Any]) -> list[int]:
 def _size_varlen(args: Sequence[Any]) -> list[int]:
     _, query, key = args[:3]
     tokens, heads, width = query.shape[-3:]
-    bounds = [value for value in args[3:] if isinstance(value, torch.Tensor) and value.dtype == torch.int32]
+    bounds = [
+        value
+        for value in args[3:]
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int32
+    ]
     return varlen_backward_scratch(
         tokens=tokens,
         documents=len(bounds[0]) - 1 if bounds else 1,
@@ -59,7 +65,8 @@ def _size_varlen(args: Sequence[Any]) -> list[int]:
 _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     **dict.fromkeys(_ATTENTION, _size_attention),
     **dict.fromkeys(_VARLEN, _size_varlen),
-    # What one kernel for the rows of all experts is given of each; the last argument has the ends of their rows.
+    # What one kernel for the rows of all experts is given of each; the last argument has the ends
+    # of their rows.
     "aten::_grouped_mm": lambda args: [grouped_arguments(groups=len(args[2]))],
     "aten::embedding_dense_backward": lambda args: embedding_backward_scratch(
         tokens=args[1].numel(), width=args[0].shape[-1]
@@ -73,10 +80,11 @@ _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
 
 
 def kernel_memory(architecture: str) -> KernelMemory:
-    """What each operator takes besides its outputs on a device of this architecture, as a tracer asks for it.
+    """What each operator takes besides its outputs on a device of this architecture, as a tracer
+    asks for it.
 
-    A workspace of matmuls is taken once for each stream and direction (forward and backward run on threads with a
-    handle each), and stays.
+    A workspace of matmuls is taken once for each stream and direction (forward and backward run on
+    threads with a handle each), and stays.
     """
     taken: set[tuple[int, bool]] = set()
     workspace = workspace_bytes(architecture)

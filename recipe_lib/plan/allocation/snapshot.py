@@ -5,19 +5,26 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.files import replace_bytes
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import (
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+)
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
 
 Frames = list[dict[str, Any]]
 
 
 def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None = None) -> None:
-    """Writes what the allocator does on the device's storages of `trace`, as `torch.cuda.memory._dump_snapshot` would.
+    """Writes what the allocator does on the device's storages of `trace`, as
+    `torch.cuda.memory._dump_snapshot` would.
 
-    https://pytorch.org/memory_viz shows the file, and `python -m torch.cuda._memory_viz trace_plot|segments|stats path`
-    reads it. Where a real snapshot has a stack of calls, an allocation has its operator, its module, its part of the
-    step and its kind of memory; its time is its place in the trace; phases are annotations. If memory runs out under
-    a cap, the snapshot ends there, with the entry `oom`. StorageError if the file cannot be written.
+    https://pytorch.org/memory_viz shows the file, and `python -m torch.cuda._memory_viz
+    trace_plot|segments|stats path` reads it. Where a real snapshot has a stack of calls, an
+    allocation has its operator, its module, its part of the step and its kind of memory; its time
+    is its place in the trace; phases are annotations. If memory runs out under a cap, the snapshot
+    ends there, with the entry `oom`. StorageError if the file cannot be written.
     """
     settings = settings or AllocatorSettings()
     allocator = CachingAllocator(settings)
@@ -49,9 +56,12 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         times += [time] * (len(allocator.log) - len(times))
         if out_of_memory:
             break
-    annotations += [_annotation(last["name"], "END", len(trace.events)) for last in annotations[-1:]]
+    annotations += [
+        _annotation(last["name"], "END", len(trace.events)) for last in annotations[-1:]
+    ]
     entries = [
-        _entry(event, times[at], frames_of[at], allocator.settings.cap or 0) for at, event in enumerate(allocator.log)
+        _entry(event, times[at], frames_of[at], allocator.settings.cap or 0)
+        for at, event in enumerate(allocator.log)
     ]
     snapshot = {
         "segments": _segments(allocator, made_by),
@@ -73,7 +83,9 @@ def _annotation(name: str, stage: str, time: int) -> dict[str, Any]:
 
 
 def _frames(storage: Storage) -> Frames:
-    """What a viewer shows of an allocation, innermost first, in place of files, lines and functions."""
+    """What a viewer shows of an allocation, innermost first, in place of files, lines and
+    functions.
+    """
     lines = (
         ("operator", storage.op or "-"),
         ("module", storage.module or "-"),
@@ -86,7 +98,14 @@ def _frames(storage: Storage) -> Frames:
 def _entry(event: tuple[str, int, int, int], time: int, frames: Frames, cap: int) -> dict[str, Any]:
     action, address, size, stream = event
     place = {"device_free": cap} if action == "oom" else {"addr": address}
-    return {"action": action, **place, "size": size, "stream": stream, "time_us": time, "frames": frames}
+    return {
+        "action": action,
+        **place,
+        "size": size,
+        "stream": stream,
+        "time_us": time,
+        "frames": frames,
+    }
 
 
 def _segments(allocator: CachingAllocator, made_by: dict[Block, Frames]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""What to change of a run: what each lever does, which one is next, and how few ranks or how small a card suffice.
+"""What to change of a run: what each lever does, which one is next, and how few ranks or how small
+a card suffice.
 
-All of it is asked of the same levers and the same trials. `--advice` estimates the run with each lever alone; the next
-lever is named by what a plan itself knows, without a trial; `parallel.strategy: auto` is a lever of two values, of
-which the faster that fits is taken.
+All of it is asked of the same levers and the same trials. `--advice` estimates the run with each
+lever alone; the next lever is named by what a plan itself knows, without a trial;
+`parallel.strategy: auto` is a lever of two values, of which the faster that fits is taken.
 """
 
 import bisect
@@ -55,25 +56,36 @@ _FIXED = ("parameters", "gradients", "optimizer", "gathered", "communication")
 Tried = tuple[Lever, Estimate]
 
 
-def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Estimate | None, list[Tried]]:
+def try_levers(
+    recipe_class: type, cfg: Any, settings: PlanSettings
+) -> tuple[Estimate | None, list[Tried]]:
     """Return the run as it is, None where it could not be tried, and with each lever.
 
-    In several processes if nothing has been simulated in this one yet: before its own plan is made is the better time.
+    In several processes if nothing has been simulated in this one yet: before its own plan is made
+    is the better time.
     """
     jobs = [(Lever(), cfg, settings)]
     for lever in list_levers(cfg, settings):
-        other = changed(cfg, {key: value for key, value in lever.changes.items() if key != RANKS_KEY})
+        other = changed(
+            cfg, {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
+        )
         if other is not None:
             jobs.append((lever, other, _change_settings(settings, lever.changes, other)))
-    estimates = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers")
+    estimates = in_processes(
+        lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers"
+    )
     tried = [
-        (lever, estimate) for (lever, *_), estimate in zip(jobs[1:], estimates[1:], strict=True) if estimate is not None
+        (lever, estimate)
+        for (lever, *_), estimate in zip(jobs[1:], estimates[1:], strict=True)
+        if estimate is not None
     ]
     return estimates[0], tried
 
 
 def _change_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
-    """Return the settings with the ranks and the sequences that a lever leads to. cfg: with its changes."""
+    """Return the settings with the ranks and the sequences that a lever leads to. cfg: with its
+    changes.
+    """
     sequence = settings.sequence
     if RANKS_KEY in changes:
         settings = replace(settings, ranks=changes[RANKS_KEY], traced_ranks=())
@@ -87,18 +99,22 @@ def _change_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> Plan
 
 
 def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
-    """Return what each lever does to the plan: those that make it fit first, then by the bytes gained.
+    """Return what each lever does to the plan: those that make it fit first, then by the bytes
+    gained.
 
-    Before those are the ones that make a plan faster that fits, and ways to have room for a long sequence, the fastest
-    first. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some percent
-    off. What neither lowers the peak nor makes the step faster is left out, unless it is `weighed`.
+    Before those are the ones that make a plan faster that fits, and ways to have room for a long
+    sequence, the fastest first. Bytes are of the active peak, off by 0.5 % of it at most; whether
+    it then fits is an estimate, some percent off. What neither lowers the peak nor makes the step
+    faster is left out, unless it is `weighed`.
     """
     rank = plan.heaviest
     ranked: list[tuple[tuple[bool, bool, float], Advice]] = []
     gained = rank.reserved_expandable - rank.reserved
     if gained < -MIN_CHANGE * rank.reserved:
         fits = rank.reserved_expandable <= plan.device.usable
-        row = Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")
+        row = Advice(
+            EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle"
+        )
         ranked.append(((not fits, True, gained), row))
     for lever, one in tried if base is not None else []:
         assert base is not None
@@ -106,7 +122,9 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         seconds = one.seconds - base.seconds
         fits = _fits(plan, base, one)
         timed = not {LENGTH_KEY, PACKING_KEY} & set(lever.changes)
-        is_faster = timed and fits and plan.verdict != DOES_NOT_FIT and seconds < -MIN_CHANGE * base.seconds
+        is_faster = (
+            timed and fits and plan.verdict != DOES_NOT_FIT and seconds < -MIN_CHANGE * base.seconds
+        )
         if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
             continue
         note = "; ".join(filter(None, [lever.note, *_list_traffic(lever, one, base)]))
@@ -122,8 +140,8 @@ def _list_traffic(lever: Lever, one: Estimate, base: Estimate) -> list[str]:
     texts = []
     if lever.sends:
         texts.append(
-            f"sends {format_bytes(one.sent)} a step (without it {format_bytes(base.sent)}), to and from the host "
-            f"{format_bytes(one.copied)} ({format_bytes(base.copied)})"
+            f"sends {format_bytes(one.sent)} a step (without it {format_bytes(base.sent)}), to and"
+            f" from the host {format_bytes(one.copied)} ({format_bytes(base.copied)})"
         )
     if one.host > base.host + MIN_CHANGE * base.active:
         texts.append(f"{format_bytes(one.host)} of host memory")
@@ -133,10 +151,12 @@ def _list_traffic(lever: Lever, one: Estimate, base: Estimate) -> list[str]:
 def _fits(plan: Plan, base: Estimate, one: Estimate) -> bool:
     """Return whether the run fits with a lever, as the verdict counts it, with expandable segments.
 
-    That is the plan's own peak, and what the lever changes of it; of loading, validation and saving what they take
-    beyond what is alive between steps, which the lever may change.
+    That is the plan's own peak, and what the lever changes of it; of loading, validation and saving
+    what they take beyond what is alive between steps, which the lever may change.
     """
-    steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
+    steps = [
+        peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)
+    ]
     others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
     planned = max(steps, default=0) + one.reserved_expandable - base.reserved_expandable
     beyond = max((peak - base.held for peak in others), default=0)
@@ -146,11 +166,14 @@ def _fits(plan: Plan, base: Estimate, one: Estimate) -> bool:
 def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
     """Return what to change next, in words; empty where nothing is known to help. cfg: of the plan.
 
-    By what fills the plan's peak, and what the room that is left is for: a lever is named with what its kind of memory
-    takes, and a larger batch only where what grows with it would fit several times over.
+    By what fills the plan's peak, and what the room that is left is for: a lever is named with what
+    its kind of memory takes, and a larger batch only where what grows with it would fit several
+    times over.
     """
     if plan.verdict == FITS:
-        return _name_larger_batch(plan, cfg) or _name_lever(plan, cfg, settings, "would make more room")
+        return _name_larger_batch(plan, cfg) or _name_lever(
+            plan, cfg, settings, "would make more room"
+        )
     if plan.margin < 0 and plan.heaviest.reserved_expandable <= plan.device.usable:
         reserved = format_bytes(plan.heaviest.reserved_expandable)
         return f"{EXPANDABLE} in the environment: {reserved} are reserved then, which fit"
@@ -166,12 +189,18 @@ def _sum_kinds(plan: Plan) -> Counter[str]:
 
 
 def _name_larger_batch(plan: Plan, cfg: Any) -> str:
-    """Return a larger batch_size, where the plan has the room; with gradient accumulation the same sequences a step."""
+    """Return a larger batch_size, where the plan has the room; with gradient accumulation the same
+    sequences a step.
+    """
     kinds, turns = _sum_kinds(plan), cfg.gradient_accumulation_steps
     growing = planned_reserved(plan) - sum(kinds[kind] for kind in _FIXED)
     room = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - planned_reserved(plan)
     # Where the optimizer has the peak, little of what a batch needs is in it.
-    if plan.heaviest.peak.part not in ("forward", "backward", "recompute") or growing <= 0 or plan.pipeline is not None:
+    if (
+        plan.heaviest.peak.part not in ("forward", "backward", "recompute")
+        or growing <= 0
+        or plan.pipeline is not None
+    ):
         return ""
     most = room // growing + 1
     if most < 2:
@@ -187,13 +216,15 @@ def _name_larger_batch(plan: Plan, cfg: Any) -> str:
     if changed(cfg, changes) is None:
         return ""
     return (
-        f"{override_text(changes)} has room ({what}): {format_bytes(plan.margin)} are left, and what grows with "
-        f"batch_size takes {format_bytes(growing)}"
+        f"{override_text(changes)} has room ({what}): {format_bytes(plan.margin)} are left, and"
+        f" what grows with batch_size takes {format_bytes(growing)}"
     )
 
 
 def _name_lever(plan: Plan, cfg: Any, settings: PlanSettings, what: str) -> str:
-    """Return the first lever for the kind of memory that takes the most at the peak, of the kinds that have one."""
+    """Return the first lever for the kind of memory that takes the most at the peak, of the kinds
+    that have one.
+    """
     peak, levers = max(1, plan.heaviest.peak.active), list_levers(cfg, settings)
     for kind, num_bytes in _sum_kinds(plan).most_common():
         for lever in levers:
@@ -205,20 +236,31 @@ def _name_lever(plan: Plan, cfg: Any, settings: PlanSettings, what: str) -> str:
 
 
 def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
-    """Return the known cards of the least memory that has room for the plan's peak; several may have as much.
+    """Return the known cards of the least memory that has room for the plan's peak; several may
+    have as much.
 
     Nothing is planned anew: kernels of another card may take another workspace.
     """
     if plan.device.architecture == "cpu":
         return []
-    cards = [card for card in HARDWARE.values() if card.capability and not card_faults(cfg, card.name, card.capability)]
-    fitting = [card for card in cards if has_room(planned_reserved(plan), card.memory - plan.outside.total, card)]
+    cards = [
+        card
+        for card in HARDWARE.values()
+        if card.capability and not card_faults(cfg, card.name, card.capability)
+    ]
+    fitting = [
+        card
+        for card in cards
+        if has_room(planned_reserved(plan), card.memory - plan.outside.total, card)
+    ]
     least = min((card.memory for card in fitting), default=0)
     return [card.name for card in fitting if card.memory == least]
 
 
 def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
-    """Set `fewest_ranks` and `tried_ranks`: whole plans of the same micro-batches on fewer ranks, or more of them."""
+    """Set `fewest_ranks` and `tried_ranks`: whole plans of the same micro-batches on fewer ranks,
+    or more of them.
+    """
     other = copy.deepcopy(cfg)
     other.parallel.data_shard = -1
 
@@ -237,7 +279,9 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
 
 
 def least_ranks(cfg: Any) -> int:
-    """Return the ranks of the smallest mesh that divides the model as the config says; FSDP then has one shard."""
+    """Return the ranks of the smallest mesh that divides the model as the config says; FSDP then
+    has one shard.
+    """
     copies = 1 if cfg.parallel.strategy == "ddp" else cfg.parallel.data_replicate
     return int(same_batch_ranks(cfg.parallel) * copies)
 
@@ -245,7 +289,8 @@ def least_ranks(cfg: Any) -> int:
 def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
     """Return the first of `least`, twice as many and so on that `fits`. good: whether `ranks` do.
 
-    More ranks never take more memory, so that a few have to be tried: half of what is left at a time, or some larger.
+    More ranks never take more memory, so that a few have to be tried: half of what is left at a
+    time, or some larger.
     """
     numbers = [least << power for power in range(32)]
     if good:
@@ -264,28 +309,36 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
         return
     other = copy.deepcopy(cfg)
     other.batch_size, other.gradient_accumulation_steps = micro_batches(cfg)
-    sizes = dict.fromkeys(("data_replicate", *MODEL_DIMS), 1) | {"data_shard": -1, "pipeline_microbatches": None}
+    sizes = dict.fromkeys(("data_replicate", *MODEL_DIMS), 1) | {
+        "data_shard": -1,
+        "pipeline_microbatches": None,
+    }
     other.parallel = replace(other.parallel, strategy=SHARDS, **sizes)
     with phase("simulating the full model on one device", leaves_line=False):
-        simulated = simulate_rank(recipe_class, other, replace(settings, ranks=1, traced_ranks=(), phases=()), 0)
+        simulated = simulate_rank(
+            recipe_class, other, replace(settings, ranks=1, traced_ranks=(), phases=()), 0
+        )
     plan.alone = rank_plan(0, simulated)
 
 
 def choose_strategy(
     recipe_class: type, cfg: Any, settings: PlanSettings, *, expandable: bool = False
 ) -> tuple[str, str]:
-    """Return (strategy, the line that says so) of a plannable config whose `parallel.strategy` is `auto`.
+    """Return (strategy, the line that says so) of a plannable config whose `parallel.strategy` is
+    `auto`.
 
-    Of shards and copies that fit the device with room for an estimate's error, the one with the shorter step; shards
-    where neither does, or where copies do not go with the other settings. Copies gather nothing, and sum the trained
-    gradients once a step. expandable: whether the run's allocator has expandable segments. Raises UserErrors of recipe
-    and config.
+    Of shards and copies that fit the device with room for an estimate's error, the one with the
+    shorter step; shards where neither does, or where copies do not go with the other settings.
+    Copies gather nothing, and sum the trained gradients once a step. expandable: whether the run's
+    allocator has expandable segments. Raises UserErrors of recipe and config.
     """
     configs = {name: changed(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
     strategy, reason = SHARDS, f"{COPIES} does not go with other settings of the run"
     if configs[COPIES] is not None:
         sharded, copied = in_processes(
-            lambda name: try_quick(recipe_class, configs[name], settings), list(configs), "planning fsdp and ddp"
+            lambda name: try_quick(recipe_class, configs[name], settings),
+            list(configs),
+            "planning fsdp and ddp",
         )
         strategy, reason = decide(sharded, copied, settings, expandable=expandable)
     return strategy, f"{STRATEGY_KEY}=auto: {strategy}; {reason}"
@@ -309,9 +362,15 @@ def decide(
     if fits[0] and sharded.seconds <= copied.seconds:
         return (
             SHARDS,
-            f"a step is estimated at {steps[0]}, with {COPIES} at {steps[1]}; about {format_bytes(taken[0])} {share}",
+            (
+                f"a step is estimated at {steps[0]}, with {COPIES} at {steps[1]}; about"
+                f" {format_bytes(taken[0])} {share}"
+            ),
         )
     return (
         COPIES,
-        f"a step is estimated at {steps[1]}, with {SHARDS} at {steps[0]}; about {format_bytes(taken[1])} {share}",
+        (
+            f"a step is estimated at {steps[1]}, with {SHARDS} at {steps[0]}; about"
+            f" {format_bytes(taken[1])} {share}"
+        ),
     )

@@ -1,9 +1,11 @@
-"""The fastest settings of a config that fit a device: estimated by `quick`, the first of them confirmed by whole plans.
+"""The fastest settings of a config that fit a device: estimated by `quick`, the first of them
+confirmed by whole plans.
 
-For each way to share the model between ranks (pipelines too, where their link is slow) and each kind of activation
-checkpointing, the largest micro-batch that fits is looked for; it divides the global batch, which stays as the
-config asks for. What one setting rules out is not tried with another: if a micro-batch does not fit, a larger one does
-not, nor does the same with less checkpointing; and `trial_order` has what is decided without a simulation.
+For each way to share the model between ranks (pipelines too, where their link is slow) and each
+kind of activation checkpointing, the largest micro-batch that fits is looked for; it divides the
+global batch, which stays as the config asks for. What one setting rules out is not tried with
+another: if a micro-batch does not fit, a larger one does not, nor does the same with less
+checkpointing; and `trial_order` has what is decided without a simulation.
 """
 
 import time
@@ -43,7 +45,15 @@ from recipe_lib.plan.search.trials import (
     try_settings,
 )
 from recipe_lib.report.phases import phase
-from recipe_lib.report.terminal import WIDEST, Table, open_console, put, put_table, terminal_width, text_of
+from recipe_lib.report.terminal import (
+    WIDEST,
+    Table,
+    open_console,
+    put,
+    put_table,
+    terminal_width,
+    text_of,
+)
 from recipe_lib.units import format_bytes, format_count, format_duration
 
 MAX_PLANS = 10
@@ -51,9 +61,11 @@ MAX_PLANS = 10
 
 @dataclass(frozen=True)
 class Search:
-    """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
-    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; skipped:
-    settings, each for more of its kind, that no simulation was needed for; took: seconds."""
+    """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least.
+    device, ranks: to fit. global_batch_size: sequences of a step, all ranks. tried: settings that
+    were estimated; planned: in full; skipped: settings, each for more of its kind, that no
+    simulation was needed for; took: seconds.
+    """
 
     found: list[Candidate]
     closest: Candidate | None
@@ -76,13 +88,15 @@ def search(
     splits: bool = True,
     processes: int | None = None,
 ) -> Search:
-    """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks` ranks.
+    """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks`
+    ranks.
 
-    want: as many as are confirmed by a whole plan: the fastest, and of what was tried on the way the next. fixed:
-    dotted keys that stay as the config has them. splits: whether a pipeline's backward may be cut in two, which
-    compiled layers cannot. processes: to work with, None: one for each core; here alone if something has been simulated
-    in this one. Frozen weights and optimizer states are only rounded more, and parameters only kept in host memory or
-    streamed from it, where nothing fits without. Raises UserErrors of recipe and config.
+    want: as many as are confirmed by a whole plan: the fastest, and of what was tried on the way
+    the next. fixed: dotted keys that stay as the config has them. splits: whether a pipeline's
+    backward may be cut in two, which compiled layers cannot. processes: to work with, None: one for
+    each core; here alone if something has been simulated in this one. Frozen weights and optimizer
+    states are only rounded more, and parameters only kept in host memory or streamed from it, where
+    nothing fits without. Raises UserErrors of recipe and config.
     """
     began = time.monotonic()
 
@@ -105,7 +119,9 @@ def search(
     found = trials.confirmed()
     return Search(
         found=found,
-        closest=None if found else min(trials.plans.values(), key=lambda one: one.short, default=None),
+        closest=(
+            None if found else min(trials.plans.values(), key=lambda one: one.short, default=None)
+        ),
         device=settings.hardware.name,
         ranks=settings.ranks,
         global_batch_size=batch_per_step(cfg) * data_ranks(cfg, settings.ranks),
@@ -117,13 +133,20 @@ def search(
 
 
 def _try_group(trials: Trials, group: list[Changes], splits: bool) -> None:
-    """Tries a group of variants, each with every way of sharing that could fit and be the fastest. Tried before, it
-    goes on where what was the fastest has turned out not to fit."""
+    """Tries a group of variants, each with every way of sharing that could fit and be the fastest.
+    Tried before, it goes on where what was the fastest has turned out not to fit.
+    """
     cfg, settings, fixed = trials.cfg, trials.settings, trials.fixed
-    begun = [leanest(trials, variant | next(sharings(cfg, settings.ranks, fixed))) for variant in group]
+    begun = [
+        leanest(trials, variant | next(sharings(cfg, settings.ranks, fixed))) for variant in group
+    ]
     run_ways(trials, map(just, begun))
     # The settings are refused otherwise, by the recipe or the simulation.
-    left = [(variant, one) for variant, one in zip(group, begun, strict=True) if trials.tried.get(key_of(one))]
+    left = [
+        (variant, one)
+        for variant, one in zip(group, begun, strict=True)
+        if trials.tried.get(key_of(one))
+    ]
     for _, one in left:
         trials.leanest[variant_key(one)] = trials.tried[key_of(one)]
     if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
@@ -159,7 +182,10 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) 
     plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
     rank = plan.heaviest
     changes = find_differing(cfg, one.changes)
-    if changes.get("optimizer.implementation") == "auto" and cfg.optimizer.implementation == "fused":
+    if (
+        changes.get("optimizer.implementation") == "auto"
+        and cfg.optimizer.implementation == "fused"
+    ):
         del changes["optimizer.implementation"]
     exact = replace(
         one.quick,
@@ -186,13 +212,26 @@ def render_search(result: Search) -> str:
     console = open_console(terminal_width(WIDEST))
     put(console, title)
     for number, one in enumerate(shown, 1):
-        sizes = map(format_bytes, (one.quick.active, one.quick.reserved, one.quick.reserved_expandable))
+        sizes = map(
+            format_bytes, (one.quick.active, one.quick.reserved, one.quick.reserved_expandable)
+        )
         cells = [*sizes, format_duration(one.quick.seconds), format_count(one.speed), one.verdict]
         console.print()
-        put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
+        put(
+            console,
+            f"{number}. {override_text(one.changes) or 'as the config has it'}",
+            indent=2,
+            wrap=False,
+        )
         put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
-    how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
-    others = "; after the first: the fastest of those that were estimated" if len(result.found) > 1 else ""
+    how = (
+        f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
+    )
+    others = (
+        "; after the first: the fastest of those that were estimated"
+        if len(result.found) > 1
+        else ""
+    )
     console.print()
     put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
     return text_of(console).rstrip("\n")

@@ -1,7 +1,9 @@
-"""The levers of a run: what of its config changes what it takes, which values there are, and what each costs.
+"""The levers of a run: what of its config changes what it takes, which values there are, and what
+each costs.
 
-One description for all questions: `--advice` tries each lever alone, the next lever is the first that lowers what takes
-the most, and a search takes those with a `resort` where nothing fits without them.
+One description for all questions: `--advice` tries each lever alone, the next lever is the first
+that lowers what takes the most, and a search takes those with a `resort` where nothing fits without
+them.
 """
 
 from collections.abc import Mapping
@@ -64,7 +66,8 @@ class Lever:
 
 
 def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Return everything that could be changed, in either direction; of what lowers a kind of memory the cheapest first.
+    """Return everything that could be changed, in either direction; of what lowers a kind of memory
+    the cheapest first.
 
     Levers that do not go together with other settings are among them: `changed` says which.
     """
@@ -79,13 +82,21 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     return [lever for lever in levers if lever.when and find_differing(cfg, lever.changes)]
 
 
-def _list_values(cfg: Any, key: str, values: Mapping[Any, str], lowers: str, resort: int) -> list[Lever]:
-    """Return a lever for each value of a key. values: value to what it costs, those of least memory first."""
+def _list_values(
+    cfg: Any, key: str, values: Mapping[Any, str], lowers: str, resort: int
+) -> list[Lever]:
+    """Return a lever for each value of a key. values: value to what it costs, those of least memory
+    first.
+    """
     levers = []
     lower = True
     for value, note in values.items():
         lower = lower and value != value_of(cfg, key)
-        levers.append(Lever({key: value}, note, lowers=(lowers,) if lower else (), resort=resort if lower else 0))
+        levers.append(
+            Lever(
+                {key: value}, note, lowers=(lowers,) if lower else (), resort=resort if lower else 0
+            )
+        )
     return levers
 
 
@@ -97,19 +108,32 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     half, sequence = settings.sequence.tokens // 2, settings.sequence
     shorter = f"data.truncation={cfg.data.truncation} for longer sequences"
     median = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
-    packed = f"about {cfg.max_seq_len / median:.0f} documents in a sequence of {cfg.max_seq_len} tokens"
+    packed = (
+        f"about {cfg.max_seq_len / median:.0f} documents in a sequence of {cfg.max_seq_len} tokens"
+    )
     return [
-        Lever({"batch_size": smaller, TURNS_KEY: turns * size // smaller}, _SAME_SEQUENCES, lowers=_OF_BATCH),
-        Lever({"batch_size": 2 * size, TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=turns % 2 == 0),
+        Lever(
+            {"batch_size": smaller, TURNS_KEY: turns * size // smaller},
+            _SAME_SEQUENCES,
+            lowers=_OF_BATCH,
+        ),
+        Lever(
+            {"batch_size": 2 * size, TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=turns % 2 == 0
+        ),
         Lever(checkpointing(cfg, "full"), lowers=("activations",)),
-        Lever(checkpointing(cfg, "selective"), lowers=("activations",) if own_kind == "none" else ()),
+        Lever(
+            checkpointing(cfg, "selective"), lowers=("activations",) if own_kind == "none" else ()
+        ),
         Lever(checkpointing(cfg, "none")),
         Lever(
             {"memory.loss_chunks": min(4 * chunks, MAX_LOSS_CHUNKS)},
             when=chunks < MAX_LOSS_CHUNKS,
             lowers=("logits",),
         ),
-        Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)}, when=long and cfg.memory.mlp_tiles == 1),
+        Lever(
+            {"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)},
+            when=long and cfg.memory.mlp_tiles == 1,
+        ),
         Lever(
             {"memory.activation_offload": True},
             "kept in host memory meanwhile",
@@ -117,7 +141,11 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
             weighed=long,
             sends=long,
         ),
-        Lever({LENGTH_KEY: half}, "shorter packs: more of them" if cfg.data.packing else shorter, when=half > 0),
+        Lever(
+            {LENGTH_KEY: half},
+            "shorter packs: more of them" if cfg.data.packing else shorter,
+            when=half > 0,
+        ),
         Lever(
             {PACKING_KEY: True},
             f"{packed}, in place of one and padding",
@@ -127,7 +155,9 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 
 
 def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of what a rank holds of the model and of a sequence, and of how many ranks there are."""
+    """Return the levers of what a rank holds of the model and of a sequence, and of how many ranks
+    there are.
+    """
     parallel, turns = cfg.parallel, cfg.gradient_accumulation_steps
     several, free = ranks > 1, parallel.data_shard == -1
     copies = 2 * parallel.data_replicate
@@ -137,20 +167,28 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
         *_list_ways_to_share(cfg, ranks),
         Lever({RESHARD_KEY: True}, when=several, lowers=_GATHERED),
         Lever({RESHARD_KEY: False}, when=several),
-        Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}, when=several and wraps_layers, lowers=_GATHERED),
+        Lever(
+            {"parallel.fsdp_wrap_policy": "memory_efficient"},
+            when=several and wraps_layers,
+            lowers=_GATHERED,
+        ),
         Lever(
             {REDUCE_KEY: "micro_batch"},
             "reduced in every backward, none whole on a rank",
             when=several,
             lowers=("gradients",),
         ),
-        Lever({REDUCE_KEY: "step"}, "whole gradients on every rank, reduced once a step", when=several),
+        Lever(
+            {REDUCE_KEY: "step"}, "whole gradients on every rank, reduced once a step", when=several
+        ),
         Lever(
             {REDUCE_KEY: "step", RESHARD_KEY: False},
             "whole weights and gradients (ZeRO-1), gathered and reduced once",
             when=several and parallel.reduce_gradients != "step" and parallel.reshard_after_forward,
         ),
-        Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}, when=several and copies > 2),
+        Lever(
+            {"parallel.data_replicate": 1, "parallel.data_shard": -1}, when=several and copies > 2
+        ),
         Lever(
             {"parallel.data_replicate": copies},
             "copies of the sharded model",
@@ -169,7 +207,8 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
 
 
 def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
-    """Return how ranks could share a sequence; of long ones every number of ranks, and matrices shared as well.
+    """Return how ranks could share a sequence; of long ones every number of ranks, and matrices
+    shared as well.
 
     A step has the same sequences: fewer ranks have batches of their own, and take more turns.
     """
@@ -184,12 +223,16 @@ def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
         parts = parallel.tensor * size
         changes = {"parallel.tensor": parts, TURNS_KEY: turns * size}
         note = f"each rank has 1/{parts} of every matrix and sequence"
-        levers.append(Lever(changes, note, when=long and parallel.context == 1, weighed=True, sends=True))
+        levers.append(
+            Lever(changes, note, when=long and parallel.context == 1, weighed=True, sends=True)
+        )
     return levers
 
 
 def list_contexts(cfg: Any, ranks: int) -> list[int]:
-    """Return the numbers of ranks that could share a sequence besides the config's: more, up to all of a stage."""
+    """Return the numbers of ranks that could share a sequence besides the config's: more, up to all
+    of a stage.
+    """
     together = same_batch_ranks(cfg.parallel)
     copies = ranks // together if ranks % together == 0 else 1
     return [cfg.parallel.context * times for times in range(2, copies + 1) if copies % times == 0]
@@ -232,7 +275,11 @@ def _list_teacher_levers(cfg: Any) -> list[Lever]:
 
 def _list_weight_levers(cfg: Any) -> list[Lever]:
     """Return the levers of what is trained, in which type, by which optimizer."""
-    is_full, optimizer, turns = cfg.trained_adapters is None, cfg.optimizer, cfg.gradient_accumulation_steps
+    is_full, optimizer, turns = (
+        cfg.trained_adapters is None,
+        cfg.optimizer,
+        cfg.gradient_accumulation_steps,
+    )
     is_adamw = optimizer.name == "adamw"
     return [
         Lever(cfg.adapters_instead, "trains adapters in place of every parameter", when=is_full),
@@ -241,7 +288,11 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
             "products of rounded operands: compare the losses",
             when=cfg.matmul_dtype is None,
         ),
-        Lever({"dtype": "bf16"}, "other rounding: compare the losses", lowers=("parameters",) if is_full else ()),
+        Lever(
+            {"dtype": "bf16"},
+            "other rounding: compare the losses",
+            lowers=("parameters",) if is_full else (),
+        ),
         Lever({"optimizer.implementation": "fused"}, when=optimizer.implementation != "auto"),
         Lever(
             {STATES_KEY: 8},

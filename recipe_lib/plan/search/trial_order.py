@@ -1,9 +1,9 @@
 """Which settings a search tries next, on all cores, and which it need not try at all.
 
-A way to share the model between ranks is gone through kind by kind of checkpointing, from the one that computes least
-again, with micro-batches from the smallest on. Of all ways the trial that could be the fastest is next, pipelines
-last. None is made for what cannot fit or cannot be faster than the best so far, by `least_bytes`; each such decision
-is said.
+A way to share the model between ranks is gone through kind by kind of checkpointing, from the one
+that computes least again, with micro-batches from the smallest on. Of all ways the trial that could
+be the fastest is next, pipelines last. None is made for what cannot fit or cannot be faster than
+the best so far, by `least_bytes`; each such decision is said.
 """
 
 from collections import defaultdict
@@ -64,26 +64,36 @@ from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
 
-def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, like: Estimate | None) -> int:
-    """Return the bytes that `cfg` takes on its heaviest rank at least: those of the average one as a backward begins
-    and ends.
+def least_bytes(
+    cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, like: Estimate | None
+) -> int:
+    """Return the bytes that `cfg` takes on its heaviest rank at least: those of the average one as
+    a backward begins and ends.
 
-    known, known_cfg: what is the same but for how the ranks share the model. like: what has the same layers and the
-    same checkpointing; None: kept activations are left out. Each rank of a pipeline keeps its part for a micro-batch.
+    known, known_cfg: what is the same but for how the ranks share the model. like: what has the
+    same layers and the same checkpointing; None: kept activations are left out. Each rank of a
+    pipeline keeps its part for a micro-batch.
     """
     mesh, before = (mesh_shape(one.parallel, settings.ranks) for one in (cfg, known_cfg))
     parts = mesh["pipeline"] * mesh["data_shard"]
     is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
     held = 0.0 if is_offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
     gathered = 0.0  # and so until the backward, beyond the rank's own part
-    if not (cfg.parallel.reshard_after_forward or cfg.memory.stream_layers):  # of streamed layers, adapters alone are
+    if not (
+        cfg.parallel.reshard_after_forward or cfg.memory.stream_layers
+    ):  # of streamed layers, adapters alone are
         gathered = known.parameters / mesh["pipeline"] - known.parameters / parts
     gradients = 0.0
     once = reduces_once(cfg.parallel)
     if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
         gradients = known.trained / (mesh["pipeline"] if once else parts)
-    kept = 0.0 if like is None else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
-    # A backward finds the gradients of the one before it, but for a schedule that may defer those of all weights.
+    kept = (
+        0.0
+        if like is None
+        else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
+    )
+    # A backward finds the gradients of the one before it, but for a schedule that may defer those
+    # of all weights.
     defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
     earlier_gradients = gradients if cfg.gradient_accumulation_steps > 1 and not defers else 0.0
     return int(held + max(gathered + kept + earlier_gradients, gradients))
@@ -110,7 +120,8 @@ class Trials:
     submit: Callable[[Any], Future[Any]]
     workers: int
     going: Phase
-    # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses them.
+    # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses
+    # them.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
     # By `variant_key` the estimate with the least memory.
     leanest: dict[str, Candidate | None] = field(default_factory=dict)
@@ -131,12 +142,18 @@ class Trials:
 
     def size(self, changes: Changes, batch_size: int) -> Changes:
         """Return the changes with micro-batches of that size, unless sizes stay as they are."""
-        return changes if SIZE_KEYS & set(self.fixed) else changes | micro_batch(self.cfg, changes, batch_size)
+        return (
+            changes
+            if SIZE_KEYS & set(self.fixed)
+            else changes | micro_batch(self.cfg, changes, batch_size)
+        )
 
     def fitting(self) -> list[Candidate]:
         """What may fit, fastest first, each once."""
         found = {key_of(one.changes): one for one in self.tried.values() if one is not None}
-        left = [one for key, one in found.items() if one.may_fit and self.plans.get(key, one).may_fit]
+        left = [
+            one for key, one in found.items() if one.may_fit and self.plans.get(key, one).may_fit
+        ]
         return sorted(left, key=lambda one: (-one.speed, one.quick.active))
 
     def plan(self, candidates: Iterable[Candidate]) -> None:
@@ -146,7 +163,9 @@ class Trials:
 
     def confirmed(self) -> list[Candidate]:
         """Return what fits by its whole plan, fastest first."""
-        return sorted((one for one in self.plans.values() if one.may_fit), key=lambda one: -one.speed)
+        return sorted(
+            (one for one in self.plans.values() if one.may_fit), key=lambda one: -one.speed
+        )
 
     def text(self, changes: Changes) -> str:
         """What to type for them."""
@@ -165,7 +184,8 @@ def just(changes: Changes) -> Way:
 
 
 def way(trials: Trials, begun: Changes) -> Way:
-    """For each kind of checkpointing try micro-batches, from the smallest on, until one does not fit.
+    """For each kind of checkpointing try micro-batches, from the smallest on, until one does not
+    fit.
 
     One that computes more again is of use for larger micro-batches only.
     """
@@ -177,7 +197,8 @@ def way(trials: Trials, begun: Changes) -> Way:
     for kind in kinds:
         kept = begun | checkpointing(cfg, kind)
         if left[-1:] == [batch_per_step_with(cfg, begun)]:
-            # All sequences at once have no gradients of others to be added to: they may fit where fewer do not.
+            # All sequences at once have no gradients of others to be added to: they may fit where
+            # fewer do not.
             one = yield trials.size(kept, left[-1])
             if one is not None and one.may_fit:
                 return
@@ -189,8 +210,10 @@ def way(trials: Trials, begun: Changes) -> Way:
 
 
 def run_ways(trials: Trials, ways: Iterable[Way]) -> None:
-    """Go through all ways, with all workers: pipelines last, whose trials take longest and which a fast answer rules
-    out; among the others, and among them, the trial that could be the fastest first."""
+    """Go through all ways, with all workers: pipelines last, whose trials take longest and which a
+    fast answer rules out; among the others, and among them, the trial that could be the fastest
+    first.
+    """
     ready: list[tuple[Way, Changes]] = []
     pending: dict[Future[Candidate | None], tuple[Way, Changes]] = {}
 
@@ -219,17 +242,23 @@ def run_ways(trials: Trials, ways: Iterable[Way]) -> None:
 
 
 def _find_like(trials: Trials, cfg: Any) -> Estimate | None:
-    """Return of what was tried something with the same kind of checkpointing; not of a pipeline, whose ranks have some
-    of the layers each. How frozen weights are rounded makes no difference to what is kept and computed."""
+    """Return of what was tried something with the same kind of checkpointing; not of a pipeline,
+    whose ranks have some of the layers each. How frozen weights are rounded makes no difference to
+    what is kept and computed.
+    """
     for one in trials.tried.values():
         if one is not None and one.quick.least_seconds:
-            if value_of(trials.config(one.changes), CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
+            if value_of(trials.config(one.changes), CHECKPOINTING_KEY) == value_of(
+                cfg, CHECKPOINTING_KEY
+            ):
                 return one.quick
     return None
 
 
 def _highest_speed(trials: Trials, changes: Changes) -> float:
-    """Return the tokens per second that settings have at most; infinite where nothing like them was tried."""
+    """Return the tokens per second that settings have at most; infinite where nothing like them was
+    tried.
+    """
     like = _find_like(trials, trials.config(changes))
     return float("inf") if like is None else like.tokens / like.least_seconds
 
@@ -282,8 +311,13 @@ def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
         get_logger().info(f"refused: {trials.text(changes)}")
         return
     fits = "too large" if not found.may_fit else "fits" if found.short <= 0 else "may fit"
-    size, speed = format_bytes(found.quick.reserved_expandable), f", {format_count(found.speed)} tokens/s"
-    get_logger().info(f"estimated: {trials.text(found.changes)}: {size}, {fits}{speed if found.speed else ''}")
+    size, speed = (
+        format_bytes(found.quick.reserved_expandable),
+        f", {format_count(found.speed)} tokens/s",
+    )
+    get_logger().info(
+        f"estimated: {trials.text(found.changes)}: {size}, {fits}{speed if found.speed else ''}"
+    )
     best = next(iter(trials.fitting()), None)
     if best is not None and best.speed > trials.best_said:
         trials.best_said = best.speed
@@ -301,10 +335,11 @@ SIZE_KEYS = {"batch_size", TURNS_KEY}
 PIPELINE_KEY, SCHEDULE_KEY, COUNT_KEY = (
     f"parallel.{name}" for name in ("pipeline", "pipeline_schedule", "pipeline_microbatches")
 )
-# The schedule with the least memory, and the one with the least waiting that takes as much activation memory.
+# The schedule with the least memory, and the one with the least waiting that takes as much
+# activation memory.
 SCHEDULES_TRIED = ("1f1b", "zbv")
-# Where ranks cannot read each other's memory, gathering parameters costs more than it does elsewhere, and what a
-# pipeline exchanges is little.
+# Where ranks cannot read each other's memory, gathering parameters costs more than it does
+# elsewhere, and what a pipeline exchanges is little.
 LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
 MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
 
@@ -314,8 +349,12 @@ def batch_per_step(cfg: Any) -> int:
     return int(cfg.batch_size * cfg.gradient_accumulation_steps)
 
 
-def list_groups(cfg: Any, settings: PlanSettings, fixed: Collection[str]) -> Iterator[list[Changes]]:
-    """Yield settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
+def list_groups(
+    cfg: Any, settings: PlanSettings, fixed: Collection[str]
+) -> Iterator[list[Changes]]:
+    """Yield settings to begin with, group by group: a group is only tried if nothing of those
+    before it fits.
+    """
     stays: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
     fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
     resorts: dict[int, list[Changes]] = defaultdict(list)
@@ -336,14 +375,24 @@ def list_groups(cfg: Any, settings: PlanSettings, fixed: Collection[str]) -> Ite
         yield [stays | changes for changes in resorts[ROUNDING]]
     for resort in (STATES, HOST):
         if resorts[resort]:
-            yield [stays | one | rounding for one, rounding in product(resorts[resort], resorts[ROUNDING] or [{}])]
+            yield [
+                stays | one | rounding
+                for one, rounding in product(resorts[resort], resorts[ROUNDING] or [{}])
+            ]
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first; then whole models on
-    every rank, without FSDP. Where sequences are long, then the same with ranks that share one."""
+    """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first;
+    then whole models on every rank, without FSDP. Where sequences are long, then the same with
+    ranks that share one.
+    """
     yield from _sharings(cfg, ranks, fixed)
-    free = CONTEXT_KEY not in fixed and not SIZE_KEYS & set(fixed) and cfg.parallel.pipeline == 1 and is_long(cfg)
+    free = (
+        CONTEXT_KEY not in fixed
+        and not SIZE_KEYS & set(fixed)
+        and cfg.parallel.pipeline == 1
+        and is_long(cfg)
+    )
     for size in list_contexts(cfg, ranks) if free else []:
         other = changed(cfg, {CONTEXT_KEY: size})
         if other is not None:
@@ -362,25 +411,40 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]
     }
     free_keys = [key for key in values if key not in fixed and value_of(cfg, key) is not None]
     for combination in product(*(values[key] for key in free_keys)):
-        one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(zip(free_keys, combination, strict=True))
-        alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
+        one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(
+            zip(free_keys, combination, strict=True)
+        )
+        alone = (
+            one.get("parallel.data_replicate") == copies != 1
+        )  # each rank has a copy: there is nothing to gather
         kept = not one.get(RESHARD_KEY, True)
-        # Whole gradients alone save as much as weights kept from forward to backward do, and take as much.
+        # Whole gradients alone save as much as weights kept from forward to backward do, and take
+        # as much.
         halfway = one.get(REDUCE_KEY) == "step" and not kept and RESHARD_KEY not in fixed
         if not (alone and kept) and not halfway:
             yield one
     if free and copies > 1:
         own = "optimizer.implementation"
-        again = {REDUCE_KEY: "micro_batch"} if cfg.parallel.reduce_gradients != "micro_batch" else {}  # has no effect
+        again = (
+            {REDUCE_KEY: "micro_batch"} if cfg.parallel.reduce_gradients != "micro_batch" else {}
+        )  # has no effect
         yield {STRATEGY_KEY: "ddp"} | again | ({} if own in fixed else {own: "auto"})
 
 
-def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True) -> Iterator[Changes]:
-    """Ways to divide the layers between ranks instead; none where the link or what is fixed speaks against it.
+def pipelines(
+    cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True
+) -> Iterator[Changes]:
+    """Ways to divide the layers between ranks instead; none where the link or what is fixed speaks
+    against it.
 
-    The ranks that a pipeline leaves share or copy its stages. splits: whether backward may be cut in two.
+    The ranks that a pipeline leaves share or copy its stages. splits: whether backward may be cut
+    in two.
     """
-    if settings.hardware.link.kind not in LINKS_FOR_PIPELINES or PIPELINE_KEY in fixed or SIZE_KEYS & set(fixed):
+    if (
+        settings.hardware.link.kind not in LINKS_FOR_PIPELINES
+        or PIPELINE_KEY in fixed
+        or SIZE_KEYS & set(fixed)
+    ):
         return  # with fewer data ranks, a step keeps its global batch by more sequences on each
     groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
@@ -388,7 +452,9 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
     for size in lengths[-MAX_PIPELINE_LENGTHS:]:
         for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
             begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
-            if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:  # copies are a number of FSDP's here
+            if (
+                cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed
+            ):  # copies are a number of FSDP's here
                 begun[STRATEGY_KEY] = "fsdp"
             if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
                 begun[COUNT_KEY] = None
@@ -396,7 +462,8 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
             copies = [1, left] if left > 1 and cfg.parallel.data_shard == -1 else [1]
             if "parallel.data_replicate" in fixed:
                 copies = [cfg.parallel.data_replicate]
-            # Ranks with different batches may keep nothing whole through a step, or gradients and weights.
+            # Ranks with different batches may keep nothing whole through a step, or gradients and
+            # weights.
             kept_whole: list[Changes] = [{}]
             if left > 1 and not {REDUCE_KEY, RESHARD_KEY} & set(fixed):
                 kept_whole.append({REDUCE_KEY: "step", RESHARD_KEY: False})
@@ -408,7 +475,9 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     """Whether ranks, layers and the batch of a step can be divided so."""
-    if batch_per_step(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline or not sizes(cfg, changes):
+    if batch_per_step(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline or not sizes(
+        cfg, changes
+    ):
         return False
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
     if other is None or stage_count(other.parallel) > layer_count(other):
@@ -422,7 +491,9 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
 
 def batch_per_step_with(cfg: Any, changes: Changes) -> int:
     """Sequences of a step on one data rank, so that the global batch stays as it is."""
-    times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(changes.get(CONTEXT_KEY, cfg.parallel.context))
+    times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
+        changes.get(CONTEXT_KEY, cfg.parallel.context)
+    )
     return batch_per_step(cfg) * times // int(cfg.parallel.pipeline * cfg.parallel.context)
 
 
@@ -437,14 +508,20 @@ def sizes(cfg: Any, changes: Changes) -> list[int]:
     found = [size for size in range(1, whole + 1) if whole % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
         once = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
-        return found[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else found  # of one, every reduction is once
+        return (
+            found[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else found
+        )  # of one, every reduction is once
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
     fewest = whole + 1 if other is None else fewest_micro_batches(other.parallel)
     return [size for size in found if whole // size >= fewest]
 
 
 def _list_copies(cfg: Any, ranks: int) -> list[int]:
-    """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes the shards."""
+    """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes
+    the shards.
+    """
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]
-    return sorted({copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0})
+    return sorted(
+        {copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0}
+    )

@@ -1,7 +1,9 @@
-"""Trials of changed configs: made where the table of combinations allows them, estimated in processes.
+"""Trials of changed configs: made where the table of combinations allows them, estimated in
+processes.
 
-Everything that asks what a change does goes through here: a change is a dotted key and its value, `changed` makes the
-config, `try_quick` estimates it, `in_processes` and `side_by_side` do so on all cores.
+Everything that asks what a change does goes through here: a change is a dotted key and its value,
+`changed` makes the config, `try_quick` estimates it, `in_processes` and `side_by_side` do so on all
+cores.
 """
 
 import copy
@@ -48,7 +50,8 @@ class Estimate:
 
     # Most bytes in blocks, as `PhasePeak.active`.
     active: int
-    # What the allocator takes for them; some percent off, as memory that loading and the first step leave is not there.
+    # What the allocator takes for them; some percent off, as memory that loading and the first step
+    # leave is not there.
     reserved: int
     reserved_expandable: int
     # Most bytes of host memory, of any simulated rank.
@@ -64,8 +67,8 @@ class Estimate:
     trained: int
     # Where the most is active.
     module: str
-    # What no other way to run the same layers has less of; 0 of a pipeline, whose ranks have some of them each:
-    # activations that all layers keep for the backward of one sequence, bytes,
+    # What no other way to run the same layers has less of; 0 of a pipeline, whose ranks have some
+    # of them each: activations that all layers keep for the backward of one sequence, bytes,
     kept: float = 0.0
     # and seconds of a step's matmuls and attention alone.
     least_seconds: float = 0.0
@@ -76,24 +79,38 @@ class Estimate:
     usable: int = 0
 
 
-def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate:
-    """Return the estimate for a plannable config: of a steady step, without load, validation and save.
+def quick(
+    recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
+) -> Estimate:
+    """Return the estimate for a plannable config: of a steady step, without load, validation and
+    save.
 
-    limit: of a pipeline's places none is simulated after the first one with more active bytes. Raises UserErrors of
-    recipe and config.
+    limit: of a pipeline's places none is simulated after the first one with more active bytes.
+    Raises UserErrors of recipe and config.
     """
-    planned = plan_ranks(recipe_class, cfg, replace(settings, phases=()), list_short_steps(cfg), limit)
+    planned = plan_ranks(
+        recipe_class, cfg, replace(settings, phases=()), list_short_steps(cfg), limit
+    )
     rank = planned.heaviest
     simulation = planned.simulated[rank.rank]
     trace = simulation.trace
     held, kept = _list_alive(trace)
-    activations = sum(one.bytes for one in kept if one.kind == "activations" and IN_LAYERS in one.label + one.module)
+    activations = sum(
+        one.bytes
+        for one in kept
+        if one.kind == "activations" and IN_LAYERS in one.label + one.module
+    )
     # However they are divided into micro-batches, and among the ranks, the operations are the same.
     computing = [op for op in trace.phase_ops(STEADY) if op.flops and op.part in _IN_MODEL]
-    least_seconds = sum(op.repeats * least_op_seconds(op, settings.hardware, settings.calibration) for op in computing)
+    least_seconds = sum(
+        op.repeats * least_op_seconds(op, settings.hardware, settings.calibration)
+        for op in computing
+    )
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = traffic(trace)
-    places = {found.coordinates.get("pipeline", 0): found.modules for found in planned.simulated.values()}
+    places = {
+        found.coordinates.get("pipeline", 0): found.modules for found in planned.simulated.values()
+    }
     modules = [row for rows in places.values() for row in outermost(rows)]
     return Estimate(
         active=rank.peak.active,
@@ -116,12 +133,16 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | Non
 
 
 def traffic(trace: Trace) -> tuple[int, int]:
-    """Bytes of a steady step that a rank sends to others, and that are copied to and from its host."""
+    """Bytes of a steady step that a rank sends to others, and that are copied to and from its
+    host.
+    """
     sent = copied = 0
     for op in trace.phase_ops(STEADY):
         if op.collective is not None and op.collective.operation != "recv":
             collective = op.collective
-            sent += op.repeats * wire_bytes(collective.operation, collective.bytes, len(collective.ranks))
+            sent += op.repeats * wire_bytes(
+                collective.operation, collective.bytes, len(collective.ranks)
+            )
         if op.transfer:  # its bytes are counted where they are read and where they are written
             copied += op.repeats * op.bytes // 2
     return sent, copied
@@ -133,7 +154,9 @@ def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
     for _, kind, number, current, _, alive in trace.walk():
         if kind == PHASE and current == STEADY:
             held = list(alive.values())
-        elif kind == OP and current == STEADY and trace.ops[number].part in ("recompute", "backward"):
+        elif (
+            kind == OP and current == STEADY and trace.ops[number].part in ("recompute", "backward")
+        ):
             return held, list(alive.values())
     return held, []
 
@@ -145,7 +168,10 @@ STREAM_KEY, OFFLOAD_KEY = "memory.stream_layers", "memory.optimizer_offload"
 CHECKPOINTING_KEY, QUANTIZE_KEY = "memory.activation_checkpointing", "lora.quantize_base"
 CONTEXT_KEY, REDUCE_KEY = "parallel.context", "parallel.reduce_gradients"
 STRATEGY_KEY, STATES_KEY = "parallel.strategy", "optimizer.state_bits"
-TEACHER_KEYS = QUANTIZE_TEACHER, STREAM_TEACHER = "distill.quantize_teacher", "distill.stream_teacher"
+TEACHER_KEYS = QUANTIZE_TEACHER, STREAM_TEACHER = (
+    "distill.quantize_teacher",
+    "distill.stream_teacher",
+)
 
 CHECKPOINTING = ("full", "selective", "none")  # from least to most memory
 LONG_SEQUENCE = 8192  # tokens of a sequence from which on the ways to have room for it are weighed
@@ -155,7 +181,10 @@ OUTSIDE_SHARE = 0.1
 RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 ACTIVE_TOLERANCE = 0.01  # of active memory, which estimates say within 0.5 %
 
-_KILLED = "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
+_KILLED = (
+    "tune plan: one of the processes that try settings was killed (out of memory?); free some"
+    " memory"
+)
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -163,7 +192,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings and what they take: by an estimate, or where there is a verdict by their whole plan."""
+    """Settings and what they take: by an estimate, or where there is a verdict by their whole
+    plan.
+    """
 
     changes: Changes
     quick: Estimate
@@ -209,7 +240,9 @@ def data_ranks(cfg: Any, ranks: int) -> int:
 
 
 def changed(cfg: Any, changes: Changes) -> Any | None:
-    """A copy of a config with other values; None where its class lacks a key, or the values do not go together."""
+    """A copy of a config with other values; None where its class lacks a key, or the values do not
+    go together.
+    """
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     if any(key not in keys for key in changes):
@@ -217,7 +250,9 @@ def changed(cfg: Any, changes: Changes) -> Any | None:
     other = copy.deepcopy(cfg)
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
-        setattr(functools.reduce(getattr, section.split(".") if section else [], other), name, value)
+        setattr(
+            functools.reduce(getattr, section.split(".") if section else [], other), name, value
+        )
     return None if _refused(other) - _refused(cfg) else other
 
 
@@ -225,7 +260,11 @@ def _refused(cfg: Any) -> set[Any]:
     """The rules that a config breaks, and the keys that it sets in vain."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
-    idle = {name for name, key in keys.items() if value_of(cfg, name) != key.default and why_idle(cfg, key)}
+    idle = {
+        name
+        for name, key in keys.items()
+        if value_of(cfg, name) != key.default and why_idle(cfg, key)
+    }
     return idle.union(broken_rules(cfg, list(keys)))
 
 
@@ -238,8 +277,14 @@ def checkpointing(cfg: Any, kind: str) -> Changes:
 
 
 def stepped_in_backward(cfg: Any) -> Changes:
-    """Return what steps parameters in backward: nothing is clipped there, and nothing accumulated."""
-    wanted = {"memory.optimizer_in_backward": True, "clip_grad_norm": None, "gradient_accumulation_steps": 1}
+    """Return what steps parameters in backward: nothing is clipped there, and nothing
+    accumulated.
+    """
+    wanted = {
+        "memory.optimizer_in_backward": True,
+        "clip_grad_norm": None,
+        "gradient_accumulation_steps": 1,
+    }
     return find_differing(cfg, wanted)
 
 
@@ -252,36 +297,53 @@ def streamed(cfg: Any) -> Changes:
 
 def override_text(changes: Changes) -> str:
     """Return the changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
-    return " ".join(f"{key}={value_text(value).replace(', ', ',')}" for key, value in changes.items())
+    return " ".join(
+        f"{key}={value_text(value).replace(', ', ',')}" for key, value in changes.items()
+    )
 
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """What the allocator may take on the device."""
-    outside = settings.outside or outside_torch(settings.hardware, communicator_sizes(cfg.parallel, settings.ranks))
+    outside = settings.outside or outside_torch(
+        settings.hardware, communicator_sizes(cfg.parallel, settings.ranks)
+    )
     return settings.hardware.memory - outside.total
 
 
 def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
-    """The ranks of each communicator that a rank has, of the ranks of a pipeline the one with the most.
+    """The ranks of each communicator that a rank has, of the ranks of a pipeline the one with the
+    most.
 
-    NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a communicator of their own.
+    NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
+    communicator of their own.
     """
     pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
 def doubt(settings: PlanSettings) -> int:
-    """Return the bytes beyond the device up to which an estimate does not say whether settings fit."""
+    """Return the bytes beyond the device up to which an estimate does not say whether settings
+    fit.
+    """
     return int(RESERVED_TOLERANCE * settings.hardware.memory)
 
 
-def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate | None:
-    """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
+def try_quick(
+    recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
+) -> Estimate | None:
+    """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is
+    then left out.
+    """
     try:
         return quick(recipe_class, cfg, settings, limit)
     except UserError:
         return None
-    except (AssertionError, NotImplementedError, AttributeError, RuntimeError):  # an operator without a simulation
+    except (
+        AssertionError,
+        NotImplementedError,
+        AttributeError,
+        RuntimeError,
+    ):  # an operator without a simulation
         return None
 
 
@@ -292,7 +354,9 @@ def try_settings(
 
     Where they do not fit and the peak is outside of the layers, with what makes less of that.
     """
-    less = {key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed}
+    less = {
+        key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed
+    }
     if isinstance(value_of(cfg, "parallel.fsdp_wrap_policy"), list):
         less.pop("parallel.fsdp_wrap_policy", None)
     best = None
@@ -309,7 +373,11 @@ def try_settings(
         if best is None or one.short < best.short:
             best = one
         # More than this, logits and gathered embeddings do not make up for.
-        if one.short <= 0 or IN_LAYERS in estimate.module or one.short > OUTSIDE_SHARE * settings.hardware.memory:
+        if (
+            one.short <= 0
+            or IN_LAYERS in estimate.module
+            or one.short > OUTSIDE_SHARE * settings.hardware.memory
+        ):
             break
     return best
 
@@ -322,7 +390,8 @@ def in_processes(
 ) -> list[Result]:
     """Return `work` of each piece, in order, done by `side_by_side`.
 
-    what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go through pipes.
+    what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go
+    through pipes.
     """
 
     def work_at(place: int) -> Result:
@@ -341,10 +410,11 @@ def in_processes(
 def side_by_side(
     work: Callable[[Piece], Result], processes: int | None = None
 ) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
-    """Yield (what begins `work` of a piece, how many go on at a time), by forks of this process, one for each core.
+    """Yield (what begins `work` of a piece, how many go on at a time), by forks of this process,
+    one for each core.
 
-    Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
-    lacks. SetupError if a fork is killed.
+    Here, one after the other, where a simulation has already run in this process: its autograd has
+    threads that a fork lacks. SetupError if a fork is killed.
     """
     has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
     workers = 1 if has_simulated else worker_count(processes)

@@ -1,2 +1,3 @@
-"""What only a GPU would show, found on the simulated device: races between streams, waits of the host, collectives that
-do not meet."""
+"""What only a GPU would show, found on the simulated device: races between streams, waits of the
+host, collectives that do not meet.
+"""

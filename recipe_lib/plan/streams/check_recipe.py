@@ -1,4 +1,6 @@
-"""What `tune plan --check-streams` finds: a recipe's streams, waits of the host, and collectives of all ranks."""
+"""What `tune plan --check-streams` finds: a recipe's streams, waits of the host, and collectives of
+all ranks.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,8 +25,9 @@ _FOR_GRADIENTS = ("torch/distributed/fsdp/", "ops/host_copies.py")
 
 @dataclass
 class RankCheck:
-    """One rank's steps. faults: in words. waits: of the host in a step, `what at file:line` -> how often, the most
-    frequent first."""
+    """One rank's steps. faults: in words. waits: of the host in a step, `what at file:line` -> how
+    often, the most frequent first.
+    """
 
     rank: int
     faults: list[str]
@@ -32,16 +35,23 @@ class RankCheck:
 
     @property
     def unneeded(self) -> int:
-        """Waits beyond the one for the numbers that are logged, and those for gradients that the host adds up and
-        steps: one a micro-batch, and one for each unit that has sums."""
-        others = [count for words, count in self.waits.items() if not any(each in words for each in _FOR_GRADIENTS)]
+        """Waits beyond the one for the numbers that are logged, and those for gradients that the
+        host adds up and steps: one a micro-batch, and one for each unit that has sums.
+        """
+        others = [
+            count
+            for words, count in self.waits.items()
+            if not any(each in words for each in _FOR_GRADIENTS)
+        ]
         return max(0, sum(others) - 1)
 
 
 @dataclass
 class StreamCheck:
-    """ranks: those whose streams were followed. faults: of the collectives of all ranks, in words. compared: which
-    collectives those are. followed: micro-batches, where they are not all of a step's."""
+    """ranks: those whose streams were followed. faults: of the collectives of all ranks, in words.
+    compared: which collectives those are. followed: micro-batches, where they are not all of a
+    step's.
+    """
 
     ranks: list[RankCheck]
     faults: list[str]
@@ -50,15 +60,20 @@ class StreamCheck:
 
     @property
     def is_clean(self) -> bool:
-        """No race, no collective that does not meet, and no wait of the recipe's in a step but for the logged one."""
+        """No race, no collective that does not meet, and no wait of the recipe's in a step but for
+        the logged one.
+        """
         return not self.faults and not any(rank.faults or rank.unneeded for rank in self.ranks)
 
 
-def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compares: bool = True) -> StreamCheck:
-    """Follows two steps of each traced rank, and the collectives of all ranks in those of a smaller model.
+def check_streams(
+    recipe_class: type, cfg: Any, settings: PlanSettings, *, compares: bool = True
+) -> StreamCheck:
+    """Follows two steps of each traced rank, and the collectives of all ranks in those of a smaller
+    model.
 
-    cfg: plannable. compares: whether collectives are compared. Raises UserErrors of the recipe, and ConfigError where a
-    step needs values of tensors.
+    cfg: plannable. compares: whether collectives are compared. Raises UserErrors of the recipe, and
+    ConfigError where a step needs values of tensors.
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
     settings = replace(settings, phases=())
@@ -72,7 +87,9 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
         return RankCheck(rank, checker.faults(), dict(waits.most_common()))
 
     ranks = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
-    result = StreamCheck(in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", "")
+    result = StreamCheck(
+        in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", ""
+    )
     if traced < count:
         result.followed = f"{traced} of a step's {count} micro-batches are followed"
     if settings.ranks > 1 and compares:
@@ -86,17 +103,22 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
         compared = list(range(min(settings.ranks, MOST_RANKS)))
         calls = in_processes(calls_of, compared, "comparing collectives", unit="ranks")
         result.faults = order_faults(dict(zip(compared, calls, strict=True)))
-        made = f"{sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of {layers} layers)"
+        made = (
+            f"{sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of {layers} layers)"
+        )
         result.compared = f"collectives: {made}"
     return result
 
 
 def _with_few_layers(cfg: Any) -> tuple[Any, int]:
-    """The config with as few layers as have every kind of them on each stage, and how many those are; the whole model
-    where one of its settings names layers that there would not be."""
+    """The config with as few layers as have every kind of them on each stage, and how many those
+    are; the whole model where one of its settings names layers that there would not be.
+    """
     own = layer_count(cfg)
     lead, period = find_layer_pattern(cfg)
-    wanted = lead + 2 * max(period, stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers)
+    wanted = lead + 2 * max(
+        period, stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
+    )
     if wanted >= own or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
         return cfg, own
     try:
@@ -109,13 +131,24 @@ def render_check(check: StreamCheck) -> str:
     """One part for streams, one for waits of the host, one for collectives."""
     lines = [check.followed] if check.followed else []
     for rank in check.ranks:
-        lines += _list_faults(f"rank {rank.rank}: uses of memory by streams", "in order", "out of order", rank.faults)
-        verdict = f", {rank.unneeded} more than the one for the numbers that are logged" if rank.unneeded else ""
+        lines += _list_faults(
+            f"rank {rank.rank}: uses of memory by streams", "in order", "out of order", rank.faults
+        )
+        verdict = (
+            f", {rank.unneeded} more than the one for the numbers that are logged"
+            if rank.unneeded
+            else ""
+        )
         count = sum(rank.waits.values())
-        lines.append(f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a step{verdict}")
+        lines.append(
+            f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a"
+            f" step{verdict}"
+        )
         lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]
     if check.compared:
-        lines += _list_faults(check.compared, "meet, without a circle of waits", "do not meet", check.faults)
+        lines += _list_faults(
+            check.compared, "meet, without a circle of waits", "do not meet", check.faults
+        )
     return "\n".join(lines) + "\n"
 
 

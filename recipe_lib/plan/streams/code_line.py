@@ -1,4 +1,6 @@
-"""The line of code that an operator comes from: of the user's, of ours, of a model's class, or of torch's FSDP."""
+"""The line of code that an operator comes from: of the user's, of ours, of a model's class, or of
+torch's FSDP.
+"""
 
 import sys
 import sysconfig
@@ -41,7 +43,9 @@ def is_of_user(file: str) -> bool:
 
 
 def text_of(line: Line) -> str:
-    """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as short as can be."""
+    """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as
+    short as can be.
+    """
     file, number = line
     for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
         file = file.removeprefix(f"{root}/")

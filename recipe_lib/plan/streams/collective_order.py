@@ -1,9 +1,11 @@
-"""Whether the collectives of all ranks meet: the same ones in the same order in each group, and no circle of waits.
+"""Whether the collectives of all ranks meet: the same ones in the same order in each group, and no
+circle of waits.
 
-NCCL's rules: the k-th call of a rank on a communicator is matched with the k-th of every other rank by nothing but its
-place; a communicator does one after the other; each begins when all of its ranks have come to it. The exchanges of two
-ranks have a communicator of their own. The first call on a communicator makes it, for which the host of each rank
-waits until all of its ranks are there (`ncclCommInitRank`). No torch in here.
+NCCL's rules: the k-th call of a rank on a communicator is matched with the k-th of every other rank
+by nothing but its place; a communicator does one after the other; each begins when all of its ranks
+have come to it. The exchanges of two ranks have a communicator of their own. The first call on a
+communicator makes it, for which the host of each rank waits until all of its ranks are there
+(`ncclCommInitRank`). No torch in here.
 """
 
 from collections import Counter, defaultdict
@@ -11,15 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-Group = tuple[str, tuple[int, ...], bool]  # dimension of the mesh, ranks, whether it is for exchanges of two
+Group = tuple[
+    str, tuple[int, ...], bool
+]  # dimension of the mesh, ranks, whether it is for exchanges of two
 _MATCHES = {"send": "recv", "recv": "send"}
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One rank's call. bytes: of the whole tensor, or of the message. place: `file:line`. after: numbers of earlier
-    calls of the rank that are done before it can begin, the last of each stream. host_after: those that the host had
-    waited for when it was issued."""
+    """One rank's call. bytes: of the whole tensor, or of the message. place: `file:line`. after:
+    numbers of earlier calls of the rank that are done before it can begin, the last of each stream.
+    host_after: those that the host had waited for when it was issued.
+    """
 
     operation: str
     group: Group
@@ -38,7 +43,9 @@ _Node = tuple[Group, int]  # a collective, by its place in its group; -1: making
 
 
 def order_faults(calls: Calls) -> list[str]:
-    """What would hang or exchange the wrong tensors, in words; empty: nothing. calls: of all ranks of the groups."""
+    """What would hang or exchange the wrong tensors, in words; empty: nothing. calls: of all ranks
+    of the groups.
+    """
     return mismatches(calls) or circles(calls)
 
 
@@ -56,14 +63,17 @@ def mismatches(calls: Calls) -> list[str]:
                 answer = "makes no such call" if met is None else f"calls {met}"
                 where = f"{', '.join(map(str, group[1]))} ({'exchange' if group[2] else group[0]})"
                 faults[group] = (
-                    f"call {place + 1} of the ranks {where}: rank {rank} calls {call}, rank {other} {answer}"
+                    f"call {place + 1} of the ranks {where}: rank {rank} calls {call}, rank {other}"
+                    f" {answer}"
                 )
     return list(faults.values())
 
 
 def circles(calls: Calls) -> list[str]:
     """A circle of collectives each of which waits for the next, if there is one."""
-    needs: dict[_Node, set[_Node]] = defaultdict(set)  # what has to be done before it can begin, on any of its ranks
+    needs: dict[_Node, set[_Node]] = defaultdict(
+        set
+    )  # what has to be done before it can begin, on any of its ranks
     words: dict[_Node, str] = {}
     nodes: dict[int, list[_Node]] = defaultdict(list)
     made: dict[int, list[_Node]] = defaultdict(list)  # by rank, its communicators so far
@@ -83,7 +93,9 @@ def circles(calls: Calls) -> list[str]:
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
-        circle = error.args[1][::-1]  # its end is its beginning; each comes before the next one there
+        circle = error.args[1][
+            ::-1
+        ]  # its end is its beginning; each comes before the next one there
         return ["a circle of waits: " + ", which waits for ".join(words[node] for node in circle)]
     return []
 

@@ -1,15 +1,17 @@
-"""A race detector for the streams of a simulated device: what two streams, or a stream and the host, do to the same
-memory without a wait between them.
+"""A race detector for the streams of a simulated device: what two streams, or a stream and the
+host, do to the same memory without a wait between them.
 
-Happens-before by vector clocks, as torch's own sanitizer for CUDA has it (`torch.cuda._sanitizer`), and beyond it:
-memory that the caching allocator hands out again while another stream still uses it, buffers on the host, collectives
-with streams of their own, and where the host waits. Each operator of a simulated step is judged as it is issued.
+Happens-before by vector clocks, as torch's own sanitizer for CUDA has it (`torch.cuda._sanitizer`),
+and beyond it: memory that the caching allocator hands out again while another stream still uses it,
+buffers on the host, collectives with streams of their own, and where the host waits. Each operator
+of a simulated step is judged as it is issued.
 
-An allocation belongs to the stream that was current when it was made. When it is freed its memory can be in the next
-one of that stream at once, so whoever has that is checked against all that still uses it. Pinned memory of the host is
-given out again when the copies that torch issued on it are done. A collective that runs on the current stream is like
-any operator; an asynchronous one runs on its communicator's, holds its tensors until somebody waits for it, and is
-waited for through its work or `wait_tensor` (torch 2.8 and later).
+An allocation belongs to the stream that was current when it was made. When it is freed its memory
+can be in the next one of that stream at once, so whoever has that is checked against all that still
+uses it. Pinned memory of the host is given out again when the copies that torch issued on it are
+done. A collective that runs on the current stream is like any operator; an asynchronous one runs on
+its communicator's, holds its tensors until somebody waits for it, and is waited for through its
+work or `wait_tensor` (torch 2.8 and later).
 """
 
 from bisect import bisect_right
@@ -40,8 +42,9 @@ Clock = dict[int, int]  # by stream the number of the last of its works that is 
 
 
 class VectorClocks:
-    """Streams are numbers; `HOST` is the host. Works are numbered as they are issued, from 1 on. last: of each stream
-    its last work."""
+    """Streams are numbers; `HOST` is the host. Works are numbered as they are issued, from 1 on.
+    last: of each stream its last work.
+    """
 
     def __init__(self) -> None:
         self._issued = 0
@@ -59,7 +62,9 @@ class VectorClocks:
         return stream == HOST or self.done(stream, other) >= work
 
     def done(self, stream: int, other: int) -> int:
-        """The number of the last work of `stream` that is done before what `other` does next; 0: none is."""
+        """The number of the last work of `stream` that is done before what `other` does next; 0:
+        none is.
+        """
         if stream == other:
             return self.last.get(stream, 0)
         return max(self._known[HOST].get(stream, 0), self._known[other].get(stream, 0))
@@ -82,7 +87,9 @@ _INDEX_PUTS = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 @dataclass(frozen=True)
 class Access:
-    """A use of memory. work: number on its stream. does: `reads`, `writes`, or `has`: it had the memory before."""
+    """A use of memory. work: number on its stream. does: `reads`, `writes`, or `has`: it had the
+    memory before.
+    """
 
     stream: int
     work: int
@@ -93,8 +100,9 @@ class Access:
 
 @dataclass(slots=True)
 class _Memory:
-    """Of a storage: the last write, the last read of each stream since, and what its bytes may be used by still, from
-    owners before it."""
+    """Of a storage: the last write, the last read of each stream since, and what its bytes may be
+    used by still, from owners before it.
+    """
 
     storage: Storage
     written: Access | None = None
@@ -107,8 +115,9 @@ class _Memory:
 
 @dataclass
 class _Work:
-    """An asynchronous collective: what is done when it is, and the storages it holds; its operator, and its line.
-    on_host: of tensors there, for which the host waits."""
+    """An asynchronous collective: what is done when it is, and the storages it holds; its operator,
+    and its line. on_host: of tensors there, for which the host waits.
+    """
 
     clock: Clock
     held: list[int]
@@ -118,8 +127,9 @@ class _Work:
 
 
 class StreamChecker:
-    """A Tracer reports to it, in the order of issue. races: found, in words, one of each kind. waits: of the host, in
-    the last `train_step`. unrecorded: lines that wait for an event that nothing has recorded, which CUDA lets pass.
+    """A Tracer reports to it, in the order of issue. races: found, in words, one of each kind.
+    waits: of the host, in the last `train_step`. unrecorded: lines that wait for an event that
+    nothing has recorded, which CUDA lets pass.
     """
 
     def __init__(self, device: str) -> None:
@@ -129,14 +139,20 @@ class StreamChecker:
         self.unrecorded: dict[Line, None] = {}
         self.counts = False  # waits
         self.calls: list[CollectiveCall] = []
-        self._issued: dict[int, list[tuple[int, int]]] = {}  # by stream, of each call its work and its place in `calls`
+        self._issued: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by stream, of each call its work and its place in `calls`
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}
-        self._freed: dict[int, dict[int, Access]] = {}  # by pool and stream, what may still use memory free in it
+        self._freed: dict[
+            int, dict[int, Access]
+        ] = {}  # by pool and stream, what may still use memory free in it
         self._events: dict[int, Clock] = {}  # what their streams will have done when they come
         self._names = {HOST: "on the host"}
         self._communicators: dict[tuple[Any, ...], int] = {}
-        self._results: dict[int, _Work] = {}  # of functional collectives, by the storage that each made
+        self._results: dict[
+            int, _Work
+        ] = {}  # of functional collectives, by the storage that each made
         self._works: dict[int, _Work] = {}  # by the id of what `wait` is called on
         self._last_work: _Work | None = None
         self._on_device = 0  # operators issued to it
@@ -148,19 +164,29 @@ class StreamChecker:
         self.counts = True
 
     def end_step(self) -> None:
-        """Read what a step leaves as for a saved state: on the host by the host, on the device by the stream that
-        computes, whose copies the host waits for."""
+        """Read what a step leaves as for a saved state: on the host by the host, on the device by
+        the stream that computes, whose copies the host waits for.
+        """
         self.counts = False
         for number, memory in list(self._memory.items()):
             if memory.storage.kind in ("parameters", "optimizer") and not memory.freed:
                 stream = 0 if memory.storage.device else HOST
                 self._use(
-                    number, Access(stream, self._clocks.issue(stream), "reads", Op("saving a state"), code_line())
+                    number,
+                    Access(
+                        stream,
+                        self._clocks.issue(stream),
+                        "reads",
+                        Op("saving a state"),
+                        code_line(),
+                    ),
                 )
 
     def faults(self) -> list[str]:
         """All that was found but waits of the host, in words."""
-        works = dict.fromkeys((work.operator, work.place) for work in (*self._works.values(), *self._results.values()))
+        works = dict.fromkeys(
+            (work.operator, work.place) for work in (*self._works.values(), *self._results.values())
+        )
         never = [f"{name} at {text_of(line)} is never waited for" for name, line in works]
         passed = [
             f"{text_of(line)} waits for an event that nothing has recorded, which CUDA lets pass"
@@ -177,10 +203,14 @@ class StreamChecker:
             pool = storage.stream
             last = self._clocks.last.get(pool, 0)
             memory.before.append(
-                Access(pool, last, "has", Op("what was issued before", part=storage.part), code_line())
+                Access(
+                    pool, last, "has", Op("what was issued before", part=storage.part), code_line()
+                )
             )
             waiting = self._freed.get(pool, {}).values()
-            still = [one for one in waiting if not self._clocks.is_before(one.stream, one.work, pool)]
+            still = [
+                one for one in waiting if not self._clocks.is_before(one.stream, one.work, pool)
+            ]
             self._freed[pool] = {one.stream: one for one in still}
             memory.before += still
 
@@ -240,7 +270,9 @@ class StreamChecker:
             self._wait(what, clock)
 
     def _wait(self, what: str, clock: Clock) -> None:
-        """One that follows another of the same line, with nothing issued to the device in between, is a part of it."""
+        """One that follows another of the same line, with nothing issued to the device in between,
+        is a part of it.
+        """
         self._clocks.wait(HOST, clock)
         line, issued = code_line(), self._on_device
         if self.counts and (line, issued) != self._last_wait:
@@ -258,15 +290,23 @@ class StreamChecker:
         op: Op,
         numbers: Callable[[Any], tuple[int, ...]],
     ) -> None:
-        """An operator was issued. numbers: gives those of the storages of a value's tensors that are known."""
+        """An operator was issued. numbers: gives those of the storages of a value's tensors that
+        are known.
+        """
         if op.name.endswith("wait_tensor"):
             self._finish(self._results.pop(next(iter(numbers(args)), -1), None), op.stream)
             return
-        read, written = (dict.fromkeys(numbers(found)) for found in accesses(func, args, kwargs, result))
-        on_device = any(one.device.type == self.device for one in tensors_in((args, tuple(kwargs.values()), result)))
+        read, written = (
+            dict.fromkeys(numbers(found)) for found in accesses(func, args, kwargs, result)
+        )
+        on_device = any(
+            one.device.type == self.device
+            for one in tensors_in((args, tuple(kwargs.values()), result))
+        )
         stream = op.stream if on_device else HOST
         self._on_device += on_device
-        # It runs on its communicator's stream, as do all exchanges of two ranks, even those waited for at once.
+        # It runs on its communicator's stream, as do all exchanges of two ranks, even those waited
+        # for at once.
         is_sent = op.collective is not None and (not op.collective.waits or is_transfer(op))
         if is_sent:
             stream = self._find_communicator(op, stream)
@@ -284,7 +324,9 @@ class StreamChecker:
             held = [number for number in {**read, **written} if number in self._memory]
             for number in held:
                 self._memory[number].sent += 1
-            self._last_work = _Work(self._clocks.snapshot(stream), held, op.name, line, not on_device)
+            self._last_work = _Work(
+                self._clocks.snapshot(stream), held, op.name, line, not on_device
+            )
             if op.name.startswith("_c10d_functional"):
                 self._results |= dict.fromkeys(numbers(result), self._last_work)
                 self._last_work = None
@@ -296,19 +338,25 @@ class StreamChecker:
             self._wait(why, self._clocks.snapshot(stream))
 
     def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
-        """Return whether one of them is a mask on the device, whose elements CUDA counts (`nonzero`) for the host."""
+        """Return whether one of them is a mask on the device, whose elements CUDA counts
+        (`nonzero`) for the host.
+        """
         masks = [index for index in tensors_in(indices) if index.dtype in (torch.bool, torch.uint8)]
         return any(mask.device.type == self.device for mask in masks)
 
-    def _why_copy_waits(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]) -> str:
+    def _why_copy_waits(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]
+    ) -> str:
         """Why the host waits in a copy between it and the device, in words; "": it does not.
 
-        A copy to memory that is not pinned is done when it returns; one from there waits for its stream first (CUDA's
-        documentation, "API synchronization behavior").
+        A copy to memory that is not pinned is done when it returns; one from there waits for its
+        stream first (CUDA's documentation, "API synchronization behavior").
         """
         known = [self._memory[number].storage for number in numbers if number in self._memory]
         host = [storage for storage in known if not storage.device]
-        way, how = ("to the host", "into") if op.transfer == "to_host" else ("to the device", "from")
+        way, how = (
+            ("to the host", "into") if op.transfer == "to_host" else ("to the device", "from")
+        )
         if not host or not all(storage.pinned for storage in host):
             return f"a copy {way} {how} memory that is not pinned"
         return f"a blocking copy {way}" if is_blocking(op.name, args, kwargs) else ""
@@ -330,17 +378,31 @@ class StreamChecker:
         memory.written = access
         memory.read.clear()
 
-    def _compare(self, memory: _Memory, earlier: Access, access: Access, *, reused: bool = False) -> None:
+    def _compare(
+        self, memory: _Memory, earlier: Access, access: Access, *, reused: bool = False
+    ) -> None:
         """Two uses of the same memory with no wait between them are a race."""
         if self._clocks.is_before(earlier.stream, earlier.work, access.stream):
             return
         first = self._describe(earlier)
         second = self._describe(access)
-        key: tuple[Any, ...] = (earlier.op.name, earlier.place, access.op.name, access.place, reused)
-        words = f"{memory.storage.label or memory.storage.kind} ({'device' if memory.storage.device else 'host'}): "
+        key: tuple[Any, ...] = (
+            earlier.op.name,
+            earlier.place,
+            access.op.name,
+            access.place,
+            reused,
+        )
+        words = (
+            f"{memory.storage.label or memory.storage.kind}"
+            f" ({'device' if memory.storage.device else 'host'}): "
+        )
         words += f"{second} {access.does} what {first} {earlier.does}, with no wait between them"
         if reused:
-            words = f"memory that {first} still {earlier.does} is given out again: {second} {access.does} it"
+            words = (
+                f"memory that {first} still {earlier.does} is given out again: {second}"
+                f" {access.does} it"
+            )
             if earlier.does != "has":  # whoever is given the memory next
                 key = (earlier.op.name, earlier.place, earlier.does)
         self.races.setdefault(key, words)
@@ -349,17 +411,24 @@ class StreamChecker:
         """`aten::copy_ on stream 2 (backward, model.layers.0, memory/x.py:12)`."""
         part = "" if access.op.part == "other" else access.op.part
         where = ", ".join(filter(None, [part, access.op.module, text_of(access.place)]))
-        return f"{access.op.name} {self._names.get(access.stream, f'on stream {access.stream}')} ({where})"
+        return (
+            f"{access.op.name} {self._names.get(access.stream, f'on stream {access.stream}')}"
+            f" ({where})"
+        )
 
     # Asynchronous collectives
 
     def _find_communicator(self, op: Op, after: int) -> int:
-        """The stream of a collective's communicator; what is issued on it comes after another one."""
+        """The stream of a collective's communicator; what is issued on it comes after another
+        one.
+        """
         collective: Any = op.collective
         # Two ranks exchange on a communicator of their own.
         key = (collective.dim, collective.ranks, is_transfer(op), after == HOST)
         stream = self._communicators.setdefault(key, _COMMUNICATORS + len(self._communicators))
-        self._names[stream] = f"on the communicator of ranks {', '.join(map(str, collective.ranks))}"
+        self._names[stream] = (
+            f"on the communicator of ranks {', '.join(map(str, collective.ranks))}"
+        )
         self._clocks.wait(stream, self._clocks.snapshot(after))
         return stream
 
@@ -432,18 +501,26 @@ _WRITES = {
     "fsdp::all_gather_copy_in": 1,
 }
 # What these write they do not read.
-_ONLY_WRITES = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_"})
+_ONLY_WRITES = frozenset(
+    {"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
+)
 
 
 def accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors read, tensors written); what is changed in place is among both."""
-    given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
+    given = {
+        **dict(zip((one.name for one in func._schema.arguments), args, strict=False)),
+        **kwargs,
+    }
     names = _find_written(func)
     written = tensors_in([value for name, value in given.items() if name in names])
     kept = names if func._schema.name in _ONLY_WRITES else frozenset()
-    return tensors_in([value for name, value in given.items() if name not in kept]), [*written, *tensors_in(result)]
+    return tensors_in([value for name, value in given.items() if name not in kept]), [
+        *written,
+        *tensors_in(result),
+    ]
 
 
 @cache
@@ -452,4 +529,6 @@ def _find_written(func: Any) -> frozenset[str]:
     arguments = func._schema.arguments
     if func._schema.name in _WRITES:
         return frozenset({arguments[_WRITES[func._schema.name]].name})
-    return frozenset(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return frozenset(
+        one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write
+    )

@@ -19,16 +19,17 @@ from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMU
 from recipe_lib.plan.timing.cost import ATTENTION, OPERATIONS, TINY_ATTENTION
 from recipe_lib.units import MIB, format_bytes
 
-# Seconds of steps before the ones that are timed: clocks fall, and the first step is shorter than those after it
-# (docs/measurements/gpu-times-nvidia-h200.md).
+# Seconds of steps before the ones that are timed: clocks fall, and the first step is shorter than
+# those after it (docs/measurements/gpu-times-nvidia-h200.md).
 _LOADED_SECONDS = 3.0
 
 
 def calibrate(device: str | None = None) -> dict[str, Any]:
-    """Measures matmuls, attention, an elementwise operator and issuing; `tune doctor` measures links.
+    """Measures matmuls, attention, an elementwise operator and issuing; `tune doctor` measures
+    links.
 
-    device: `cuda` or `cpu`; None: a GPU if there is one. Takes some seconds on a GPU. Returns what is written as JSON;
-    its `dry_run` is true on a CPU.
+    device: `cuda` or `cpu`; None: a GPU if there is one. Takes some seconds on a GPU. Returns what
+    is written as JSON; its `dry_run` is true on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
@@ -56,7 +57,9 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], Any], device: str) -> float:
-    """Device time of one call: the median of seven, each of enough calls to last 20 ms (on a CPU, 1 ms)."""
+    """Device time of one call: the median of seven, each of enough calls to last 20 ms (on a CPU, 1
+    ms).
+    """
     on_gpu = torch.device(device).type != "cpu"
     synchronize = torch.get_device_module(device).synchronize
 
@@ -74,8 +77,9 @@ def _seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def copy_rates(device: str) -> dict[str, float]:
-    """copy_to_device, copy_to_host: bytes a second between the device and pinned memory of the host, one way at a
-    time; 256 MiB, on a CPU 1 MiB of ordinary memory."""
+    """copy_to_device, copy_to_host: bytes a second between the device and pinned memory of the
+    host, one way at a time; 256 MiB, on a CPU 1 MiB of ordinary memory.
+    """
     on_gpu = torch.device(device).type != "cpu"
     count = (256 if on_gpu else 1) * MIB
     host = torch.ones(count, dtype=torch.uint8, pin_memory=on_gpu)
@@ -87,18 +91,25 @@ def copy_rates(device: str) -> dict[str, float]:
 
 
 def matmul_rate(device: str, dtype: str) -> float:
-    """Operations a second of one large matmul in bf16, int8 or fp8 (rows of e4m3, one scale each way).
+    """Operations a second of one large matmul in bf16, int8 or fp8 (rows of e4m3, one scale each
+    way).
 
     torch raises what it likes where a device cannot: fp8 needs compute capability 8.9.
     """
     m, n, k = LARGE_MATMUL if torch.device(device).type != "cpu" else TINY_MATMULS[-1]
     if dtype == "int8":
-        left, right = (torch.randint(-8, 8, (size, k), dtype=torch.int8, device=device) for size in (m, n))
+        left, right = (
+            torch.randint(-8, 8, (size, k), dtype=torch.int8, device=device) for size in (m, n)
+        )
         work = partial(torch._int_mm, left, right.t())
     elif dtype == "fp8":
-        left, right = (torch.randn(size, k, device=device).to(torch.float8_e4m3fn) for size in (m, n))
+        left, right = (
+            torch.randn(size, k, device=device).to(torch.float8_e4m3fn) for size in (m, n)
+        )
         one = torch.ones((), device=device)
-        work = partial(torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        work = partial(
+            torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+        )
     else:
         left, right = (torch.randn(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
         work = partial(torch.nn.functional.linear, left, right)
@@ -109,19 +120,27 @@ def _matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
     """Rates, in operations a second, of `[m, k] @ [k, n]` as a linear layer has them."""
     measured = []
     for m, n, k in MATMULS if torch.device(device).type != "cpu" else TINY_MATMULS:
-        left, right = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
+        left, right = (
+            torch.randn(m, k, dtype=dtype, device=device),
+            torch.randn(n, k, dtype=dtype, device=device),
+        )
         seconds = _seconds(partial(torch.nn.functional.linear, left, right), device)
         measured.append({"shape": [m, n, k], "rate": 2 * m * n * k / seconds})
     return measured
 
 
 def _attention(device: str) -> float:
-    """Operations a second of causal attention, forward and backward together, counted as torch's flop counter does.
+    """Operations a second of causal attention, forward and backward together, counted as torch's
+    flop counter does.
 
-    It counts every score, also those that causality leaves out: 4 a score and head element forward, 10 backward.
+    It counts every score, also those that causality leaves out: 4 a score and head element forward,
+    10 backward.
     """
     shape = ATTENTION if torch.device(device).type != "cpu" else TINY_ATTENTION
-    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for _ in range(3)
+    )
     grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
 
     def work() -> None:
@@ -134,13 +153,16 @@ def _attention(device: str) -> float:
 def _bandwidth(device: str) -> float:
     """Bytes a second of `a + b` in bf16: two read, one written."""
     elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
-    first, second, out = (torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3))
+    first, second, out = (
+        torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3)
+    )
     return 3 * 2 * elements / _seconds(lambda: torch.add(first, second, out=out), device)
 
 
 def optimizer_rate(device: str) -> float:
-    """Return the bytes a second of fused AdamW in bf16: weights, gradients and two states read, all but gradients
-    written."""
+    """Return the bytes a second of fused AdamW in bf16: weights, gradients and two states read, all
+    but gradients written.
+    """
     tensors, elements = (16, 16 * MIB) if torch.device(device).type != "cpu" else (2, 1024)
     weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
     for weight in weights:
@@ -150,17 +172,23 @@ def optimizer_rate(device: str) -> float:
 
 
 def step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
-    """Return the share of the bf16 rate of LARGE_MATMUL that such products reach in steps that follow each other.
+    """Return the share of the bf16 rate of LARGE_MATMUL that such products reach in steps that
+    follow each other.
 
-    matmuls: as `_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a step's operators
-    move between the products is taken off. A step is forward and backward of three gated MLPs with residuals.
+    matmuls: as `_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a
+    step's operators move between the products is taken off. A step is forward and backward of three
+    gated MLPs with residuals.
     """
     on_gpu = torch.device(device).type != "cpu"
     tokens, inner, width = LARGE_MATMUL if on_gpu else TINY_MATMULS[-1]
     layers = 3
     shapes = [(inner, width), (inner, width), (width, inner)] * layers
-    weights = [torch.randn(shape, dtype=torch.bfloat16, device=device).div_(shape[1]) for shape in shapes]
-    hidden, gradient = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weights = [
+        torch.randn(shape, dtype=torch.bfloat16, device=device).div_(shape[1]) for shape in shapes
+    ]
+    hidden, gradient = (
+        torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2)
+    )
     for tensor in (hidden, *weights):
         tensor.requires_grad_()
 
@@ -173,8 +201,9 @@ def step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> 
     until = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
     while time.perf_counter() < until:
         _seconds(step, device)
-    # Each product has one forward and two backward. Of the inner width: silu 2, its product 3, their gradients 9; of
-    # the outer one: the residual 3, its gradient's sum with those of gate and up 6.
+    # Each product has one forward and two backward. Of the inner width: silu 2, its product 3,
+    # their gradients 9; of the outer one: the residual 3, its gradient's sum with those of gate and
+    # up 6.
     flops = layers * 3 * 3 * 2 * tokens * inner * width
     moved = layers * 2 * tokens * (14 * inner + 9 * width)
     seconds = _seconds(step, device) - moved / bandwidth
@@ -183,7 +212,9 @@ def step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> 
 
 
 def _issuing(device: str) -> dict[str, float]:
-    """host_seconds: for the host to issue an operator with autograd; kernel_seconds: of the smallest kernel."""
+    """host_seconds: for the host to issue an operator with autograd; kernel_seconds: of the
+    smallest kernel.
+    """
     small = torch.ones(16, device=device)
     tracked = torch.ones(16, device=device, requires_grad=True)
     on_gpu = torch.device(device).type != "cpu"
@@ -221,9 +252,9 @@ def collective_steps(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The steps of one rank: joining the others, then every collective at every size.
 
-    folder: shared by the ranks, where they meet. seconds: how long one may take before the backend gives up. Each step
-    gives {"operation", "bytes", "seconds" (the median, of one call), "wrong" (numbers that are not what they should
-    be)}.
+    folder: shared by the ranks, where they meet. seconds: how long one may take before the backend
+    gives up. Each step gives {"operation", "bytes", "seconds" (the median, of one call), "wrong"
+    (numbers that are not what they should be)}.
     """
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
@@ -233,7 +264,11 @@ def collective_steps(
         backend = "nccl" if on_gpu else "gloo"
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=max(1.0, seconds))
+            backend,
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=max(1.0, seconds)),
         )
         dist.all_reduce(torch.ones(1, device=device))
         return backend
@@ -245,9 +280,12 @@ def collective_steps(
             yield f"{operation} of {format_bytes(size)}", work
 
 
-def measure_collective(operation: str, size: int, rank: int, ranks: int, device: Any) -> dict[str, Any]:
-    """One collective of fp32 numbers, `size` bytes in all: its time, and whether the numbers are right before and
-    after; small whole numbers, so that sums are exact."""
+def measure_collective(
+    operation: str, size: int, rank: int, ranks: int, device: Any
+) -> dict[str, Any]:
+    """One collective of fp32 numbers, `size` bytes in all: its time, and whether the numbers are
+    right before and after; small whole numbers, so that sums are exact.
+    """
     synchronize = torch.get_device_module(device).synchronize
     part = max(1, size // 4 // ranks)
     pattern = torch.arange(part * ranks, device=device).remainder(251).float()
@@ -279,4 +317,9 @@ def measure_collective(operation: str, size: int, rank: int, ranks: int, device:
         times.append((time.perf_counter() - start) / calls)
     if operation != "all_reduce":  # which adds in place, over and over
         wrong += int((result != expected).sum())
-    return {"operation": operation, "bytes": 4 * part * ranks, "seconds": sorted(times)[ROUNDS // 2], "wrong": wrong}
+    return {
+        "operation": operation,
+        "bytes": 4 * part * ranks,
+        "seconds": sorted(times)[ROUNDS // 2],
+        "wrong": wrong,
+    }

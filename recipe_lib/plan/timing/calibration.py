@@ -24,8 +24,15 @@ _UNKNOWN = (
 )
 _OPTIONAL = ("links", *_UNKNOWN[1:])
 
-# (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three tiny ones.
-MATMULS = ((512, 2048, 2048), (512, 4096, 4096), (2048, 4096, 4096), (4096, 14336, 4096), (8192, 28672, 8192))
+# (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three
+# tiny ones.
+MATMULS = (
+    (512, 2048, 2048),
+    (512, 4096, 4096),
+    (2048, 4096, 4096),
+    (4096, 14336, 4096),
+    (8192, 28672, 8192),
+)
 TINY_MATMULS = ((32, 32, 32), (64, 64, 64), (96, 96, 96))
 LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
 
@@ -35,8 +42,8 @@ def with_links(
 ) -> dict[str, Any]:
     """A calibration as `calibrate` makes it, with what was measured next to it.
 
-    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None. low_precision: dtype ->
-    operations a second of the matmul of `matmul_rate`.
+    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None.
+    low_precision: dtype -> operations a second of the matmul of `matmul_rate`.
     """
     on_cpu = measured["device"] == "cpu"
     shape = list(TINY_MATMULS[-1] if on_cpu else LARGE_MATMUL)
@@ -54,15 +61,19 @@ def with_links(
     }
     largest = max(points["all_gather"], key=lambda point: point["bytes"])
     return result | {
-        "link_bandwidth": wire_bytes("all_gather", largest["bytes"], links["ranks"]) / largest["seconds"],
+        "link_bandwidth": (
+            wire_bytes("all_gather", largest["bytes"], links["ranks"]) / largest["seconds"]
+        ),
         "links": {"ranks": links["ranks"], "backend": links["backend"], **points},
     }
 
 
 def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
-    """Return the device that a file's rates were measured on, and what is assumed of it; "" for nothing.
+    """Return the device that a file's rates were measured on, and what is assumed of it; "" for
+    nothing.
 
-    ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows the memory of.
+    ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows
+    the memory of.
     """
     place, values = _read_values(path)
     name = values["device"]
@@ -74,16 +85,16 @@ def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
         return find_hardware(name), f"its memory is {memory_from}"
     except ConfigError:
         raise ConfigError(
-            f"{place} was measured on {quote(name)}, which is not known, and does not have its memory; "
-            "add the size, such as --device 48GB"
+            f"{place} was measured on {quote(name)}, which is not known, and does not have its"
+            " memory; add the size, such as --device 48GB"
         ) from None
 
 
 def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
 
-    ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is of another device
-    (a size of memory, such as 24GB, takes a card of that size).
+    ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is
+    of another device (a size of memory, such as 24GB, takes a card of that size).
     """
     place, values = _read_values(path)
     _check_device(place, values["device"], values["memory"], hardware)
@@ -101,7 +112,9 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{place} cannot be read ({describe_fault(error)}); expected a file, {remedy}") from None
+        raise ConfigError(
+            f"{place} cannot be read ({describe_fault(error)}); expected a file, {remedy}"
+        ) from None
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise ConfigError(f"{place} is no calibration of version {VERSION}; {remedy}")
     values = {**dict.fromkeys(_OPTIONAL), **values}
@@ -113,7 +126,10 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"{place}: {name} is no text; {remedy}")
     for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *_UNKNOWN):
         if not (_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
-            raise ConfigError(f"{place}: {name} is {quote(str(values[name]))}; expected a positive number, {remedy}")
+            raise ConfigError(
+                f"{place}: {name} is {quote(str(values[name]))}; expected a positive number,"
+                f" {remedy}"
+            )
     return place, values
 
 
@@ -125,7 +141,10 @@ def _read_links(place: str, values: Any) -> Links | None:
     try:
         ranks, backend = values["ranks"], values["backend"]
         for operation in OPERATIONS:
-            sent = [(wire_bytes(operation, point["bytes"], ranks), point["seconds"]) for point in values[operation]]
+            sent = [
+                (wire_bytes(operation, point["bytes"], ranks), point["seconds"])
+                for point in values[operation]
+            ]
             if not sent or not all(_positive(number) for pair in sent for number in pair):
                 raise ValueError(operation)
             sizes = sorted(sent)
@@ -135,27 +154,37 @@ def _read_links(place: str, values: Any) -> Links | None:
             points[operation] = tuple(zip((size for size, _ in sizes), slowest, strict=True))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"{place}: links is no list of bytes and seconds by collective; measure again with `tune doctor --write`"
+            f"{place}: links is no list of bytes and seconds by collective; measure again with"
+            " `tune doctor --write`"
         ) from None
     return Links(ranks, str(backend), points)
 
 
-def _read_matmuls(place: str, matmul: Any) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
+def _read_matmuls(
+    place: str, matmul: Any
+) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
     """By dtype the shape (m, n, k) and operations a second, small ones first."""
     try:
         read = {
             dtype: tuple(
-                sorted((((*point["shape"],), point["rate"]) for point in points), key=lambda one: math.prod(one[0]))
+                sorted(
+                    (((*point["shape"],), point["rate"]) for point in points),
+                    key=lambda one: math.prod(one[0]),
+                )
             )
             for dtype, points in matmul.items()
         }
     except (AttributeError, KeyError, TypeError):
         read = {}
     if not read or not all(
-        points and all(len(shape) == 3 and all(map(_positive, (*shape, rate))) for shape, rate in points)
+        points
+        and all(len(shape) == 3 and all(map(_positive, (*shape, rate))) for shape, rate in points)
         for points in read.values()
     ):
-        raise ConfigError(f"{place}: matmul is no list of shapes and rates by dtype; measure again with --calibrate")
+        raise ConfigError(
+            f"{place}: matmul is no list of shapes and rates by dtype; measure again with"
+            " --calibrate"
+        )
     return read
 
 
@@ -164,7 +193,9 @@ def _positive(value: Any) -> bool:
 
 
 def _check_device(place: str, device: str, memory: float | None, hardware: Hardware) -> None:
-    """ConfigError unless rates of `device`, with `memory` bytes if the file has them, may be used for `hardware`."""
+    """ConfigError unless rates of `device`, with `memory` bytes if the file has them, may be used
+    for `hardware`.
+    """
     name = device
     try:
         measured = find_hardware(device)

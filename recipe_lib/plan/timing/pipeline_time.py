@@ -1,8 +1,9 @@
-"""When each rank of a pipeline does what, and how long its step takes: the ranks' own traces on one time line.
+"""When each rank of a pipeline does what, and how long its step takes: the ranks' own traces on one
+time line.
 
-What a rank computes in an action takes what the schedule of its own trace says; when it can begin, and when a tensor
-has arrived, is simulated over all ranks. Before, between and after what goes through the pipeline (making batches,
-norms, the optimizer) each rank waits for the slowest.
+What a rank computes in an action takes what the schedule of its own trace says; when it can begin,
+and when a tensor has arrived, is simulated over all ranks. Before, between and after what goes
+through the pipeline (making batches, norms, the optimizer) each rank waits for the slowest.
 """
 
 from collections.abc import Mapping
@@ -29,8 +30,10 @@ def pipeline_time(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> tuple[Timeline, float]:
-    """Return the forwards and backwards, places in the pipeline as their ranks, and the seconds of a whole step of
-    `count` micro-batches. traces, timings: of a rank for each place in the pipeline, of one phase."""
+    """Return the forwards and backwards, places in the pipeline as their ranks, and the seconds of
+    a whole step of `count` micro-batches. traces, timings: of a rank for each place in the
+    pipeline, of one phase.
+    """
     parts = {place: parts_of(traces[place], timings[place]) for place in timings}
     messages: dict[tuple[int, str], float] = {}
     for trace in traces.values():
@@ -57,10 +60,14 @@ def pipeline_time(
 
 
 def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
-    """(seconds before the first run of actions, between runs, and after the last; by run those of each action)."""
+    """(seconds before the first run of actions, between runs, and after the last; by run those of
+    each action).
+    """
     gaps, runs = [0.0], list[_Seconds]()
     ended, running = 0.0, False
-    for (number, begin), (_, end) in zip(timing.actions, [*timing.actions[1:], (-1, 0.0)], strict=True):
+    for (number, begin), (_, end) in zip(
+        timing.actions, [*timing.actions[1:], (-1, 0.0)], strict=True
+    ):
         mark = trace.actions[number]
         if not mark.kind:
             ended, running = begin, False
@@ -75,7 +82,9 @@ def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds
     return gaps, runs
 
 
-def of_all(run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool) -> _Seconds:
+def of_all(
+    run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool
+) -> _Seconds:
     """Seconds of a rank's actions with all micro-batches, from those that were traced."""
     traced = len({action.micro_batch for action in run})
     stands = stand_ins(parallel, place, traced, count, training=training)
@@ -87,18 +96,32 @@ def of_all(run: _Seconds, parallel: ParallelConfig, place: int, count: int, trai
 def messages_of(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
 ) -> dict[tuple[int, str], float]:
-    """By stage and kind of sending the seconds that it takes; what a stage does not send is not in it."""
+    """By stage and kind of sending the seconds that it takes; what a stage does not send is not in
+    it.
+    """
     seconds: dict[tuple[int, str], float] = {}
     for action, _, op in trace.action_ops(phase):
-        if action.kind in ("SF", "SB") and op.collective is not None and op.collective.operation == "send":
-            seconds[action.stage, action.kind] = collective_seconds(op.collective, hardware, calibration)
+        if (
+            action.kind in ("SF", "SB")
+            and op.collective is not None
+            and op.collective.operation == "send"
+        ):
+            seconds[action.stage, action.kind] = collective_seconds(
+                op.collective, hardware, calibration
+            )
     return seconds
 
 
 def whole_step(
-    trace: Trace, timing: StepTime, phase: str, hardware: Hardware, calibration: Calibration | None = None
+    trace: Trace,
+    timing: StepTime,
+    phase: str,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
 ) -> StepTime:
-    """Return the time of a rank's own step with the sums of all micro-batches, of which a trace has some."""
+    """Return the time of a rank's own step with the sums of all micro-batches, of which a trace has
+    some.
+    """
     counted: dict[int, int] = {}
     transfers = launch = 0.0
     for action, number, op in trace.action_ops(phase):
@@ -108,7 +131,11 @@ def whole_step(
             transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
     alone = sum(end - start for _, start, end in kernels)
-    scale = sum((end - start) * counted[number] for number, start, end in kernels) / alone if alone else 1.0
+    scale = (
+        sum((end - start) * counted[number] for number, start, end in kernels) / alone
+        if alone
+        else 1.0
+    )
     moved = sum(seconds * counted[number] for number, seconds in timing.collectives.items())
     return replace(
         timing,

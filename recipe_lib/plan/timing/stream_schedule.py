@@ -1,9 +1,11 @@
-"""When each operator of a traced phase runs: a list schedule over the device's streams, the links and the host.
+"""When each operator of a traced phase runs: a list schedule over the device's streams, the links
+and the host.
 
-No torch in here. The host issues operators one after the other; an operator starts when it has been issued, when its
-stream is free and, for a collective, when its link is. Kernels on different streams do not slow each other, and the
-other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbor here, and what they
-exchange is left out; `pipeline_time` puts the ranks together.
+No torch in here. The host issues operators one after the other; an operator starts when it has been
+issued, when its stream is free and, for a collective, when its link is. Kernels on different
+streams do not slow each other, and the other ranks are taken to be as fast as this one: a stage of
+a pipeline never waits for its neighbor here, and what they exchange is left out; `pipeline_time`
+puts the ranks together.
 """
 
 from collections import defaultdict, deque
@@ -24,12 +26,14 @@ from recipe_lib.plan.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op
 
 @dataclass
 class StepTime:
-    """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
-    exposed: while a collective runs and no kernel does; copies, copies_exposed: the same of copies between host and
-    device; launch: the host's, to issue all; on_host: what it computes itself; step: from the first operator issued to
-    the last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end),
-    as issued. actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done with
-    all before it); what is in one is here as often as it was traced, and what ranks exchange in it is not here.
+    """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all
+    collectives, alone; exposed: while a collective runs and no kernel does; copies, copies_exposed:
+    the same of copies between host and device; launch: the host's, to issue all; on_host: what it
+    computes itself; step: from the first operator issued to the last one done. collectives: by
+    number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued.
+    actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was
+    done with all before it); what is in one is here as often as it was traced, and what ranks
+    exchange in it is not here.
     """
 
     compute: float
@@ -46,21 +50,30 @@ class StepTime:
 
 
 def schedule(
-    trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None, experts: int = 0
+    trace: Trace,
+    phase: str,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+    experts: int = 0,
 ) -> StepTime:
-    """Simulates one phase of a trace; ValueError if it was not traced. experts: that have all rows of each grouped
-    matmul; 0: all have as many.
+    """Simulates one phase of a trace; ValueError if it was not traced. experts: that have all rows
+    of each grouped matmul; 0: all have as many.
 
-    A collective runs on a link (inside the machine, or the network), one after the other, as do copies between host and
-    device, each way for itself. One that `waits`, or
-    receives, holds up the stream that issued it. One that does not is waited for by the next `wait_tensor` of that
-    stream, the oldest first, or through the next event recorded there; else only the end of the phase waits for it.
+    A collective runs on a link (inside the machine, or the network), one after the other, as do
+    copies between host and device, each way for itself. One that `waits`, or receives, holds up the
+    stream that issued it. One that does not is waited for by the next `wait_tensor` of that stream,
+    the oldest first, or through the next event recorded there; else only the end of the phase waits
+    for it.
     """
     host = launch = on_host = 0.0
-    streams: dict[int, float] = defaultdict(float)  # by stream, link and event: when it is free, or has come
+    streams: dict[int, float] = defaultdict(
+        float
+    )  # by stream, link and event: when it is free, or has come
     links: dict[str, float] = defaultdict(float)
     recorded: dict[int, float] = defaultdict(float)
-    pending: dict[int, deque[float]] = defaultdict(deque)  # by stream, ends of collectives that it has not waited for
+    pending: dict[int, deque[float]] = defaultdict(
+        deque
+    )  # by stream, ends of collectives that it has not waited for
     timeline: list[tuple[int, float, float]] = []
     actions: list[tuple[int, float]] = []
     action = ActionMark()
@@ -76,7 +89,9 @@ def schedule(
             if matmuls:  # of which the host reads the numbers of rows first
                 host = max(host, streams[op.stream])
             host, launch = host + issuing, launch + issuing
-            seconds = repeats * op_seconds(with_loads(op, experts) if experts else op, hardware, calibration)
+            seconds = repeats * op_seconds(
+                with_loads(op, experts) if experts else op, hardware, calibration
+            )
             if op.on_host or (in_turn and is_kernel(op) and not is_wait(op)):
                 host += seconds
                 if op.on_host:
@@ -126,8 +141,10 @@ def is_kernel(op: Op) -> bool:
 
 
 def _links(op: Op, hardware: Hardware) -> tuple[str, ...]:
-    """What an operator occupies: the links of one machine, the network, or one way of the bus to the host; where cards
-    reach each other by that bus, a collective of one machine takes both of its ways."""
+    """What an operator occupies: the links of one machine, the network, or one way of the bus to
+    the host; where cards reach each other by that bus, a collective of one machine takes both of
+    its ways.
+    """
     if op.transfer:
         return (op.transfer,)
     if op.collective is None:
@@ -138,9 +155,14 @@ def _links(op: Op, hardware: Hardware) -> tuple[str, ...]:
 
 
 def _sum_up(
-    trace: Trace, timeline: list[tuple[int, float, float]], host: float, actions: list[tuple[int, float]]
+    trace: Trace,
+    timeline: list[tuple[int, float, float]],
+    host: float,
+    actions: list[tuple[int, float]],
 ) -> StepTime:
-    collectives = {number: end - start for number, start, end in timeline if trace.ops[number].collective}
+    collectives = {
+        number: end - start for number, start, end in timeline if trace.ops[number].collective
+    }
     kernels = [(start, end) for number, start, end in timeline if is_kernel(trace.ops[number])]
     copies = [(start, end) for number, start, end in timeline if trace.ops[number].transfer]
     moving = [(start, end) for number, start, end in timeline if number in collectives]
@@ -207,5 +229,7 @@ def time_by_kind(
 
 
 def operators_launched(trace: Trace, phase: str) -> int:
-    """How many operators the host issues, collectives and copies among them; ValueError if the phase was not traced."""
+    """How many operators the host issues, collectives and copies among them; ValueError if the
+    phase was not traced.
+    """
     return sum(op.repeats for op in trace.phase_ops(phase) if not is_wait(op))

@@ -1,5 +1,6 @@
-"""What an operator does, from its schema and its tensors: arithmetic, bytes moved, whether it takes memory, and which
-ranks it is a collective of."""
+"""What an operator does, from its schema and its tensors: arithmetic, bytes moved, whether it takes
+memory, and which ranks it is a collective of.
+"""
 
 import math
 import sys
@@ -35,9 +36,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be new storages.
-    communicates: a collective. transfer: `to_host` or `to_device` for a copy between host and device. shape: of a
-    matmul or of attention, as `Op` has it. on_host: all of its tensors are the host's."""
+    """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be
+    new storages. communicates: a collective. transfer: `to_host` or `to_device` for a copy between
+    host and device. shape: of a matmul or of attention, as `Op` has it. on_host: all of its tensors
+    are the host's.
+    """
 
     name: str
     flops: int
@@ -56,7 +59,9 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     schema = func._schema
     name = schema.name
     returns = schema.returns
-    aliases = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    aliases = any(
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
+    )
     is_view = aliases or name in _VIEWS or name.startswith("profiler::")
     makes_memory = not is_view and any(value.alias_info is None for value in returns)
     if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
@@ -66,15 +71,23 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     shape: tuple[int, ...] = ()
     inputs = tensors_in((args, tuple(kwargs.values())))
     if not is_view:
-        size = sum(map(_bytes, inputs)) + (sum(map(_bytes, outputs)) if outputs else _written(schema, args))
-        shape = matmul_shape(name, args) or grouped_shape(name, args) or attention_shape(func, args, kwargs)
+        size = sum(map(_bytes, inputs)) + (
+            sum(map(_bytes, outputs)) if outputs else _written(schema, args)
+        )
+        shape = (
+            matmul_shape(name, args)
+            or grouped_shape(name, args)
+            or attention_shape(func, args, kwargs)
+        )
         if name == "aten::embedding":  # reads rows, not the table
             size = 2 * sum(map(_bytes, outputs))
         elif name == "aten::copy_":  # writes what is in its arguments already
             size = sum(map(_bytes, inputs))
         elif name == "fsdp::all_gather_copy_in":  # the shards into their place among all ranks'
             size = 2 * sum(map(_bytes, args[0]))
-        elif name == "tune_recipes::label_log_probs":  # once for each row's largest logit, once for the sum
+        elif (
+            name == "tune_recipes::label_log_probs"
+        ):  # once for each row's largest logit, once for the sum
             size += _bytes(args[0])
         if name in _EMPTY:
             size = 0
@@ -83,16 +96,24 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
     communicates = name.startswith(_COMMUNICATES)
     transfer = _transfer(args, of) if name in _COPIES else ""
-    on_host = bool(inputs or outputs) and all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs))
-    return Cost(name, flops, size, dtype, is_view, makes_memory, communicates, transfer, shape, on_host)
+    on_host = bool(inputs or outputs) and all(
+        tensor.device.type == "cpu" for tensor in (*inputs, *outputs)
+    )
+    return Cost(
+        name, flops, size, dtype, is_view, makes_memory, communicates, transfer, shape, on_host
+    )
 
 
-def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, shape: tuple[int, ...]) -> int:
+def _flops(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, shape: tuple[int, ...]
+) -> int:
     """Operations of a matmul or attention, 0 of others. shape: of a matmul, where it is known."""
     name = func._schema.name
     count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
     if name.startswith("aten::_scaled_dot_product"):
-        rows, queries, keys, _, width = shape  # whole, not only causal: two products forward, five backward
+        rows, queries, keys, _, width = (
+            shape  # whole, not only causal: two products forward, five backward
+        )
         return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
         return grouped_flops(args, result)
@@ -104,12 +125,15 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 
 
 def _written(schema: Any, args: Sequence[Any]) -> int:
-    """Bytes that an operator without results writes into its arguments; a fused optimizer's gradients, which its
-    schema names for a scale that nobody gives it, are only read."""
+    """Bytes that an operator without results writes into its arguments; a fused optimizer's
+    gradients, which its schema names for a scale that nobody gives it, are only read.
+    """
     written = [
         value
         for argument, value in zip(schema.arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "grads"
     ]
     return sum(map(_bytes, tensors_in(written)))
 
@@ -120,7 +144,9 @@ def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
-    """Which way a copy goes, if between host and device; `copy_` has the tensor that it writes first."""
+    """Which way a copy goes, if between host and device; `copy_` has the tensor that it writes
+    first.
+    """
     devices = [tensor.device.type for tensor in tensors_in(args)]
     source, target = devices[-1], results[0].device.type if results else devices[0]
     if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
@@ -128,8 +154,9 @@ def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     return "to_host" if target == "cpu" else "to_device"
 
 
-# Attention over documents in one flat list, and how often it multiplies scores: twice forward, five times backward.
-# torch has a count of its own for aten's, which takes all documents to be as long as the longest one.
+# Attention over documents in one flat list, and how often it multiplies scores: twice forward, five
+# times backward. torch has a count of its own for aten's, which takes all documents to be as long
+# as the longest one.
 _VARLEN = {
     "torch_attn::_varlen_attn": 2,
     "torch_attn::_varlen_attn_backward": 5,
@@ -139,7 +166,9 @@ _VARLEN = {
 
 
 def _varlen_products(args: Sequence[Any]) -> int:
-    """Operations of one product of queries and keys, documents taken to be equally long; counted whole, not causal."""
+    """Operations of one product of queries and keys, documents taken to be equally long; counted
+    whole, not causal.
+    """
     tensors = [value for value in args if isinstance(value, Tensor)]
     tokens, heads, width = next(tensor.shape for tensor in tensors if tensor.dim() == 3)
     documents = next((len(tensor) - 1 for tensor in tensors if tensor.dtype == torch.int32), 1)
@@ -147,7 +176,10 @@ def _varlen_products(args: Sequence[Any]) -> int:
 
 
 # Products added to their first argument in place: torch counts those with a result.
-_WITH_RESULT = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+_WITH_RESULT = {
+    torch.ops.aten.addmm_: torch.ops.aten.addmm,
+    torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
+}
 
 # Matmuls whose rate is that of their operands' type, not of their result's.
 _EIGHT_BITS = {"aten::_int_mm": "int8", "aten::_scaled_mm": "fp8"}
@@ -157,7 +189,13 @@ _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
 # Views whose schema does not say so.
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
 _EMPTY = frozenset(
-    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    }
 )
 
 
@@ -190,15 +228,20 @@ def matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     left, right = args[first], args[first + 1]
     if left.dim() != dims or right.dim() != dims:
         return ()
-    return (int(left.shape[0]) if dims == 3 else 1, int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1]))
+    return (
+        int(left.shape[0]) if dims == 3 else 1,
+        int(left.shape[-2]),
+        int(left.shape[-1]),
+        int(right.shape[-1]),
+    )
 
 
 def grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     """`(matrices, m, k, n, place of rows)` of a matmul of many weights; () for any other operator.
 
-    Rows `[r, k]` by weights `[E, k, n]`: m is r / E, the rows of each expert where all have as many; their place is 1.
-    Gradients of weights, `[m, r]` by `[r, n]`: the inner dimension is r / E, place 2. Fewer rows than experts are
-    experts of one row each.
+    Rows `[r, k]` by weights `[E, k, n]`: m is r / E, the rows of each expert where all have as
+    many; their place is 1. Gradients of weights, `[m, r]` by `[r, n]`: the inner dimension is r /
+    E, place 2. Fewer rows than experts are experts of one row each.
     """
     if name not in GROUPED:
         return ()
@@ -220,9 +263,12 @@ def _shared(rows: int, experts: int) -> tuple[int, int]:
 
 
 def attention_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """`(rows times heads, queries, keys, keys that a query sees on average, width)` of an attention operator; () for
-    any other. Documents of one flat list count as rows of equal length."""
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    """`(rows times heads, queries, keys, keys that a query sees on average, width)` of an attention
+    operator; () for any other. Documents of one flat list count as rows of equal length.
+    """
+    named = {
+        argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+    }
     named.update(kwargs)
     query, key = named.get("query"), named.get("key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
@@ -236,7 +282,10 @@ def attention_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         bounds = named.get("cu_seq_q", named.get("cum_seq_q"))
         rows = len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.dtype == torch.int32 else 1
         queries = keys = max(1, tokens // max(1, rows))
-        window = named.get("window_size") or [named.get("window_size_left"), named.get("window_size_right")]
+        window = named.get("window_size") or [
+            named.get("window_size_left"),
+            named.get("window_size_right"),
+        ]
     left, right = window or (None, None)
     causal = bool(named.get("is_causal")) or right == 0
     return (rows * heads, queries, keys, _seen(keys, causal, -1 if left is None else left), width)
@@ -262,7 +311,9 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor consists of: of a sharded one its local part, of a wrapper what it holds."""
+    """The plain tensors that a tensor consists of: of a sharded one its local part, of a wrapper
+    what it holds.
+    """
     if has_memory(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -280,29 +331,40 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
-# Owners of a gradient that is the engine's alone, as a mode sees it: of the tensor in C++ (the engine, the operator's
-# arguments, Python's object), of its memory, and of the object in Python. Torch 2.11 and 2.13, Python 3.11; with other
-# counts a sum is traced as it comes, which plans too much.
+# Owners of a gradient that is the engine's alone, as a mode sees it: of the tensor in C++ (the
+# engine, the operator's arguments, Python's object), of its memory, and of the object in Python.
+# Torch 2.11 and 2.13, Python 3.11; with other counts a sum is traced as it comes, which plans too
+# much.
 _ALONE = (4, 2, 4)
 
 
 def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that a mode sees would, without the mode, have been `add_`. To be called with the mode's own
-    arguments and nothing else that refers to what is in them."""
-    if func is not ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+    """Whether an operator that a mode sees would, without the mode, have been `add_`. To be called
+    with the mode's own arguments and nothing else that refers to what is in them.
+    """
+    if (
+        func is not ADD
+        or kwargs
+        or torch.is_grad_enabled()
+        or torch._C._current_graph_task_id() == -1
+    ):
         return False
     held, arrived = args
     if not isinstance(arrived, Tensor) or held.shape != arrived.shape:
         return False
     memory = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
-    return (held._use_count(), memory, sys.getrefcount(held)) == _ALONE and is_non_overlapping_and_dense_or_false(held)
+    return (
+        held._use_count(),
+        memory,
+        sys.getrefcount(held),
+    ) == _ALONE and is_non_overlapping_and_dense_or_false(held)
 
 
 # Collectives, from their operators.
 
 
-# The kind of each, which argument holds the tensors, and whether the whole tensor is as often as large as there are
-# ranks.
+# The kind of each, which argument holds the tensors, and whether the whole tensor is as often as
+# large as there are ranks.
 _COLLECTIVES = {
     "c10d::_allgather_base_": ("all_gather", 0, False),
     "c10d::allgather_": ("all_gather", 0, False),
@@ -327,7 +389,9 @@ _COLLECTIVES = {
 
 
 def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
-    """The collective that an operator is, or None (a wait, a barrier). groups: a group's name -> mesh dimension."""
+    """The collective that an operator is, or None (a wait, a barrier). groups: a group's name ->
+    mesh dimension.
+    """
     name = func._schema.name
     if name not in _COLLECTIVES:
         return None
@@ -338,7 +402,10 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
     elif objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
         group = dist.ProcessGroup.unbox(objects[0])
     ranks = dist.get_process_group_ranks(group)
-    if operation in ("send", "recv"):  # this rank and the other one, whose place in the group is the first number
+    if operation in (
+        "send",
+        "recv",
+    ):  # this rank and the other one, whose place in the group is the first number
         other = next(value for value in args if type(value) is int)
         ranks = sorted((dist.get_rank(), ranks[other]))
     tensors = tensors_in(args[argument])
@@ -354,7 +421,9 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
 
 
 def _is_asynchronous(func: Any, args: Sequence[Any]) -> bool:
-    """Its argument says so, or the default of that, which torch leaves out; without one: it is not."""
+    """Its argument says so, or the default of that, which torch leaves out; without one: it is
+    not.
+    """
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("async_op", "asyncOp"):
             return bool(args[place] if place < len(args) else argument.default_value)

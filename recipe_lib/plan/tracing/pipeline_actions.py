@@ -1,4 +1,6 @@
-"""The actions of a pipeline's ranks in a trace: noted as they begin, as few as have every state of memory, counted."""
+"""The actions of a pipeline's ranks in a trace: noted as they begin, as few as have every state of
+memory, counted.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -18,20 +20,28 @@ from recipe_lib.parallel.pipeline.schedules import (
     forward_orders,
     pairs_of,
 )
-from recipe_lib.parallel.pipeline.simulation import StageBytes, live_bytes, simulate, taken_in, with_transfers
+from recipe_lib.parallel.pipeline.simulation import (
+    StageBytes,
+    live_bytes,
+    simulate,
+    taken_in,
+    with_transfers,
+)
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.patches import Patch
 
-# Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second,
-# but for the last one (`last_is_unlike`).
+# Without a pipeline the first micro-batch finds no gradients and the second does; all later ones
+# are like the second, but for the last one (`last_is_unlike`).
 ALIKE_FROM = 2
-# Where so many micro-batches for each stage are not enough to see every state of memory, all of them are traced.
+# Where so many micro-batches for each stage are not enough to see every state of memory, all of
+# them are traced.
 _MOST_FOR_A_STAGE = 8
 
 _BASE = 2**32
 
-# What tells one moment of a step from another: the action, and how much of each kind is alive before and after it.
+# What tells one moment of a step from another: the action, and how much of each kind is alive
+# before and after it.
 _State = tuple[Any, ...]
 
 
@@ -44,7 +54,11 @@ def follow_actions(tracer: Tracer) -> list[Patch]:
         if previous in MAKING_GRADIENTS:
             tracer.between_actions()
         previous = action.kind if action is not None else ""
-        mark = ActionMark() if action is None else ActionMark(action.stage, action.kind, action.micro_batch)
+        mark = (
+            ActionMark()
+            if action is None
+            else ActionMark(action.stage, action.kind, action.micro_batch)
+        )
         trace.actions.append(mark)
         trace.events.append((ACTION, len(trace.actions) - 1))
 
@@ -52,11 +66,12 @@ def follow_actions(tracer: Tracer) -> list[Patch]:
 
 
 def traced_micro_batches(cfg: Any, place: int = 0) -> int:
-    """How many of a step's micro-batches have to be traced to see its peak, and every operator, at least once.
+    """How many of a step's micro-batches have to be traced to see its peak, and every operator, at
+    least once.
 
-    Without a pipeline two, or three where the last is unlike the others. With one: the fewest whose actions, at this
-    place in it, can stand for those of all of them, see `stand_ins`. GPipe holds all micro-batches at a time, so that
-    all are traced.
+    Without a pipeline two, or three where the last is unlike the others. With one: the fewest whose
+    actions, at this place in it, can stand for those of all of them, see `stand_ins`. GPipe holds
+    all micro-batches at a time, so that all are traced.
     """
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
@@ -65,19 +80,26 @@ def traced_micro_batches(cfg: Any, place: int = 0) -> int:
 
 
 def last_is_unlike(cfg: Any) -> bool:
-    """Return whether the last micro-batch of a step does more than the others: it reduces the gradients of all, or
-    sends to the host, behind the gradients, the numbers that are logged (`backward_each`)."""
+    """Return whether the last micro-batch of a step does more than the others: it reduces the
+    gradients of all, or sends to the host, behind the gradients, the numbers that are logged
+    (`backward_each`).
+    """
     return reduces_once(cfg.parallel) or bool(cfg.memory.cpu_offload)
 
 
-def enough_micro_batches(parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False) -> int:
-    """See `traced_micro_batches`; place: of a rank in its pipeline. count: of a step. evaluates: a step also has
-    forwards alone, of a reference."""
+def enough_micro_batches(
+    parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False
+) -> int:
+    """See `traced_micro_batches`; place: of a rank in its pipeline. count: of a step. evaluates: a
+    step also has forwards alone, of a reference.
+    """
     if parallel.pipeline_schedule == "gpipe":
         return count
     kinds = (True, False) if evaluates else (True,)
     for fewer in range(1, min(count, _MOST_FOR_A_STAGE * stage_count(parallel))):
-        if all(stand_ins(parallel, place, fewer, count, training=kind) is not None for kind in kinds):
+        if all(
+            stand_ins(parallel, place, fewer, count, training=kind) is not None for kind in kinds
+        ):
             return fewer
     return count
 
@@ -85,14 +107,16 @@ def enough_micro_batches(parallel: ParallelConfig, place: int, count: int, *, ev
 def stand_ins(
     parallel: ParallelConfig, place: int, traced: int, count: int, *, training: bool = True
 ) -> dict[Action, Action] | None:
-    """For each action of a rank in a step of `count` micro-batches one that is like it in a step of `traced`.
+    """For each action of a rank in a step of `count` micro-batches one that is like it in a step of
+    `traced`.
 
-    Two are alike if stage, kind and the action before agree, and if the rank holds the same before and after them: all
-    micro-batches are of one shape, so that this is how many of them each stage holds between forward and backward, and
-    between backward and weight gradients, what was received or handed over and not used, what was made and not sent or
-    not taken yet, which gradients there are, and whether it reduces those of its stage once a step. Every
-    action of the shorter step stands for one of the longer at least, so that the most that is held is the same in both.
-    None: there is not one for each.
+    Two are alike if stage, kind and the action before agree, and if the rank holds the same before
+    and after them: all micro-batches are of one shape, so that this is how many of them each stage
+    holds between forward and backward, and between backward and weight gradients, what was received
+    or handed over and not used, what was made and not sent or not taken yet, which gradients there
+    are, and whether it reduces those of its stage once a step. Every action of the shorter step
+    stands for one of the longer at least, so that the most that is held is the same in both. None:
+    there is not one for each.
     """
     if traced == count:
         return {action: action for action in orders_of(parallel, count, training=training)[place]}
@@ -116,7 +140,9 @@ def orders_of(parallel: ParallelConfig, count: int, *, training: bool = True) ->
 
 def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
     """The places that one of a pipeline exchanges tensors with; none without a pipeline."""
-    return {other for pair in pairs_of(parallel, tied=False) if place in pair for other in pair} - {place}
+    return {other for pair in pairs_of(parallel, tied=False) if place in pair for other in pair} - {
+        place
+    }
 
 
 _Key = tuple[tuple[str, Any], ...]
@@ -124,14 +150,23 @@ _Key = tuple[tuple[str, Any], ...]
 
 def _key(parallel: ParallelConfig) -> _Key:
     """What of it an order depends on, by name."""
-    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_max_deferred_weight_grads")
-    return tuple((name, getattr(parallel, name)) for name in (*names, "reduce_gradients", "strategy"))
+    names = (
+        "pipeline",
+        "pipeline_schedule",
+        "pipeline_stages_per_rank",
+        "pipeline_max_deferred_weight_grads",
+    )
+    return tuple(
+        (name, getattr(parallel, name)) for name in (*names, "reduce_gradients", "strategy")
+    )
 
 
 @cache
 def _orders(key: _Key, count: int, training: bool) -> Orders:
     parallel = ParallelConfig(**dict(key))
-    return with_transfers((compute_orders if training else forward_orders)(parallel, count), parallel)
+    return with_transfers(
+        (compute_orders if training else forward_orders)(parallel, count), parallel
+    )
 
 
 @cache
@@ -140,7 +175,9 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     parallel = ParallelConfig(**dict(key))
     orders = _orders(key, count, training)
     order = orders[place]
-    taken = taken_in(simulate(orders, parallel, lambda action: UNITS[action.kind]), order, place, parallel)
+    taken = taken_in(
+        simulate(orders, parallel, lambda action: UNITS[action.kind]), order, place, parallel
+    )
     # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
     sizes = {
         stage: StageBytes(kept=_BASE**at, deferred=_BASE**at)
@@ -155,7 +192,15 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     for live in live_bytes(order, parallel, sizes, 1, taken=taken):
         action = live.action
         after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
-        state = (action.stage, action.kind, previous, tuple(sorted(trained)), before, after, action in ends)
+        state = (
+            action.stage,
+            action.kind,
+            previous,
+            tuple(sorted(trained)),
+            before,
+            after,
+            action in ends,
+        )
         found[state].append(action)
         before, previous = after, (action.stage, action.kind)
         if action.kind in MAKING_GRADIENTS:
@@ -164,9 +209,11 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
 
 
 def name_parts(trace: Trace) -> None:
-    """Weight gradients that were deferred are a part of backward, and what is exchanged one of what it is for.
+    """Weight gradients that were deferred are a part of backward, and what is exchanged one of what
+    it is for.
 
-    What an input gradient leaves behind for them is kept like an activation, and so is a tensor that was received.
+    What an input gradient leaves behind for them is kept like an activation, and so is a tensor
+    that was received.
     """
     made: list[int] = []
     alive: set[int] = set()
@@ -194,10 +241,13 @@ def name_parts(trace: Trace) -> None:
             alive.add(number)
 
 
-def repeat_actions(trace: Trace, parallel: ParallelConfig, place: int, traced: int, count: int) -> None:
+def repeat_actions(
+    trace: Trace, parallel: ParallelConfig, place: int, traced: int, count: int
+) -> None:
     """Each action of a step counts, with its operators, for as many as it stands for.
 
-    traced, count: micro-batches, those traced and those of a step. A run of fewer (in validation there is one) stays.
+    traced, count: micro-batches, those traced and those of a step. A run of fewer (in validation
+    there is one) stays.
     """
     if count <= traced:
         return

@@ -1,8 +1,10 @@
-"""A function that does the same for the same shapes, such as dequantizing a weight: run once, then repeated from notes.
+"""A function that does the same for the same shapes, such as dequantizing a weight: run once, then
+repeated from notes.
 
-A QLoRA step of a 70B model dequantizes 1700 matrices, each in dozens of pieces: three hundred thousand operators. The
-notes hold the first run's allocations and operators; a loop in them is kept as two turns, since after the second one
-an allocator has the same free blocks as after all of them, and the operators say how often they were issued.
+A QLoRA step of a 70B model dequantizes 1700 matrices, each in dozens of pieces: three hundred
+thousand operators. The notes hold the first run's allocations and operators; a loop in them is kept
+as two turns, since after the second one an allocator has the same free blocks as after all of them,
+and the operators say how often they were issued.
 """
 
 import functools
@@ -31,7 +33,9 @@ _Function: TypeAlias = Callable[..., Returned]
 
 @dataclass
 class _Notes:
-    """notes: in order. call: how to make the results. outputs: the numbers of the allocations that are theirs."""
+    """notes: in order. call: how to make the results. outputs: the numbers of the allocations that
+    are theirs.
+    """
 
     notes: list[Note]
     call: CachedCall
@@ -40,7 +44,9 @@ class _Notes:
 
 @contextmanager
 def repeating_shaped_work(tracer: Tracer) -> Iterator[None]:
-    """Inside, functions that `follows_from_shapes` marks run once for each kind of arguments of a simulation."""
+    """Inside, functions that `follows_from_shapes` marks run once for each kind of arguments of a
+    simulation.
+    """
     known: dict[Any, _Notes | None] = {}
 
     def repeat(original: _Function, decisive: Callable[..., Sequence[Any]] | None) -> _Function:
@@ -71,7 +77,9 @@ def repeating_shaped_work(tracer: Tracer) -> Iterator[None]:
 
 
 def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None:
-    """Notes of what happened since event `begin`; None if memory is left that is not the results'."""
+    """Notes of what happened since event `begin`; None if memory is left that is not the
+    results'.
+    """
     trace = tracer.trace
     order: dict[int, int] = {}
     notes: list[Note] = []
@@ -88,7 +96,11 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
     numbers = [tracer.number_of(result) for result in tensors_in(returned)]
     left = len(order) - sum(kind == FREE for kind, _ in notes)
     call = remember(returned, [])
-    if left != len(set(numbers)) or len(numbers) != left or any(number not in order for number in numbers):
+    if (
+        left != len(set(numbers))
+        or len(numbers) != left
+        or any(number not in order for number in numbers)
+    ):
         return None
     short, renamed = shorten(notes)
     outputs = [renamed.get(order[number], order[number]) for number in numbers]
@@ -96,9 +108,11 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
 
 
 def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
-    """The notes with every loop cut to two turns, whose second one's operators stand for all the later ones.
+    """The notes with every loop cut to two turns, whose second one's operators stand for all the
+    later ones.
 
-    Also by the number of each allocation that was cut out the number of the one in the second turn that it is like.
+    Also by the number of each allocation that was cut out the number of the one in the second turn
+    that it is like.
     """
     tokens = _tokens(notes)
     kept: list[Note] = []
@@ -111,16 +125,22 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
         second = notes[at + length : at + 2 * length] if turns > 1 else []
         kept += notes[at : at + length]
         for kind, entry in second:
-            kept.append((kind, replace(entry, repeats=entry.repeats * (turns - 1)) if kind == OP else entry))
+            kept.append(
+                (kind, replace(entry, repeats=entry.repeats * (turns - 1)) if kind == OP else entry)
+            )
         made = [entry[0] for kind, entry in second if kind == ALLOC]
         for turn in range(2, turns):
             renamed |= {number + (turn - 1) * len(made): number for number in made}
         at += length * turns
-    return [(kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in kept], renamed
+    return [
+        (kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in kept
+    ], renamed
 
 
 def _tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
-    """What has to be the same for two notes to be alike; a release tells how many allocations ago its memory came."""
+    """What has to be the same for two notes to be alike; a release tells how many allocations ago
+    its memory came.
+    """
     tokens: list[tuple[Any, ...]] = []
     allocated = 0
     for kind, entry in notes:
@@ -136,7 +156,9 @@ def _tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
 
 
 def _loop_at(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
-    """(events of a turn, turns) of the longest loop that begins here and leaves no memory behind a turn."""
+    """(events of a turn, turns) of the longest loop that begins here and leaves no memory behind a
+    turn.
+    """
     best = (1, 1)
     for length in range(2, min(_LONGEST_LOOP, (len(tokens) - at) // 3) + 1):
         turn = tokens[at : at + length]
@@ -165,7 +187,9 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
         elif kind == FREE:
             trace.events.append((FREE, numbers[entry]))
         else:
-            tracer.add(replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream()))
+            tracer.add(
+                replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream())
+            )
     result: Returned = notes.call.make([], tracer.fast.mode)
     for tensor, output in zip(tensors_in(result), notes.outputs, strict=True):
         tracer.hold(tensor.untyped_storage(), numbers[output])

@@ -1,4 +1,6 @@
-"""A recipe run in the simulated world, phase by phase, as a trace; and the same tracer around a real run."""
+"""A recipe run in the simulated world, phase by phase, as a trace; and the same tracer around a
+real run.
+"""
 
 import gc
 import inspect
@@ -55,7 +57,11 @@ from recipe_lib.plan.world.compiled_code import compiling
 from recipe_lib.plan.world.patches import apply_patches, find_documents, follow_works
 from recipe_lib.plan.world.planned_batches import PlannedData, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+from recipe_lib.plan.world.simulated_world import (
+    connect_streams,
+    simulated_world,
+    tensors_without_bytes,
+)
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
@@ -66,15 +72,19 @@ _known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this pr
 
 
 def list_short_steps(cfg: FullFinetuneConfig) -> tuple[str, ...]:
-    """Return the steps that are enough to see a steady one; states that are stepped in backward come with the first."""
+    """Return the steps that are enough to see a steady one; states that are stepped in backward
+    come with the first.
+    """
     return (FIRST, STEADY) if cfg.memory.optimizer_in_backward else (STEADY,)
 
 
 @dataclass
 class Simulated:
-    """What a simulation leaves. modules: of which none is said to keep anything yet. coordinates: mesh dimension ->
-    place of the rank. tokens: of a step, all ranks. repeats: the second step left the memory as the first did, so that
-    all later ones are like it. stages: of a rank of a pipeline, their layers."""
+    """What a simulation leaves. modules: of which none is said to keep anything yet. coordinates:
+    mesh dimension -> place of the rank. tokens: of a step, all ranks. repeats: the second step left
+    the memory as the first did, so that all later ones are like it. stages: of a rank of a
+    pipeline, their layers.
+    """
 
     trace: Trace
     modules: list[LayerRow]
@@ -108,21 +118,28 @@ def simulate(
 ) -> Simulated:
     """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
 
-    capability: compute capability of the GPU whose kernels are chosen. steps: (STEADY,) for one step alone, before
-    which the optimizer is given its states. traced: so many micro-batches of a step run, and stand for themselves
-    alone; None: as many as can stand for all of them, which are all of them where a recipe of the user's own, or one
-    that treats them differently, leaves time for that. checker: follows all of it; numbers that `train_step` reads are
-    then 1, and are read after it as a training loop does.
-    The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
-    PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
+    capability: compute capability of the GPU whose kernels are chosen. steps: (STEADY,) for one
+    step alone, before which the optimizer is given its states. traced: so many micro-batches of a
+    step run, and stand for themselves alone; None: as many as can stand for all of them, which are
+    all of them where a recipe of the user's own, or one that treats them differently, leaves time
+    for that. checker: follows all of it; numbers that `train_step` reads are then 1, and are read
+    after it as a training loop does. The recipe's own `setup_model`, `setup_optimizer` and
+    `train_step` run; `setup_data` does not: `self.data` is a PlannedData. Raises UserErrors of the
+    recipe, and ConfigError where a step reads a tensor's value.
     """
 
     def run(number: int | None) -> Simulated:
-        simulated = simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability)
+        simulated = simulated_world(
+            cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
+        )
         with simulated as world, tensors_without_bytes() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
             connect_streams(tracer)
-            patches = [*follow_actions(tracer), *find_documents(cfg, shape.documents), *follow_works(tracer)]
+            patches = [
+                *follow_actions(tracer),
+                *find_documents(cfg, shape.documents),
+                *follow_works(tracer),
+            ]
             with ExitStack() as stack:
                 stack.enter_context(nf4.make_tables_anew(has_values=False))
                 stack.enter_context(_quiet_collector())
@@ -131,8 +148,22 @@ def simulate(
                 stack.enter_context(apply_patches(patches))
                 if checker is None:  # which wants to see every operator
                     stack.enter_context(repeating_shaped_work(tracer))
-                found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
-                return found if code is None else replace(found, notes=[*found.notes, code.described()])
+                found = _run(
+                    recipe_class,
+                    cfg,
+                    world,
+                    shape,
+                    tracer,
+                    phases,
+                    steps,
+                    number,
+                    alone=traced is not None,
+                )
+                return (
+                    found
+                    if code is None
+                    else replace(found, notes=[*found.notes, code.described()])
+                )
 
     if traced is not None:
         return run(traced)
@@ -157,7 +188,9 @@ def trace_real_run(
     shape: sequence_lengths.Sequence,
     phases: Sequence[str] = (),
 ) -> Simulated:
-    """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared with."""
+    """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared
+    with.
+    """
     tracer = Tracer(world.device.type)
     with nf4.make_tables_anew(), _quiet_collector(), tracer.running():
         return _run(recipe_class, cfg, world, shape, tracer, phases)
@@ -174,7 +207,9 @@ def _run(
     wanted: int | None = None,
     alone: bool = False,
 ) -> Simulated:
-    """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
+    """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand
+    for themselves.
+    """
     notes: list[str] = []
     dims = world.mesh.mesh_dim_names or ()
     tracer.groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
@@ -222,25 +257,50 @@ def _run(
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
-        _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
+        _try_phase(
+            "save",
+            lambda: [_gather_trained(model) for model in list(models.values())[-1:]],
+            tracer,
+            notes,
+        )
     name_parts(tracer.trace)
     classify(tracer.trace)
     give_to_children(tracer.trace)
     if traced and not alone:
         _stand_for_all(tracer.trace, cfg, stage, traced, passes, others)
     mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
-    place = place_with_context(cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True)))
+    place = place_with_context(
+        cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
+    )
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
-    divided = [each.pipeline for each in vars(recipe).values() if isinstance(each, Parallel) and each.pipeline]
+    divided = [
+        each.pipeline
+        for each in vars(recipe).values()
+        if isinstance(each, Parallel) and each.pipeline
+    ]
     stages = divided[-1].layers if divided else {}
     grows = left[-1] - left[0]
     return Simulated(
-        tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
+        tracer.trace,
+        modules,
+        place,
+        mesh,
+        tokens,
+        grows == 0,
+        stages,
+        notes,
+        max(0, grows),
+        traced or 0,
+        alike,
     )
 
 
-def _stand_for_all(trace: Trace, cfg: Any, stage: int, traced: int, passes: Passes, others: Passes) -> None:
-    """Lets what was traced of a step count as often as a step has it. stage: place in a pipeline."""
+def _stand_for_all(
+    trace: Trace, cfg: Any, stage: int, traced: int, passes: Passes, others: Passes
+) -> None:
+    """Lets what was traced of a step count as often as a step has it. stage: place in a
+    pipeline.
+    """
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, stage, traced, count)
@@ -259,7 +319,9 @@ def _set_up(
     steps: Sequence[str],
     notes: list[str],
 ) -> dict[str, nn.Module]:
-    """Make the recipe's models and its optimizer, with states where no first step makes them; return the models."""
+    """Make the recipe's models and its optimizer, with states where no first step makes them;
+    return the models.
+    """
     recipe.setup_model()
     models = models_of(recipe)
     for name, model in models.items():
@@ -277,7 +339,9 @@ def _set_up(
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
-    """A phase outside the steps; a number that it reads is 0. Where it asks for more, it is traced up to there."""
+    """A phase outside the steps; a number that it reads is 0. Where it asks for more, it is traced
+    up to there.
+    """
     tracer.begin_phase(name)
     tracer.values_are_zero = True
     try:
@@ -307,8 +371,9 @@ def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
     lines = lines_in(error, file)
     place = f"{file}:{lines[-1]}: " if lines else ""
     return ConfigError(
-        f"{place}{recipe_class.__name__}.train_step: reads the value of a tensor ({str(error).splitlines()[0]}), "
-        "expected sizes only; keep .item(), .tolist() and `if tensor` out of train_step, and log in train()"
+        f"{place}{recipe_class.__name__}.train_step: reads the value of a tensor"
+        f" ({str(error).splitlines()[0]}), expected sizes only; keep .item(), .tolist() and `if"
+        " tensor` out of train_step, and log in train()"
     )
 
 
@@ -333,7 +398,9 @@ def _make_states(recipe: Any) -> None:
 
 
 def classify(trace: Trace) -> None:
-    """Storages that forward or recomputation made, and that are there when backward begins, are activations."""
+    """Storages that forward or recomputation made, and that are there when backward begins, are
+    activations.
+    """
     waiting: dict[int, None] = {}
     for kind, number in trace.events:
         if kind == ALLOC:
@@ -352,9 +419,11 @@ def classify(trace: Trace) -> None:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Python's collector of cycles costs a third of the time here, and frees at moments that no other run repeats.
+    """Python's collector of cycles costs a third of the time here, and frees at moments that no
+    other run repeats.
 
-    What simulations leave, millions of objects mostly without a cycle, it passes over until they have become many.
+    What simulations leave, millions of objects mostly without a cycle, it passes over until they
+    have become many.
     """
     global _left_objects
     enabled = gc.isenabled()
@@ -388,9 +457,9 @@ _WEIGHTS = ("parameters", "gathered")
 def give_to_children(trace: Trace) -> None:
     """Changes `module` of activations that forward and recomputation made.
 
-    Output: made from a child's weight, or from what is that child's alone, as queries are turned. Input: read by
-    products with one child's weights alone, its adapter's among them. A tensor that several children read, such as
-    gathered tokens, stays.
+    Output: made from a child's weight, or from what is that child's alone, as queries are turned.
+    Input: read by products with one child's weights alone, its adapter's among them. A tensor that
+    several children read, such as gathered tokens, stays.
     """
     owners = {_owner(storage) for storage in trace.storages} - {""}
     made: dict[int, str] = {}
@@ -416,17 +485,23 @@ def give_to_children(trace: Trace) -> None:
 
 
 def _owner(storage: Storage) -> str:
-    """The module of a parameter; empty for other memory, and for memory that several parameters share."""
+    """The module of a parameter; empty for other memory, and for memory that several parameters
+    share.
+    """
     if storage.kind not in _WEIGHTS or storage.label.endswith("*"):
         return ""
     return storage.label.rpartition(".")[0]
 
 
-def _child_of(op: Op, storages: list[Storage], weights: set[str], made: dict[int, str], owners: set[str]) -> str:
-    """The only child of the running module, with parameters of its own, that an operator's arguments come from.
+def _child_of(
+    op: Op, storages: list[Storage], weights: set[str], made: dict[int, str], owners: set[str]
+) -> str:
+    """The only child of the running module, with parameters of its own, that an operator's
+    arguments come from.
 
-    Without a weight of it, they have to be more than what else is read: a sum with the stream is not a norm's. What
-    modules around the running one made for all layers, such as rotations, does not count.
+    Without a weight of it, they have to be more than what else is read: a sum with the stream is
+    not a norm's. What modules around the running one made for all layers, such as rotations, does
+    not count.
     """
     children = {child for weight in weights if (child := _below(op.module, weight))}
     others = 0
@@ -456,10 +531,16 @@ def _below(module: str, inside: str) -> str:
 
 
 def models_of(recipe: Any) -> dict[str, nn.Module]:
-    """The recipe's modules by the prefix of their names: none for `model`, which comes last, else the attribute's."""
+    """The recipe's modules by the prefix of their names: none for `model`, which comes last, else
+    the attribute's.
+    """
     found = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
     main = "model" if "model" in found else next(reversed(found), "")
-    others = {f"{name}.": value for name, value in found.items() if name != main and value is not found[main]}
+    others = {
+        f"{name}.": value
+        for name, value in found.items()
+        if name != main and value is not found[main]
+    }
     return others | ({"": found[main]} if main else {})
 
 
@@ -484,7 +565,9 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
 
 
 def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of FSDP's units as FSDP keeps them, with their names; private names of torch's."""
+    """Yield the parameters of FSDP's units as FSDP keeps them, with their names; private names of
+    torch's.
+    """
     for prefix, model in models.items():
         for module in model.modules():
             for held in entries_of(module) if isinstance(module, FSDPModule) else ():
@@ -492,8 +575,10 @@ def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, A
 
 
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
-    """Says of gradients that are added up over a step's micro-batches whose they are: whole ones, which FSDP reduces
-    once a step, and sums in fp32; and the same of tensors that stand for parameters in host memory."""
+    """Says of gradients that are added up over a step's micro-batches whose they are: whole ones,
+    which FSDP reduces once a step, and sums in fp32; and the same of tensors that stand for
+    parameters in host memory.
+    """
     for divided in vars(recipe).values():
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
@@ -503,13 +588,18 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
                 tracer.label(there, "gathered", name)
     for label, held in _list_fsdp_parameters(models):
         whole = getattr(held, "_unsharded_param", None)
-        for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
+        for gradient in (
+            getattr(whole, "grad", None),
+            getattr(held, "unsharded_accumulated_grad", None),
+        ):
             if gradient is not None:
                 tracer.label(gradient, "gradients", label)
 
 
 def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
-    """The modules that hold parameters and no list of layers, in order; tied parameters count at their first owner."""
+    """The modules that hold parameters and no list of layers, in order; tied parameters count at
+    their first owner.
+    """
     facts: list[LayerRow] = []
     stored = stored_weights(model)
     owners: dict[int, str] = {}
@@ -521,14 +611,18 @@ def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
             continue
         inside = f"{name}."
         own = [
-            value for value in module.parameters() if owners[id(value)] == name or owners[id(value)].startswith(inside)
+            value
+            for value in module.parameters()
+            if owners[id(value)] == name or owners[id(value)].startswith(inside)
         ]
         if own:
             packed = {key: weight for key, weight in stored.items() if key.startswith(inside)}
             carriers = sum(
                 value.numel()
                 for key in packed
-                for part, value in model.get_submodule(key.rpartition(".")[0]).named_parameters(recurse=False)
+                for part, value in model.get_submodule(key.rpartition(".")[0]).named_parameters(
+                    recurse=False
+                )
                 if part.startswith("weight_")
             )
             weights = sum(weight.in_features * weight.out_features for weight in packed.values())
@@ -547,8 +641,9 @@ def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
 
 
 def _weight_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Name to shape of a module's own parameters, as this rank computes with them; of a quantized linear that of what
-    it dequantizes."""
+    """Name to shape of a module's own parameters, as this rank computes with them; of a quantized
+    linear that of what it dequantizes.
+    """
     found = {}
     if quantized := isinstance(module, QuantizedLinear):
         found["weight"] = [last - first for first, last in (module.rows, module.columns)]
@@ -559,11 +654,15 @@ def _weight_shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _computed_shape(value: torch.Tensor) -> list[int]:
-    """Of a parameter, divided where tensor parallel shards it; FSDP gathers it before it is used."""
+    """Of a parameter, divided where tensor parallel shards it; FSDP gathers it before it is
+    used.
+    """
     shape = list(value.shape)
     if isinstance(value, DTensor):
         names = value.device_mesh.mesh_dim_names or ()
-        for name, size, placement in zip(names, value.device_mesh.shape, value.placements, strict=True):
+        for name, size, placement in zip(
+            names, value.device_mesh.shape, value.placements, strict=True
+        ):
             if name == "tensor" and placement.is_shard():
                 shape[placement.dim] //= size
     return shape

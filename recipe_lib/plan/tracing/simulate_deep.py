@@ -1,5 +1,6 @@
-"""Which models are simulated with few of their layers, and which whole; the trace of a deep model from those of two
-shallow ones."""
+"""Which models are simulated with few of their layers, and which whole; the trace of a deep model
+from those of two shallow ones.
+"""
 
 import itertools
 import re
@@ -25,20 +26,23 @@ from recipe_lib.plan.tracing.simulated_micro_batches import treats_all_alike
 from recipe_lib.plan.world.patches import Patch, apply_patches
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 
-# Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike the others, and two
-# layers at the ends of a step for which FSDP gathers ahead of time.
+# Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike
+# the others, and two layers at the ends of a step for which FSDP gathers ahead of time.
 _TURNS, _ENDS = 3, 2
 # Two shallow models have to be so much less than the whole one.
 _WORTHWHILE = 1.4
 
 
 def simulate_deep(
-    recipe_class: type, cfg: FullFinetuneConfig, simulated: Callable[[FullFinetuneConfig], Simulated]
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    simulated: Callable[[FullFinetuneConfig], Simulated],
 ) -> Simulated:
-    """Return `simulated(cfg)`, by two simulations of few layers where they tell what all of them do.
+    """Return `simulated(cfg)`, by two simulations of few layers where they tell what all of them
+    do.
 
-    Not for a recipe that does not say that it treats all layers alike, nor for a pipeline, whose stages have few. A
-    recipe that says it and does not is simulated whole, with a note.
+    Not for a recipe that does not say that it treats all layers alike, nor for a pipeline, whose
+    stages have few. A recipe that says it and does not is simulated whole, with a note.
     """
     depths = few_layers(recipe_class, cfg)
     found = None
@@ -46,32 +50,49 @@ def simulate_deep(
     if depths is not None:
         lead, period = find_layer_pattern(cfg)
         watched = [] if cfg.compile else _watch_layers(unlike)  # which the compiler would look into
-        with apply_patches(watched), suppress(UserError, IndexError):  # the whole model says it of the one asked for
+        with (
+            apply_patches(watched),
+            suppress(UserError, IndexError),
+        ):  # the whole model says it of the one asked for
             short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
-            unlike += _find_unlike_layers(long.trace, range(max(1, lead), depths[1] - period), period)
+            unlike += _find_unlike_layers(
+                long.trace, range(max(1, lead), depths[1] - period), period
+            )
             found = _deeper(short, long, (layer_count(cfg) - depths[1]) // period, period)
     if found is None or unlike:
         found = simulated(cfg)
-    return replace(found, notes=[*found.notes, *(f"{fault}: the whole model is simulated" for fault in unlike[:1])])
+    return replace(
+        found,
+        notes=[*found.notes, *(f"{fault}: the whole model is simulated" for fault in unlike[:1])],
+    )
 
 
 def _watch_layers(unlike: list[str]) -> list[Patch]:
-    """Notes where code of the user's own takes layers out of their list, as one that treats some otherwise does."""
+    """Notes where code of the user's own takes layers out of their list, as one that treats some
+    otherwise does.
+    """
 
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             frame = sys._getframe(1)
             if is_of_user(frame.f_code.co_filename):
-                unlike.append(f"{text_of((frame.f_code.co_filename, frame.f_lineno))} goes by single layers")
+                unlike.append(
+                    f"{text_of((frame.f_code.co_filename, frame.f_lineno))} goes by single layers"
+                )
             return original(*args)
 
         return run
 
-    return [(nn.ModuleList, name, watch(vars(nn.ModuleList)[name])) for name in ("__getitem__", "__iter__")]
+    return [
+        (nn.ModuleList, name, watch(vars(nn.ModuleList)[name]))
+        for name in ("__getitem__", "__iter__")
+    ]
 
 
 def _find_unlike_layers(trace: Trace, layers: range, period: int) -> Iterator[str]:
-    """Compares the matmuls of each of some layers, forward and backward, with those of the layer a period later."""
+    """Compares the matmuls of each of some layers, forward and backward, with those of the layer a
+    period later.
+    """
     products: dict[int, Counter[Hashable]] = defaultdict(Counter)
     for op in trace.ops:
         pattern, numbers = _pattern(op.module)
@@ -87,24 +108,45 @@ def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] |
     adapters = cfg.trained_adapters
     modules = [cfg.parallel.fsdp_wrap_policy, adapters.target_modules if adapters else ""]
     # Of lists; a word such as `layers` names no modules.
-    named = any(letter.isdigit() for value in modules if not isinstance(value, str) for letter in "".join(value))
-    budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
-    # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the ranks.
+    named = any(
+        letter.isdigit()
+        for value in modules
+        if not isinstance(value, str)
+        for letter in "".join(value)
+    )
+    budget = (
+        cfg.memory.activation_checkpointing == "budget"
+    )  # for all layers together, which then differ
+    # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the
+    # ranks.
     across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
     if cfg.parallel.pipeline > 1 or budget or named or across or not treats_all_alike(recipe_class):
         return None
     layers = layer_count(cfg)
     lead, period = find_layer_pattern(cfg)
-    ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1 if cfg.memory.activation_offload else 0
-    turns = _TURNS + (period > 1)  # of several layers one is lost where those at an end are unlike the others
-    short = lead + turns * period + _ENDS + ahead + cfg.compile  # what a compiled layer made lives a layer longer
+    ahead = (
+        2 * cfg.memory.activation_offload_prefetch_layers + 1
+        if cfg.memory.activation_offload
+        else 0
+    )
+    turns = _TURNS + (
+        period > 1
+    )  # of several layers one is lost where those at an end are unlike the others
+    short = (
+        lead + turns * period + _ENDS + ahead + cfg.compile
+    )  # what a compiled layer made lives a layer longer
     short += (layers - short) % period
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
 
 
 def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simulated | None:
-    """The run of a model with `more` periods of layers beyond the longer one's; None where the two do not tell."""
-    facts = [replace(run, trace=Trace(), modules=[], likeness=replace(run.likeness, events=0)) for run in (short, long)]
+    """The run of a model with `more` periods of layers beyond the longer one's; None where the two
+    do not tell.
+    """
+    facts = [
+        replace(run, trace=Trace(), modules=[], likeness=replace(run.likeness, events=0))
+        for run in (short, long)
+    ]
     trace = more_layers(short.trace, long.trace, more, period) if facts[0] == facts[1] else None
     modules = more_rows(short.modules, long.modules, more, period) if trace is not None else None
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
@@ -119,15 +161,17 @@ def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simula
 # runs do not show it beyond doubt, nothing is continued, and the whole model is simulated.
 
 
-# A size that grows with the number of layers may reach a limit that few layers do not show, such as that of a bucket.
+# A size that grows with the number of layers may reach a limit that few layers do not show, such as
+# that of a bucket.
 _MOST_GROWN = 2**20
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass
 class _Event:
-    """An event before it is an item. sizes: that are part of its key where both runs have it with the same ones; where
-    only one has, as of a sum over all layers, they are numbers that may grow."""
+    """An event before it is an item. sizes: that are part of its key where both runs have it with
+    the same ones; where only one has, as of a sum over all layers, they are numbers that may grow.
+    """
 
     what: Hashable
     sizes: tuple[int, ...] = ()
@@ -136,15 +180,19 @@ class _Event:
 
 
 def more_layers(short: Trace, long: Trace, more: int, period: int = 1) -> Trace | None:
-    """The trace of a model that has `more` periods of layers beyond the longer one, which has one period more than the
-    shorter; None where the two do not tell. Operators do not say what they read and make."""
+    """The trace of a model that has `more` periods of layers beyond the longer one, which has one
+    period more than the shorter; None where the two do not tell. Operators do not say what they
+    read and make.
+    """
     if short.phases != long.phases or long.actions:
         return None
     continued = continue_items(*_items(_events(short), _events(long)), more, period)
     return _trace(continued, long) if continued is not None else None
 
 
-def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1) -> list[LayerRow] | None:
+def more_rows(
+    short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1
+) -> list[LayerRow] | None:
     """The table of modules in the same way."""
     both = []
     for rows in (short, long):
@@ -167,7 +215,9 @@ def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, pe
 def _items(short: Sequence[_Event], long: Sequence[_Event]) -> "tuple[LoopItems, LoopItems]":
     """Both runs' events with keys that mean the same."""
     numbered: dict[Hashable, int] = {}
-    both = {(event.what, event.sizes) for event in short} & {(event.what, event.sizes) for event in long}
+    both = {(event.what, event.sizes) for event in short} & {
+        (event.what, event.sizes) for event in long
+    }
     runs = LoopItems(), LoopItems()
     for events, items in zip((short, long), runs, strict=True):
         for event in events:
@@ -175,13 +225,16 @@ def _items(short: Sequence[_Event], long: Sequence[_Event]) -> "tuple[LoopItems,
             key: Hashable = exact if exact in both else event.what
             if event.target >= 0:  # a release is like its allocation
                 key = (key, items.keys[event.target])
-            items.add(numbered.setdefault(key, len(numbered)), event.sizes + event.names, event.target)
+            items.add(
+                numbered.setdefault(key, len(numbered)), event.sizes + event.names, event.target
+            )
     return runs
 
 
 def _events(trace: Trace) -> list[_Event]:
-    """A trace's events; a release, and the use on another stream, has an allocation as its target, and a wait has the
-    mark that it waits for."""
+    """A trace's events; a release, and the use on another stream, has an allocation as its target,
+    and a wait has the mark that it waits for.
+    """
     events: list[_Event] = []
     made: dict[int, int] = {}
     recorded: dict[int, int] = {}
@@ -190,16 +243,35 @@ def _events(trace: Trace) -> list[_Event]:
             storage = trace.storages[number]
             module, of_module = _pattern(storage.module)
             label, of_label = _pattern(storage.label)
-            kept = (storage.device, storage.stream, storage.kind, storage.op, storage.part, storage.pinned)
+            kept = (
+                storage.device,
+                storage.stream,
+                storage.kind,
+                storage.op,
+                storage.part,
+                storage.pinned,
+            )
             made[number] = index
-            event = _Event((ALLOC, module, label, storage.phase, *kept), (storage.bytes,), of_module + of_label)
+            event = _Event(
+                (ALLOC, module, label, storage.phase, *kept), (storage.bytes,), of_module + of_label
+            )
         elif kind == FREE:
             event = _Event((FREE,), target=made[number])
         elif kind == OP:
             op = trace.ops[number]
             module, of_module = _pattern(op.module)
             kinds, sizes = _of_collective(op)
-            what = (op.name, op.stream, op.part, op.phase, op.dtype, op.transfer, op.shape, op.on_host, kinds)
+            what = (
+                op.name,
+                op.stream,
+                op.part,
+                op.phase,
+                op.dtype,
+                op.transfer,
+                op.shape,
+                op.on_host,
+                kinds,
+            )
             event = _Event((OP, module, *what), (op.bytes, op.flops, op.repeats, *sizes), of_module)
         elif kind in (RECORD, WAIT):
             sync = trace.syncs[number]
@@ -220,13 +292,22 @@ def _of_collective(op: Op) -> tuple[Hashable, tuple[int, ...]]:
     found = op.collective
     if found is None:
         return None, ()
-    kinds = (found.operation, found.dim, found.ranks, found.dtype, found.waits, tuple(map(len, found.shapes)))
+    kinds = (
+        found.operation,
+        found.dim,
+        found.ranks,
+        found.dtype,
+        found.waits,
+        tuple(map(len, found.shapes)),
+    )
     return kinds, (found.bytes, *(size for shape in found.shapes for size in shape))
 
 
 @cache
 def _pattern(name: str) -> tuple[str, tuple[int, ...]]:
-    """A dotted name without its numbers, and these: `model.layers.3.mlp` is `model.layers.{}.mlp` and 3."""
+    """A dotted name without its numbers, and these: `model.layers.3.mlp` is `model.layers.{}.mlp`
+    and 3.
+    """
     return _NUMBER.sub("{}", name), tuple(map(int, _NUMBER.findall(name)))
 
 
@@ -241,7 +322,9 @@ def _trace(continued: "LoopItems", long: Trace) -> Trace | None:
     numbered: list[int] = []  # by event the number of its storage or mark; -1: it has none
     marks = 0
     alive: set[int] = set()
-    for like, numbers, target in zip(continued.keys, continued.numbers, continued.targets, strict=True):
+    for like, numbers, target in zip(
+        continued.keys, continued.numbers, continued.targets, strict=True
+    ):
         kind, number = long.events[like]
         own = numbered[target] if 0 <= target < len(numbered) else -1
         if kind == ALLOC:
@@ -300,7 +383,10 @@ def _op(like: Op, numbers: tuple[int, ...]) -> Op:
     pattern, of_module = _pattern(like.module)
     cut = len(others) - len(of_module)
     collective = like.collective
-    if collective is not None and others[:cut] != [collective.bytes, *itertools.chain(*collective.shapes)]:
+    if collective is not None and others[:cut] != [
+        collective.bytes,
+        *itertools.chain(*collective.shapes),
+    ]:
         rest = iter(others[1:cut])
         shapes = tuple(tuple(next(rest) for _ in shape) for shape in collective.shapes)
         collective = replace(collective, bytes=others[0], shapes=shapes)
@@ -322,19 +408,21 @@ def _op(like: Op, numbers: tuple[int, ...]) -> Op:
     )
 
 
-# Two sequences, of which the longer has one more turn of every loop, continued to any number of turns.
+# Two sequences, of which the longer has one more turn of every loop, continued to any number of
+# turns.
 #
 # What a program does for a model of n layers is loops of about n turns between things that it does
 # once. Two runs, of one period of layers more or less, tell which parts are loops: those that the
 # longer run has once more. An item has a key, which has to be the same from turn to turn, whole
 # numbers that may grow with the turn or with the number of turns, and an earlier item that it
 # refers to, such as a release to its allocation. Numbers and references are continued on a straight
-# line, which every turn that was seen has to lie on, and which in a loop goes up or down by a turn's
-# worth, or not at all; where one does not, there is no continuation.
+# line, which every turn that was seen has to lie on, and which in a loop goes up or down by a
+# turn's worth, or not at all; where one does not, there is no continuation.
 
 
-# Turns that a loop has in the longer run at the least. Those at either end may be unlike the others, as many as here,
-# tried in this order; between them the shorter run has to have one and the longer two.
+# Turns that a loop has in the longer run at the least. Those at either end may be unlike the
+# others, as many as here, tried in this order; between them the shorter run has to have one and the
+# longer two.
 _FEWEST = 4
 _UNLIKE_ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
 
@@ -356,7 +444,9 @@ class LoopItems:
 
 @dataclass(frozen=True)
 class _LoopPart:
-    """A loop, or what lies between two of them: one turn. starts, turns: in the shorter, longer and continued run."""
+    """A loop, or what lies between two of them: one turn. starts, turns: in the shorter, longer and
+    continued run.
+    """
 
     length: int
     starts: tuple[int, int, int]
@@ -367,19 +457,21 @@ class _LoopPart:
         return self.starts[run] + turn * self.length + offset
 
 
-# An item with its target as a number: the target's part and place in a turn, or none; its numbers, then the target's
-# turn.
+# An item with its target as a number: the target's part and place in a turn, or none; its numbers,
+# then the target's turn.
 _Located = tuple[tuple[int, int] | None, tuple[int, ...]]
-# How an item goes on: like this one of the longer run, its target, its numbers in the first turn, by what they grow.
+# How an item goes on: like this one of the longer run, its target, its numbers in the first turn,
+# by what they grow.
 _Rule = tuple[int, tuple[int, int] | None, tuple[int, ...], list[int]]
 _SHORT, _LONG, _NEW = range(3)
 
 
 def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) -> LoopItems | None:
-    """What a run does that has `more` turns of each loop beyond the longer one; None where that is not certain.
+    """What a run does that has `more` turns of each loop beyond the longer one; None where that is
+    not certain.
 
-    step: what numbers differ by from turn to turn of a loop, if they do. A key of the result is the index of the longer
-    run's item that the item is like.
+    step: what numbers differ by from turn to turn of a loop, if they do. A key of the result is the
+    index of the longer run's item that the item is like.
     """
     loops = _loops(np.array(short.keys), np.array(long.keys))
     if loops is None:
@@ -399,8 +491,10 @@ def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) 
 
 
 def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
-    """(start in the longer run, items of a turn, turns in the longer run) of every loop that it has one more turn of;
-    None where the shorter run is not the longer one with a turn of some loops left out. short, long: arrays of keys."""
+    """(start in the longer run, items of a turn, turns in the longer run) of every loop that it has
+    one more turn of; None where the shorter run is not the longer one with a turn of some loops
+    left out. short, long: arrays of keys.
+    """
     found: list[tuple[int, int, int]] = []
     where: dict[int, list[int]] = defaultdict(list)
     for index, key in enumerate(long.tolist()):
@@ -418,7 +512,9 @@ def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
         if not length:
             return None
         start, turns = there, 1
-        while start - length >= ended and np.array_equal(long[start - length : start], long[there : there + length]):
+        while start - length >= ended and np.array_equal(
+            long[start - length : start], long[there : there + length]
+        ):
             start, turns = start - length, turns + 1
         found.append((start, length, turns))
         there += length
@@ -426,10 +522,11 @@ def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
 
 
 def _turn_left_out(short: Any, long: Any, there: int, missing: int, known: list[int]) -> int:
-    """Items of the turn at `there` that the shorter run does not have, and that repeats the one before it; 0: none is.
+    """Items of the turn at `there` that the shorter run does not have, and that repeats the one
+    before it; 0: none is.
 
-    short: what is left of it. known: where the longer run has the key at `there`. Of several that could be, the one
-    after which both runs agree for longest.
+    short: what is left of it. known: where the longer run has the key at `there`. Of several that
+    could be, the one after which both runs agree for longest.
     """
     best, longest = 0, 0
     for place in reversed(known[: bisect_right(known, there - 1)]):
@@ -438,7 +535,11 @@ def _turn_left_out(short: Any, long: Any, there: int, missing: int, known: list[
             break
         if not np.array_equal(long[place:there], long[there : there + length]):
             continue
-        same = _count_common(short, long[there + length :]) if len(short) else int(there + length == len(long))
+        same = (
+            _count_common(short, long[there + length :])
+            if len(short)
+            else int(there + length == len(long))
+        )
         if same > longest:
             best, longest = length, same
     return best
@@ -483,8 +584,9 @@ def _locate(run: LoopItems, parts: list[_LoopPart], which: int) -> list[_Located
 
 
 def _list_kinds(part: _LoopPart) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield the ways to take a part's turns: (turn of the longer run, of the shorter, turns from there that have to be
-    alike, how often the continued run has it)."""
+    """Yield the ways to take a part's turns: (turn of the longer run, of the shorter, turns from
+    there that have to be alike, how often the continued run has it).
+    """
     short_turns, long_turns, turns = part.turns
     if short_turns == long_turns:
         yield [(0, 0, 0, 1)]
@@ -493,22 +595,34 @@ def _list_kinds(part: _LoopPart) -> Iterator[list[tuple[int, int, int, int]]]:
             inner = long_turns - before - after
             if inner >= 2:
                 first = [(turn, turn, 0, 1) for turn in range(before)]
-                last = [(long_turns - left, short_turns - left, 0, 1) for left in range(after, 0, -1)]
+                last = [
+                    (long_turns - left, short_turns - left, 0, 1) for left in range(after, 0, -1)
+                ]
                 yield [*first, (before, before, inner, turns - before - after), *last]
 
 
 def _find_rules(
-    part: _LoopPart, located: list[list[_Located]], kinds: list[tuple[int, int, int, int]], more: int, step: int
+    part: _LoopPart,
+    located: list[list[_Located]],
+    kinds: list[tuple[int, int, int, int]],
+    more: int,
+    step: int,
 ) -> list[tuple[list[_Rule], int]] | None:
-    """Return the rules of a part's turns, with how many these are; None where it cannot be continued in this way."""
+    """Return the rules of a part's turns, with how many these are; None where it cannot be
+    continued in this way.
+    """
     found: list[tuple[list[_Rule], int]] = []
     for long_turn, short_turn, alike, count in kinds:
-        seen = [(_LONG, turn) for turn in range(1, alike)] + [(_SHORT, turn) for turn in range(1, alike - 1)]
+        seen = [(_LONG, turn) for turn in range(1, alike)] + [
+            (_SHORT, turn) for turn in range(1, alike - 1)
+        ]
         found.append(([], count))
         for offset in range(part.length):
             at = part.find(_LONG, long_turn, offset)
             was = part.find(_SHORT, short_turn, offset)
-            others = [(which, part.find(which, long_turn + turn, offset), turn) for which, turn in seen]
+            others = [
+                (which, part.find(which, long_turn + turn, offset), turn) for which, turn in seen
+            ]
             rule = _find_rule(located, (at, was), others, more, step)
             if rule is None:
                 return None
@@ -517,11 +631,16 @@ def _find_rules(
 
 
 def _find_rule(
-    located: list[list[_Located]], items: tuple[int, int], others: list[tuple[int, int, int]], more: int, step: int
+    located: list[list[_Located]],
+    items: tuple[int, int],
+    others: list[tuple[int, int, int]],
+    more: int,
+    step: int,
 ) -> _Rule | None:
-    """Return how the longer run's item goes on, from the shorter one's, and others in the same place of other turns:
-    (run, item, turns from these). None where they are not on a line, which in a loop goes up or down by a turn's
-    worth, or not at all."""
+    """Return how the longer run's item goes on, from the shorter one's, and others in the same
+    place of other turns: (run, item, turns from these). None where they are not on a line, which in
+    a loop goes up or down by a turn's worth, or not at all.
+    """
     at, was = items
     target, values = located[_LONG][at]
     target_before, before = located[_SHORT][was]
@@ -535,7 +654,10 @@ def _find_rule(
             return None
         if which == _LONG and distance == 1:
             slopes = [new - old for new, old in zip(seen, base, strict=True)]
-        if any(new != old + slope * distance for new, old, slope in zip(seen, base, slopes, strict=True)):
+        if any(
+            new != old + slope * distance
+            for new, old, slope in zip(seen, base, slopes, strict=True)
+        ):
             return None
     worths = [step] * (len(values) - (target is not None)) + [1] * (target is not None)
     if any(slope not in (-worth, 0, worth) for slope, worth in zip(slopes, worths, strict=True)):

@@ -1,4 +1,6 @@
-"""Notes every allocation, release, operator and collective of a program, simulated or real, as a `Trace`."""
+"""Notes every allocation, release, operator and collective of a program, simulated or real, as a
+`Trace`.
+"""
 
 import os
 import weakref
@@ -11,12 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.peaks import pinned_bytes
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import ALLOC, FREE, HOST, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
+from recipe_lib.plan.trace import (
+    ALLOC,
+    FREE,
+    HOST,
+    OP,
+    PHASE,
+    RECORD,
+    USE,
+    WAIT,
+    Op,
+    Storage,
+    Sync,
+    Trace,
+)
 from recipe_lib.plan.tracing.operator_costs import (
     ADD_IN_PLACE,
     PLAIN_TENSORS,
@@ -33,7 +51,8 @@ from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.world.compiled_code import around_operator, inside_of
 from recipe_lib.plan.world.patches import Patch, apply_patches, hide_propagation, on_shards
 
-# `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
+# `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator
+# with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
 
 # Operators of FSDP, and of what kind the memory is that they write.
@@ -49,7 +68,8 @@ _PIN = torch.ops.aten._pin_memory.default
 _IS_PINNED = torch.ops.aten.is_pinned.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-# Made of aten::mm and views. An operator hashes itself in Python, its number does not; it lives as long as torch.
+# Made of aten::mm and views. An operator hashes itself in Python, its number does not; it lives as
+# long as torch.
 _MATMULS = frozenset(map(id, (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)))
 _PROFILER = frozenset(
     id(overload)
@@ -63,8 +83,9 @@ _PROFILER = frozenset(
 class Tracer(TorchDispatchMode):
     """Traces what runs inside `with tracer.running():`.
 
-    device_type: of the accelerator; storages elsewhere are host memory. fast: answers known calls, in a simulation.
-    kernel_memory: scratch of kernels that no tensor shows. checker: follows all that happens, if there is one.
+    device_type: of the accelerator; storages elsewhere are host memory. fast: answers known calls,
+    in a simulation. kernel_memory: scratch of kernels that no tensor shows. checker: follows all
+    that happens, if there is one.
     """
 
     def __init__(
@@ -82,18 +103,23 @@ class Tracer(TorchDispatchMode):
         self.stream: Callable[[], int] = lambda: 0
         self.vocabulary: set[int] = set()
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
-        self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
-        self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused; with a checker it is 1
+        self.between_actions: Callable[[], None] = lambda: (
+            None
+        )  # of a pipeline, where gradients were made
+        # In a simulation: a number that is read is 0, not refused; with a checker it is 1
+        self.values_are_zero = False
         self.makes_batches = False  # what is made now are batches
         self._pinned = False
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
-        # By the address of a storage that is alive: its numbers in the trace, one for each size it had, and what
-        # hears of its end.
+        # By the address of a storage that is alive: its numbers in the trace, one for each size it
+        # had, and what hears of its end.
         self._held: dict[int, tuple[list[int], weakref.ref[Any]]] = {}
         self._places = Places()
         self.place = self._places.now  # the part of the step and the module that run now
         self.muted = 0  # what runs is no part of the program, where it is not 0
-        self.is_compiling: Callable[[], bool] | None = None  # where code is compiled: whether it is being compiled
+        self.is_compiling: Callable[[], bool] | None = (
+            None  # where code is compiled: whether it is being compiled
+        )
         self.phase = -1
         self.optimizers: dict[int, Any] = {}
 
@@ -114,9 +140,13 @@ class Tracer(TorchDispatchMode):
         self.trace.events.append((PHASE, self.phase))
 
     def name_modules(self, model: nn.Module, prefix: str = "") -> None:
-        """Modules are called by their dotted names from here on; embeddings tell the vocabulary's size."""
+        """Modules are called by their dotted names from here on; embeddings tell the vocabulary's
+        size.
+        """
         self._places.name_modules(model, prefix)
-        self.vocabulary |= {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+        self.vocabulary |= {
+            module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
+        }
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
@@ -124,7 +154,9 @@ class Tracer(TorchDispatchMode):
         return history[-1] if history else -1
 
     def _find_history(self, tensor: Tensor) -> list[int]:
-        """Return the numbers of a tensor's memory, one for each size it had; none is known: an empty list."""
+        """Return the numbers of a tensor's memory, one for each size it had; none is known: an
+        empty list.
+        """
         held = self._held.get(tensor.untyped_storage()._cdata)
         return held[0] if held else []
 
@@ -146,7 +178,11 @@ class Tracer(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if self.is_compiling is not None and self.is_compiling():
             return func(*args, **(kwargs or {}))
@@ -167,7 +203,12 @@ class Tracer(TorchDispatchMode):
                     return self.__torch_dispatch__(func, (), *local)
                 return NotImplemented  # a wrapper's own operators come back here one by one
         reads_any = self.fast is not None and (self.values_are_zero or self.checker is not None)
-        if reads_any and func is _NUMBER and type(args[0]) is FakeTensor and args[0].constant is None:
+        if (
+            reads_any
+            and func is _NUMBER
+            and type(args[0]) is FakeTensor
+            and args[0].constant is None
+        ):
             return self._read_number(args)
         kwargs = kwargs or {}
         if is_summed_in_place(func, args, kwargs):
@@ -175,16 +216,24 @@ class Tracer(TorchDispatchMode):
         if self.muted:
             return func(*args, **kwargs)
         call: CachedCall | None = None
-        self._pinned = func is _PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
-        if self.fast is not None and func is _PIN:  # the fake mode has no answer; it is a copy on the host
+        self._pinned = (
+            func is _PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
+        )
+        if (
+            self.fast is not None and func is _PIN
+        ):  # the fake mode has no answer; it is a copy on the host
             func, kwargs = torch.ops.aten.empty_like.default, {}
             args = args[:1]
         if self.fast is not None and func is _IS_PINNED:
             return False
-        if self.fast is not None and id(func) in _PROFILER:  # no work of the device, and slow in the fake mode
+        if (
+            self.fast is not None and id(func) in _PROFILER
+        ):  # no work of the device, and slow in the fake mode
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
-        if self.fast is not None and func is _WAIT:  # the fake mode gives a copy, the real one what it waited for
+        if (
+            self.fast is not None and func is _WAIT
+        ):  # the fake mode gives a copy, the real one what it waited for
             result = args[0]
         elif self.fast is not None:
             result, call = self.fast.call(func, args, kwargs)
@@ -199,18 +248,32 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _read_number(self, args: Sequence[Any]) -> float:
-        """In place of a value that there is not: 0, or what a condition is more likely to go on with where all waits
-        are to be seen."""
+        """In place of a value that there is not: 0, or what a condition is more likely to go on
+        with where all waits are to be seen.
+        """
         if self.checker is not None and not self.muted:
-            self.checker.operator(_NUMBER, args, {}, None, Op("aten::item", self.stream(), *self.place()), self.numbers)
+            self.checker.operator(
+                _NUMBER,
+                args,
+                {},
+                None,
+                Op("aten::item", self.stream(), *self.place()),
+                self.numbers,
+            )
         number = int(self.checker is not None and args[0].dtype is not torch.bool)
         return float(number) if args[0].dtype.is_floating_point else number
 
     def _is_sent(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether it is a copy to the host that nobody waits for, whose memory torch pins."""
-        return func is _TO_COPY and bool(kwargs.get("non_blocking")) and _device_of(args[0]) == self.device_type
+        return (
+            func is _TO_COPY
+            and bool(kwargs.get("non_blocking"))
+            and _device_of(args[0]) == self.device_type
+        )
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost) -> None:
+    def note(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost
+    ) -> None:
         """Notes an operator with its results."""
         if cost.is_view and not cost.makes_memory:
             return
@@ -231,17 +294,23 @@ class Tracer(TorchDispatchMode):
                 self._free(number)
         trace = self.trace
         collective = read_collective(func, args, self.groups) if cost.communicates else None
-        op = Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective)
+        op = Op(
+            name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective
+        )
         op.transfer, op.shape = cost.transfer, cost.shape
         op.on_host = cost.on_host and self.device_type != "cpu"
         if self.checker is not None and not self.makes_batches:
             self.checker.operator(func, args, kwargs, result, op, self.numbers)
         if part in ("forward", "recompute"):
-            op.reads, op.makes = (self.numbers(value) for value in ((args, tuple(kwargs.values())), result))
+            op.reads, op.makes = (
+                self.numbers(value) for value in ((args, tuple(kwargs.values())), result)
+            )
         self.add(op)
         if name == "aten::copy_" and cost.transfer == "to_device" and part == "backward":
             source = self.number_of(args[1])
-            if source >= 0 and trace.storages[source].part == "forward":  # kept there by forward for backward
+            if (
+                source >= 0 and trace.storages[source].part == "forward"
+            ):  # kept there by forward for backward
                 self.set_kind(args[0], "activations")
         if cost.transfer == "to_host" and is_blocking(name, args, kwargs):
             self._host_waits(stream)
@@ -254,7 +323,9 @@ class Tracer(TorchDispatchMode):
     # Memory
 
     def see(self, tensors: Sequence[Tensor], name: str = "") -> None:
-        """Notes the memory of tensors, where it is new. name: of the operator that made it, if one did."""
+        """Notes the memory of tensors, where it is new. name: of the operator that made it, if one
+        did.
+        """
         for tensor in tensors:
             device = _device_of(tensor)
             if not has_memory(tensor) or device == "meta" or self._find_history(tensor):
@@ -280,7 +351,20 @@ class Tracer(TorchDispatchMode):
         part, module = self.place()
         storages = self.trace.storages
         pinned = self._pinned and not device
-        storages.append(Storage(size, device, self.stream(), kind, module, "", name, part, max(self.phase, 0), pinned))
+        storages.append(
+            Storage(
+                size,
+                device,
+                self.stream(),
+                kind,
+                module,
+                "",
+                name,
+                part,
+                max(self.phase, 0),
+                pinned,
+            )
+        )
         self.trace.events.append((ALLOC, len(storages) - 1))
         if self.checker is not None:
             self.checker.allocated(len(storages) - 1, storages[-1])
@@ -325,10 +409,14 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self.parameter_names.get(id(parameter)) or self._find_label(parameter)  # some rows of one
+                name = self.parameter_names.get(id(parameter)) or self._find_label(
+                    parameter
+                )  # some rows of one
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
-                for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
+                for value in optimizer.state.get(
+                    parameter, {}
+                ).values():  # perhaps here for this step alone
                     if isinstance(value, Tensor):
                         self.label(value, "optimizer", name)
 
@@ -378,7 +466,9 @@ class Tracer(TorchDispatchMode):
             self.checker.waited(stream, event)
 
     def synchronize(self, what: str, stream: int | None, event: int | None) -> None:
-        """The host waits for an event, for a stream, or for the device, which is the stream that computes."""
+        """The host waits for an event, for a stream, or for the device, which is the stream that
+        computes.
+        """
         if event is None:
             self._host_waits(stream or 0)
         elif event >= 0:
@@ -395,7 +485,8 @@ class Tracer(TorchDispatchMode):
         self.trace.events += [(RECORD, len(syncs) - 2), (WAIT, len(syncs) - 1)]
 
 
-# torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call; nothing compiles here.
+# torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call; nothing compiles
+# here.
 _unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
 Tracer.__torch_dispatch__ = _unwrapped  # type: ignore[method-assign]
 
@@ -405,7 +496,9 @@ def _device_of(tensor: Tensor) -> str:
 
 
 def common_label(first: str, second: str) -> str:
-    """The label of memory that two parameters share, such as the gradients of an FSDP unit: `model.layers.0.*`."""
+    """The label of memory that two parameters share, such as the gradients of an FSDP unit:
+    `model.layers.0.*`.
+    """
     shared = os.path.commonprefix([first.split("."), second.split(".")])
     return ".".join([*(part for part in shared if part != "*"), "*"])
 
@@ -419,8 +512,8 @@ _NO_NODE = 2**63  # sequence numbers of nodes that accumulate gradients are the 
 class Places:
     """Follows modules and optimizers inside `with places.following(...)`; `now()` tells the place.
 
-    Autograd numbers its nodes in the order in which forward makes them; so the number of the node that runs in backward
-    tells the module that made it.
+    Autograd numbers its nodes in the order in which forward makes them; so the number of the node
+    that runs in backward tells the module that made it.
     """
 
     def __init__(self) -> None:
@@ -469,7 +562,9 @@ class Places:
         if node is not None:
             number = node._sequence_nr()
             if 0 <= number < _NO_NODE:
-                self._backward_module = self._sequence_module[bisect_right(self._sequence, number) - 1]
+                self._backward_module = self._sequence_module[
+                    bisect_right(self._sequence, number) - 1
+                ]
         return "backward", self._backward_module
 
     def _enter(self, module: nn.Module, args: Any) -> None:

@@ -1,7 +1,9 @@
-"""FakeTensorMode with a memory: an operator that was seen with the same shapes is answered without running it.
+"""FakeTensorMode with a memory: an operator that was seen with the same shapes is answered without
+running it.
 
-torch's own cache builds keys and results at about 100 us an operator; a step of a 70B model has fifty thousand. This
-one costs a fifth of that. What it cannot be sure of goes to FakeTensorMode as before.
+torch's own cache builds keys and results at about 100 us an operator; a step of a 70B model has
+fifty thousand. This one costs a fifth of that. What it cannot be sure of goes to FakeTensorMode as
+before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +17,31 @@ from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 # Operators whose result is more than shapes, or that change a storage.
-_NEVER = ("set_", "resize_", "as_strided_", "lift_fresh", "_local_scalar_dense", "nonzero", "unique", "item", "_to_cpu")
+_NEVER = (
+    "set_",
+    "resize_",
+    "as_strided_",
+    "lift_fresh",
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "item",
+    "_to_cpu",
+)
 # Whose operators do to shapes what they say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
 _PLAIN_TYPES = frozenset(
-    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+    (
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
 )
 
 
@@ -29,7 +51,9 @@ class NotSure(Exception):  # noqa: N818 - not an error: the call is made as ever
 
 @dataclass(slots=True)
 class _Output:
-    """How to make one output. argument: index of the flat tensor argument that it is, or whose storage it shares."""
+    """How to make one output. argument: index of the flat tensor argument that it is, or whose
+    storage it shares.
+    """
 
     same: int = -1
     view_of: int = -1
@@ -51,16 +75,22 @@ class _Output:
                 memory = torch.empty(self.elements, dtype=self.dtype, device="meta")
                 empty = memory.as_strided(self.shape, self.stride, self.offset)
             else:
-                empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+                empty = torch.empty_strided(
+                    self.shape, self.stride, dtype=self.dtype, device="meta"
+                )
             if self.view_of >= 0:
-                empty.set_(tensors[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
+                empty.set_(
+                    tensors[self.view_of].untyped_storage(), self.offset, self.shape, self.stride
+                )
         assert self.device is not None
         return wrap(empty, mode, self.device)
 
 
 @dataclass(slots=True)
 class CachedCall:
-    """A remembered call. outputs: None for an operator that returns nothing. cost: what the tracer keeps next to it."""
+    """A remembered call. outputs: None for an operator that returns nothing. cost: what the tracer
+    keeps next to it.
+    """
 
     outputs: "_Output | list[_Output] | None"
     sequence: type | None
@@ -78,15 +108,20 @@ class CachedCall:
 class CachedFakeMode:
     """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside.
 
-    calls: by operator and shapes; what is remembered is no mode's own, so that later simulations know it too.
+    calls: by operator and shapes; what is remembered is no mode's own, so that later simulations
+    know it too.
     """
 
-    def __init__(self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None
+    ) -> None:
         self.mode = mode
         self.calls = {} if calls is None else calls
         _read_attributes.cache_clear()  # they hold the modes of earlier simulations
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, CachedCall | None]:
+    def call(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, CachedCall | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
         if func.namespace == "c10d":  # fake groups do nothing, and give back what they were given
             with in_kernel_invocation_manager(self.mode):
@@ -109,8 +144,12 @@ class CachedFakeMode:
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """A FakeTensor as its constructor would make it, with the attributes of one that it did make."""
-    fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    """A FakeTensor as its constructor would make it, with the attributes of one that it did
+    make.
+    """
+    fake = Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
     torch._C._set_throw_on_mutable_data_ptr(fake)
     fake.__dict__.update(_read_attributes(mode, device))
     return fake
@@ -129,8 +168,12 @@ def _is_never(func: Any) -> bool:
     custom = not func._schema.name.startswith(_KNOWN)
     tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     # An `out` may be resized, but not by FSDP's operators.
-    writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
-    return custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
+    writes_out = func.namespace != "fsdp" and any(
+        argument.is_out for argument in func._schema.arguments
+    )
+    return (
+        custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
+    )
 
 
 def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
@@ -142,7 +185,15 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
             if value.constant is not None:
                 raise NotSure  # it has a value, and so may the result
             tensors.append(value)
-            parts.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
+            parts.append(
+                (
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.dtype,
+                    value.fake_device,
+                )
+            )
         elif kind in _PLAIN_TYPES:
             parts.append(value if kind is not float else (kind, value))
             if kind is bool:
@@ -153,7 +204,16 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
             if not isinstance(value, FakeTensor):
                 raise NotSure
             tensors.append(value)
-            parts.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, "p"))
+            parts.append(
+                (
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.dtype,
+                    value.fake_device,
+                    "p",
+                )
+            )
         elif isinstance(value, torch.Generator):
             parts.append("generator")
         else:
@@ -178,14 +238,21 @@ def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
         return None
 
 
-def _describe(value: Any, places: dict[int, int], storages: dict[int, int], made: set[int]) -> _Output:
+def _describe(
+    value: Any, places: dict[int, int], storages: dict[int, int], made: set[int]
+) -> _Output:
     if value is None or isinstance(value, (int, float, bool)):
         return _Output(constant=value)
     if id(value) in places:
         return _Output(same=places[id(value)])
     if type(value) is not FakeTensor:
         raise NotSure
-    if value.constant is not None or value.layout != torch.strided or value.is_conj() or value.is_neg():
+    if (
+        value.constant is not None
+        or value.layout != torch.strided
+        or value.is_conj()
+        or value.is_neg()
+    ):
         raise NotSure
     storage = value.untyped_storage()
     geometry = {
@@ -200,6 +267,8 @@ def _describe(value: Any, places: dict[int, int], storages: dict[int, int], made
     if storage._cdata in made or rest:
         raise NotSure
     made.add(storage._cdata)
-    if not value.storage_offset() and elements == compute_required_storage_length(value.shape, value.stride(), 0):
+    if not value.storage_offset() and elements == compute_required_storage_length(
+        value.shape, value.stride(), 0
+    ):
         elements = 0
     return _Output(elements=elements, offset=value.storage_offset(), **geometry)

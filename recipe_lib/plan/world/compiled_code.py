@@ -1,12 +1,14 @@
 """torch.compile on the simulated device: its own code for a graph, with kernels that do nothing.
 
-Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so that what is kept for backward, what
-is fused and which buffers there are is what they decide. Of inductor's result the module that it writes in Python is
-taken, before a compiler for C++ or Triton is asked: it takes its buffers, calls kernels, and frees or reuses them.
-Here the buffers are the simulated device's and a kernel is noted with the tensors that it is given.
+Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so that what is
+kept for backward, what is fused and which buffers there are is what they decide. Of inductor's
+result the module that it writes in Python is taken, before a compiler for C++ or Triton is asked:
+it takes its buffers, calls kernels, and frees or reuses them. Here the buffers are the simulated
+device's and a kernel is noted with the tensors that it is given.
 
-The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor fuses by the same rules
-but for reductions, which it can split otherwise. All of torch's private parts that this takes are in here.
+The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor
+fuses by the same rules but for reductions, which it can split otherwise. All of torch's private
+parts that this takes are in here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +54,8 @@ _OPAQUE = (
     "tune_recipes::gather_linears",
     "tune_recipes::gated_linear",
 )
-# What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than once.
+# What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than
+# once.
 _written: dict[tuple[str, str, bool], str] = {}
 
 
@@ -62,7 +65,9 @@ class NotCompiled(Exception):  # noqa: N818 - not an error: the run is planned w
 
 @dataclass
 class CompiledCode:
-    """What was compiled in a simulation. graphs: that dynamo found. faults: why there is no code for one."""
+    """What was compiled in a simulation. graphs: that dynamo found. faults: why there is no code
+    for one.
+    """
 
     graphs: int = 0
     faults: list[str] = field(default_factory=list)
@@ -71,18 +76,24 @@ class CompiledCode:
         """In a line of a report."""
         where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
         graphs = counted(self.graphs, "graph")
-        return f"compiled code: {graphs}, fused and with the buffers of inductor's code for a CPU{where}"
+        return (
+            f"compiled code: {graphs}, fused and with the buffers of inductor's code for a"
+            f" CPU{where}"
+        )
 
 
 def inside_of(operator: Any) -> Callable[..., Any] | None:
-    """What an operator of ours does that compiled code calls so that the compiler does not look into it; else None."""
+    """What an operator of ours does that compiled code calls so that the compiler does not look
+    into it; else None.
+    """
     name = operator._schema.name
     return OPDEFS[name]._init_fn if name.removesuffix("_backward") in _OPAQUE else None
 
 
 @contextmanager
 def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
-    """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile is no part of it.
+    """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile
+    is no part of it.
 
     NotCompiled for what inductor has no code for.
     """
@@ -92,7 +103,9 @@ def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
     done = CompiledCode()
     original, lazy_init = compile_fx.compile_fx, joint_graph.lazy_init
 
-    def compile_graph(graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    def compile_graph(
+        graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any
+    ) -> Callable[..., Any]:
         done.graphs += 1
         with _disable_current_modes(), noting_faults():
             fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -111,15 +124,20 @@ def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
         try:
             yield
         except Exception as error:
-            done.faults.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            done.faults.append(
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            )
             raise
 
     torch._dynamo.reset()
     tracer.is_compiling = lambda: TracingContext.try_get() is not None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
-        # Patterns of attention are made once, on the device that is asked for first, with tensors of it.
-        stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu"))))
+        # Patterns of attention are made once, on the device that is asked for first, with tensors
+        # of it.
+        stack.enter_context(
+            mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu")))
+        )
         try:
             yield done
         except Exception as error:
@@ -133,7 +151,11 @@ def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="cpu",
+        requires_grad=tensor.requires_grad,
     )
 
 
@@ -146,7 +168,10 @@ def _move_to_cpu(graph: GraphModule) -> None:
             node.meta.pop("example_value", None)
             if node.target is F.scaled_dot_product_attention and MODULE.kernels != "cpu":
                 node.target = attention_kernel
-            node.args, node.kwargs = tree_map(_cpu_for_ours, node.args), tree_map(_cpu_for_ours, node.kwargs)
+            node.args, node.kwargs = (
+                tree_map(_cpu_for_ours, node.args),
+                tree_map(_cpu_for_ours, node.kwargs),
+            )
         part.recompile()
 
 
@@ -159,7 +184,9 @@ def _code_of(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any])
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
 
-    given = [(one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in inputs]
+    given = [
+        (one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in inputs
+    ]
     key = (str(graph.graph), str(given), bool(options.get("is_backward")))
     if key in _written:
         return _written[key]
@@ -171,7 +198,10 @@ def _code_of(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any])
         # Never called, but torch 2.11's inductor asserts that it is not None.
         return SimpleNamespace(call=lambda args: None, runner=None)
 
-    with mock.patch.object(GraphLowering, "compile_to_module", keep_code), config.patch(force_disable_caches=True):
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", keep_code),
+        config.patch(force_disable_caches=True),
+    ):
         compile_fx.compile_fx_inner(graph, inputs, **options)
     return _written.setdefault(key, found[-1])
 
@@ -186,7 +216,9 @@ class _Binding:
 def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     """The module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
-    compiles_nothing = SimpleNamespace(cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None)
+    compiles_nothing = SimpleNamespace(
+        cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None
+    )
     with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
     for name, value in list(scope.items()):
@@ -208,7 +240,9 @@ def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     return run
 
 
-def _take_buffer(tracer: "Tracer", shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _take_buffer(
+    tracer: "Tracer", shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     assert tracer.fast is not None
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -222,11 +256,17 @@ def _kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., Non
     constant = [kind.startswith("const") for kind in binding.types]
 
     def call(*args: Any) -> None:
-        tensors = [(one, is_read) for one, is_read in zip(args, constant, strict=False) if isinstance(one, Tensor)]
+        tensors = [
+            (one, is_read)
+            for one, is_read in zip(args, constant, strict=False)
+            if isinstance(one, Tensor)
+        ]
         written = [one for one, is_read in tensors if not is_read]
         moved = sum(one.numel() * one.element_size() for one, _ in tensors)
         dtype = dtype_name(written[0].dtype) if written else ""
-        op = Op(f"inductor::{name}", tracer.stream(), *tracer.place(), tracer.phase, 0, moved, dtype)
+        op = Op(
+            f"inductor::{name}", tracer.stream(), *tracer.place(), tracer.phase, 0, moved, dtype
+        )
         op.reads = tracer.numbers([one for one, is_read in tensors if is_read])
         op.makes = tracer.numbers(written)
         tracer.add(op)
@@ -239,8 +279,12 @@ def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **opt
     tracer.note(operator, args, kwargs, out, cost_of(operator, args, kwargs, out))
 
 
-def around_operator(tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What compiled code wraps around an operator that draws numbers, so that it can be computed again."""
+def around_operator(
+    tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What compiled code wraps around an operator that draws numbers, so that it can be computed
+    again.
+    """
     if func.name() == "run_and_save_rng_state":
         state = torch.get_device_module(tracer.device_type).get_rng_state()
         with tracer:
@@ -251,9 +295,13 @@ def around_operator(tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Ma
     raise RuntimeError(f"{func.name()}: not known on a simulated device")
 
 
-def _reinterpreted(tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+def _reinterpreted(
+    tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
     """The same memory by another shape; no view of the tensor, as compiled code has none."""
     first = tensor.storage_offset() + offset
     with torch._C._DisableTorchDispatch():
-        meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(tensor.untyped_storage(), first, shape, stride)
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+            tensor.untyped_storage(), first, shape, stride
+        )
     return wrap(meta, tensor.fake_mode, tensor.fake_device)

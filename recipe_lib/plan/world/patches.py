@@ -1,5 +1,7 @@
-"""What of torch and transformers is replaced while a program is simulated: what would make a trace wrong or slow, and
-what no dispatch mode sees. Each function here gives some of the replacements, `apply_patches` puts them in place."""
+"""What of torch and transformers is replaced while a program is simulated: what would make a trace
+wrong or slow, and what no dispatch mode sees. Each function here gives some of the replacements,
+`apply_patches` puts them in place.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
 
 Patch = tuple[Any, str, Any]  # what has the attribute, its name, what stands there instead
 
-_PROPAGATIONS = ("_propagate_tensor_meta_non_cached", "propagate_tensor_meta", "propagate_op_sharding_non_cached")
+_PROPAGATIONS = (
+    "_propagate_tensor_meta_non_cached",
+    "propagate_tensor_meta",
+    "propagate_op_sharding_non_cached",
+)
 _STARTING = (
     "send", "recv", "recv_anysource", "allreduce", "broadcast", "reduce", "allgather", "_allgather_base",
     "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "gather", "scatter", "barrier",
@@ -42,7 +48,8 @@ def hide_propagation(tracer: "Tracer") -> list[Patch]:
     def hide(original: Callable[..., Any], finds_shapes: bool) -> Callable[..., Any]:
         def run(propagator: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
             if finds_shapes and not schema.op._schema.returns:
-                return None  # nothing to find out, and an optimizer's thousands of tensors to do it with
+                # Nothing to find out, and an optimizer's thousands of tensors to do it with
+                return None
             tracer.muted += 1
             try:
                 return original(propagator, schema, *args, **kwargs)
@@ -51,14 +58,22 @@ def hide_propagation(tracer: "Tracer") -> list[Patch]:
 
         return run
 
-    methods = [(name, vars(ShardingPropagator)[name]) for name in _PROPAGATIONS if name in vars(ShardingPropagator)]
-    return [(ShardingPropagator, name, hide(method, "tensor_meta" in name)) for name, method in methods]
+    methods = [
+        (name, vars(ShardingPropagator)[name])
+        for name in _PROPAGATIONS
+        if name in vars(ShardingPropagator)
+    ]
+    return [
+        (ShardingPropagator, name, hide(method, "tensor_meta" in name)) for name, method in methods
+    ]
 
 
 def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """The arguments of an optimizer's operator over lists of shards, as the plain tensors they are on this rank.
+    """The arguments of an optimizer's operator over lists of shards, as the plain tensors they are
+    on this rank.
 
-    DTensor looks at each of thousands to find that they are cut alike, which takes seconds. None for anything else.
+    DTensor looks at each of thousands to find that they are cut alike, which takes seconds. None
+    for anything else.
     """
     if func._schema.returns or not args or not isinstance(args[0], (list, tuple)):
         return None
@@ -83,8 +98,8 @@ def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 def find_documents(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
     """transformers looks for documents in positions as it does in a run.
 
-    With values it finds that a row is one document, and makes no mask; without, it takes rows for packed ones and makes
-    one of b s s bytes. documents: of a packed row.
+    With values it finds that a row is one document, and makes no mask; without, it takes rows for
+    packed ones and makes one of b s s bytes. documents: of a packed row.
     """
     if cfg.model.implementation != "transformers":
         return []
@@ -103,7 +118,9 @@ def find_documents(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
 
 
 def follow_works(tracer: "Tracer") -> list[Patch]:
-    """A tracer and its checker learn which works a fake process group returns, and of each wait for one."""
+    """A tracer and its checker learn which works a fake process group returns, and of each wait for
+    one.
+    """
     checker = tracer.checker
     asynchronous = set[int]()
     group = dist.ProcessGroup
@@ -128,10 +145,14 @@ def follow_works(tracer: "Tracer") -> list[Patch]:
     def wait_for(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) in asynchronous:
             asynchronous.discard(id(self))
-            tracer.add(Op(WORK_WAIT, tracer.stream(), *tracer.place(), tracer.phase))  # for the stream's oldest
+            tracer.add(
+                Op(WORK_WAIT, tracer.stream(), *tracer.place(), tracer.phase)
+            )  # for the stream's oldest
         if checker is not None:
             checker.waited_for_work(self, tracer.stream())
         return wait(self, *args, **kwargs)
 
-    starting = [(group, name, start(vars(group)[name])) for name in _STARTING if name in vars(group)]
+    starting = [
+        (group, name, start(vars(group)[name])) for name in _STARTING if name in vars(group)
+    ]
     return [(work, "wait", wait_for), *starting]

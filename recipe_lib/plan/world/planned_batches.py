@@ -23,8 +23,8 @@ from recipe_lib.plan.world.sequence_lengths import Sequence
 class PlannedData:
     """What a recipe finds as `self.data` in place of what its `setup_data` would have made.
 
-    dataset, validation_dataset: a dataset of one item. plan, tokenizer: None. total_steps: 1. `batches` yields one
-    step, `validation_batches` one micro-batch, both on the device.
+    dataset, validation_dataset: a dataset of one item. plan, tokenizer: None. total_steps: 1.
+    `batches` yields one step, `validation_batches` one micro-batch, both on the device.
     """
 
     # Recipes of users' own may ask for them in any method that is planned.
@@ -40,8 +40,10 @@ class PlannedData:
         passes: Passes | None = None,
         others: Passes | None = None,
     ) -> None:
-        """traced_micro_batches: all of a step's are there, but so many are gone through; None: all of them, plainly.
-        passes, others: note where each of those begins and ends, and each of the mismatched ones."""
+        """traced_micro_batches: all of a step's are there, but so many are gone through; None: all
+        of them, plainly. passes, others: note where each of those begins and ends, and each of the
+        mismatched ones.
+        """
         self._others = others
         self._cfg, self._world, self._shape, self._traced = cfg, world, shape, traced_micro_batches
         self._passes = passes
@@ -66,7 +68,9 @@ class PlannedData:
 
     def _step(self, batch_size: int, accumulation: int) -> StepBatches:
         packed, ranks = self._cfg.data.packing, self._world.data_ranks
-        slots = [np.arange(self.dataset.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
+        slots = [np.arange(self.dataset.items) if packed else np.zeros(1, dtype=np.int64)] * (
+            batch_size * accumulation
+        )
         length = self._shape.tokens * (self.dataset.group if packed else 1)
         multiple = padded_multiple(self._cfg)
         with unset_fake_temporarily():  # lengths are read from them
@@ -92,7 +96,9 @@ class PlannedData:
 
 
 class _FirstOnes(list[Batch]):
-    """A list that holds all of its elements, and is as long as the first of them that are gone through."""
+    """A list that holds all of its elements, and is as long as the first of them that are gone
+    through.
+    """
 
     def __init__(self, batches: list[Batch], count: int, passes: Passes | None) -> None:
         super().__init__(batches)
@@ -120,7 +126,10 @@ def _without_bytes(step: StepBatches) -> StepBatches:
         return value
 
     def each(batches: list[Batch]) -> list[Batch]:
-        return [replace(batch, **{name: convert(held) for name, held in vars(batch).items()}) for batch in batches]
+        return [
+            replace(batch, **{name: convert(held) for name, held in vars(batch).items()})
+            for batch in batches
+        ]
 
     return replace(step, micro_batches=each(step.micro_batches), mismatched=each(step.mismatched))
 
@@ -135,7 +144,10 @@ def _dataset(cfg: FullFinetuneConfig, shape: Sequence) -> Dataset:
     offsets = np.concatenate([[0], np.cumsum(lengths + (0 if scored else 1))]).astype(np.int64)
     report: Any = None
     ids = np.zeros(int(offsets[-1]), dtype=np.int32)
-    return as_trained(cfg, Dataset(ids, offsets, np.ones(len(ids), dtype=np.uint8), report, "planned", group=group))
+    return as_trained(
+        cfg,
+        Dataset(ids, offsets, np.ones(len(ids), dtype=np.uint8), report, "planned", group=group),
+    )
 
 
 def batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
@@ -143,4 +155,6 @@ def batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
     every = [*batches.micro_batches, *batches.mismatched]
     holders = [vars(batch) for batch in every]
     holders += [vars(batch.attention) for batch in every if batch.attention is not None]
-    return [value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)]
+    return [
+        value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)
+    ]

@@ -8,7 +8,10 @@ PERCENTILES = ("p50", "p90", "p99")
 
 def check_choice(choice: str) -> None:
     """Raise ConfigError for a text that is no choice of `planned_sequence`, whatever the config."""
-    if choice not in ("auto", "max", *PERCENTILES) and not (choice.isascii() and choice.isdigit() and int(choice)):
+    if choice not in ("auto", "max", *PERCENTILES) and not (
+        choice.isascii() and choice.isdigit() and int(choice)
+    ):
         raise ConfigError(
-            f"--sequence: found {show(choice)!r}, expected auto, max, {', '.join(PERCENTILES)} or a number of tokens"
+            f"--sequence: found {show(choice)!r}, expected auto, max, {', '.join(PERCENTILES)} or a"
+            " number of tokens"
         )

@@ -1,7 +1,8 @@
-"""How long the sequences are that a plan is made for: from the data itself where it is there, else from max_seq_len.
+"""How long the sequences are that a plan is made for: from the data itself where it is there, else
+from max_seq_len.
 
-What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the fullest pack, which
-all packs of an epoch are padded to.
+What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the
+fullest pack, which all packs of an epoch are padded to.
 """
 
 import time
@@ -15,7 +16,13 @@ import numpy as np
 from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.config.local_files import cache_root, find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
-from recipe_lib.data import DataPlan, as_trained, build_dataset, build_validation_dataset, settle_formats
+from recipe_lib.data import (
+    DataPlan,
+    as_trained,
+    build_dataset,
+    build_validation_dataset,
+    settle_formats,
+)
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.data.sources import open_sources
 from recipe_lib.data.tokenize_dataset import DatasetBuilder
@@ -38,11 +45,11 @@ POLL_SECONDS = 0.5
 class Sequence:
     """The sequences of a plan.
 
-    tokens: of a sequence, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source:
-    where that is from, a phrase for the report. histogram: of the documents' lengths, `sequences`, `p50`, `p90`, `p99`,
-    `max`; None where they are not known. steps: optimizer steps of the run, where known. group: sequences that stay
-    together, 2 for pairs. pack: documents (pairs) in a packed sequence, on average; 1 without packing or where it is
-    not known.
+    tokens: of a sequence, before it is padded to data.pad_to_multiple_of; of packed pairs, half of
+    a pack. source: where that is from, a phrase for the report. histogram: of the documents'
+    lengths, `sequences`, `p50`, `p90`, `p99`, `max`; None where they are not known. steps:
+    optimizer steps of the run, where known. group: sequences that stay together, 2 for pairs. pack:
+    documents (pairs) in a packed sequence, on average; 1 without packing or where it is not known.
     """
 
     tokens: int
@@ -58,13 +65,16 @@ class Sequence:
         return max(1, round(self.pack))
 
 
-def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None) -> Sequence:
+def planned_sequence(
+    cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None
+) -> Sequence:
     """The sequences that a config is planned for.
 
-    choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`; `max`, max_seq_len; a
-    number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks: with different batches. wait: None, small
-    files that are not in the cache are tokenized now; else they are not, and so many seconds another process is given
-    to. Nothing comes over the network. Raises ConfigError.
+    choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`;
+    `max`, max_seq_len; a number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks:
+    with different batches. wait: None, small files that are not in the cache are tokenized now;
+    else they are not, and so many seconds another process is given to. Nothing comes over the
+    network. Raises ConfigError.
     """
     group = 2 if cfg.trains_on_pairs else 1
     cfg = _with_formats(cfg)
@@ -78,14 +88,17 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
         return _of_dataset(cfg, as_trained(cfg, dataset), choice, ranks)
     if choice != "auto":
         raise ConfigError(
-            f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of tokens, or max"
+            f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
+            " tokens, or max"
         )
     source = f"max_seq_len, as the dataset is not available: {reason}"
     return Sequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
 
 
 def _with_formats(cfg: Any) -> Any:
-    """The config with the formats that its recipe finds; of samples with labels, which others would read too."""
+    """The config with the formats that its recipe finds; of samples with labels, which others would
+    read too.
+    """
     if cfg.samples not in ("labeled answers", "classes"):
         return cfg
     cfg = deepcopy(cfg)
@@ -102,7 +115,8 @@ def _number(choice: str, longest: int) -> int | None:
         return None
     if int(choice) > longest:
         raise ConfigError(
-            f"--sequence {choice}: sequences have at most max_seq_len tokens ({longest}); raise max_seq_len"
+            f"--sequence {choice}: sequences have at most max_seq_len tokens ({longest}); raise"
+            " max_seq_len"
         )
     return int(choice)
 
@@ -111,13 +125,25 @@ def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequen
     """From the lengths of tokenized sequences."""
     lengths = dataset.lengths
     found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
-    histogram = {"sequences": len(lengths)} | dict(zip(PERCENTILES, found, strict=True)) | {"max": int(lengths.max())}
+    histogram = (
+        {"sequences": len(lengths)}
+        | dict(zip(PERCENTILES, found, strict=True))
+        | {"max": int(lengths.max())}
+    )
     capacity = cfg.max_seq_len if cfg.data.packing else None
-    order = DataPlan(dataset, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
+    order = DataPlan(
+        dataset,
+        seed=cfg.seed,
+        slots_per_step=1,
+        shuffle=cfg.data.shuffle,
+        packing_capacity=capacity,
+    )
     slots = order.total_steps(1)
     whole = _check_steps(cfg, dataset, ranks)
     fullest = order.pack_length(0)
-    split = f" from {dataset.report.samples_read:,} samples" if dataset.report.split_sequences else ""
+    split = (
+        f" from {dataset.report.samples_read:,} samples" if dataset.report.split_sequences else ""
+    )
     count = f"{len(dataset):,} sequences{split}"
     if fullest is not None:
         tokens, source = -(-fullest // dataset.group), f"fullest of {slots:,} packs of {count}"
@@ -130,22 +156,28 @@ def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequen
 
 
 def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
-    """Optimizer steps of the run; None without dataset. Raises the DataError of a run whose epochs have not one
-    step."""
+    """Optimizer steps of the run; None without dataset. Raises the DataError of a run whose epochs
+    have not one step.
+    """
     if dataset is None:
         return None
     dataset = as_trained(cfg, dataset)
     capacity = cfg.max_seq_len if cfg.data.packing else None
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
     order = DataPlan(
-        dataset, seed=cfg.seed, slots_per_step=per_step, shuffle=cfg.data.shuffle, packing_capacity=capacity
+        dataset,
+        seed=cfg.seed,
+        slots_per_step=per_step,
+        shuffle=cfg.data.shuffle,
+        packing_capacity=capacity,
     )
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
 def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
-    """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may not have a step's
-    sequences."""
+    """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may
+    not have a step's sequences.
+    """
     try:
         stored = _stored(cfg, _tokenizer(cfg), 0.0)
     except UserError:
@@ -160,8 +192,9 @@ def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
 
 
 def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
-    """The tokenized dataset of a config, or None and why it is not there. wait None: raises DataErrors of samples, and
-    of those for validation, that are there."""
+    """The tokenized dataset of a config, or None and why it is not there. wait None: raises
+    DataErrors of samples, and of those for validation, that are there.
+    """
     try:
         tokenizer = _tokenizer(cfg)
     except UserError as error:
@@ -173,7 +206,8 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
     except UserError as error:
         if wait is not None:
             return None, error.faults[0].partition(";")[0]
-        stored = None  # what cannot be read says so below, where files that are not here are a reason and no fault
+        # What cannot be read says so below, where files that are not here are a reason and no fault
+        stored = None
     try:
         if stored is not None:
             return stored, ""
@@ -188,11 +222,16 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
 
 
 def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
-    """Raises the DataError of a run that finds none of its samples for validation, if these are small local files."""
+    """Raises the DataError of a run that finds none of its samples for validation, if these are
+    small local files.
+    """
     source = cfg.validation.source
     if not source or is_hub(source):
         return
-    if sum(path.stat().st_size for path in find_files(source, "validation.source")) <= MAX_BYTES_READ:
+    if (
+        sum(path.stat().st_size for path in find_files(source, "validation.source"))
+        <= MAX_BYTES_READ
+    ):
         build_validation_dataset(cfg, tokenizer)
 
 
@@ -202,7 +241,9 @@ def _tokenizer(cfg: Any) -> "Tokenizer":
 
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
-    """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
+    """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is
+    tokenized here.
+    """
     builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
     key = builder.find_key()
     if key is None:

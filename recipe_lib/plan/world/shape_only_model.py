@@ -1,4 +1,6 @@
-"""The shape of a config's model without its weights: what a plan needs, and what it can have on any machine."""
+"""The shape of a config's model without its weights: what a plan needs, and what it can have on any
+machine.
+"""
 
 import atexit
 import copy
@@ -30,11 +32,13 @@ _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower
 
 
 def plannable(cfg: Any) -> tuple[Any, list[str]]:
-    """A copy of a config that can be set up without weights and without an earlier run, and what was assumed for it.
+    """A copy of a config that can be set up without weights and without an earlier run, and what
+    was assumed for it.
 
-    model.path becomes the model.preset of its shape: that of the folder's config.json, of the hub cache's, or of the
-    shipped preset whose config names that hub id. output_dir is a new name in the temporary folder, not made.
-    Raises ConfigError where the shape is not known, CheckpointError where config.json cannot be read or is not covered.
+    model.path becomes the model.preset of its shape: that of the folder's config.json, of the hub
+    cache's, or of the shipped preset whose config names that hub id. output_dir is a new name in
+    the temporary folder, not made. Raises ConfigError where the shape is not known, CheckpointError
+    where config.json cannot be read or is not covered.
     """
     cfg = copy.deepcopy(cfg)
     assumed = []
@@ -53,9 +57,14 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
     cfg.output_dir = str(Path(_folder()) / "output")
     cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
     adapters = getattr(cfg, "lora", None)
-    if adapters is not None and adapters.adapter_path is not None and not Path(adapters.adapter_path).is_dir():
+    if (
+        adapters is not None
+        and adapters.adapter_path is not None
+        and not Path(adapters.adapter_path).is_dir()
+    ):
         assumed.append(
-            f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's shape are planned"
+            f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's"
+            " shape are planned"
         )
         adapters.adapter_path = None
     return cfg, assumed
@@ -75,14 +84,25 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
         return cached, ""
     shipped = shipped_shapes()
     if name in shipped:
-        return shipped[name], f"{name} is not on this machine: its shape is that of the preset {shipped[name]}"
-    begun = [known for known in shipped if name.lower().startswith(known.lower())]  # `...-8B-Instruct` of `...-8B`
-    of_its_size = [known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())]
+        return (
+            shipped[name],
+            f"{name} is not on this machine: its shape is that of the preset {shipped[name]}",
+        )
+    begun = [
+        known for known in shipped if name.lower().startswith(known.lower())
+    ]  # `...-8B-Instruct` of `...-8B`
+    of_its_size = [
+        known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
+    ]
     like = max(begun, key=len, default=nearest(name, of_its_size, cutoff=0.7))
-    hint = f"or plan with {key}={like} if it has the same shape" if like else f"or set {preset} to its shape"
+    hint = (
+        f"or plan with {key}={like} if it has the same shape"
+        if like
+        else f"or set {preset} to its shape"
+    )
     raise ConfigError(
-        f"{key}={show(name)}: found no folder, nothing in the hub cache and no shipped config of that model; "
-        f"fetch it with `tune download {show(name)}`, {hint}"
+        f"{key}={show(name)}: found no folder, nothing in the hub cache and no shipped config of"
+        f" that model; fetch it with `tune download {show(name)}`, {hint}"
     )
 
 
@@ -97,13 +117,16 @@ def in_hub_cache(name: str) -> str | None:
 
 @cache
 def shipped_shapes() -> dict[str, str]:
-    """Return model.path -> preset, by the shipped configs: `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE.
+    """Return model.path -> preset, by the shipped configs: `FAMILY/SIZE_METHOD` trains the preset
+    FAMILY/SIZE.
 
     A shipped config that starts from a preset leaves a model of that shape in its output_dir/model.
     """
     shapes = {}
     for preset in list_presets():
-        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[:1]:  # all of a size have one model
+        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[
+            :1
+        ]:  # all of a size have one model
             shapes[_read_yaml(file)["model"]["path"]] = preset
     for file in configs_folder().rglob("full.yaml"):
         config = _read_yaml(file)
@@ -144,9 +167,9 @@ def with_layers(cfg: Any, layers: int) -> Any:
 def find_layer_pattern(cfg: Any) -> tuple[int, int]:
     """Return (leading layers that are never repeated, after how many the others repeat).
 
-    cfg: a plannable config. Layers are alike where all is that its spec has one of for each of them: a window, an MLP
-    in place of experts. (0, 6) for Gemma 3, (1, 1) for experts behind one MLP; few or no layers repeat where the sum
-    is near the number of layers.
+    cfg: a plannable config. Layers are alike where all is that its spec has one of for each of
+    them: a window, an MLP in place of experts. (0, 6) for Gemma 3, (1, 1) for experts behind one
+    MLP; few or no layers repeat where the sum is near the number of layers.
     """
     kinds = _layer_kinds(spec_of(cfg))
     for length in range(1, len(kinds) + 1):
@@ -161,7 +184,9 @@ def _layer_kinds(spec: ModelSpec) -> list[Any]:
     if isinstance(spec, ExternalSpec):
         return spec.layer_kinds()
     values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
-    per_layer = [value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers]
+    per_layer = [
+        value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers
+    ]
     return list(zip(*per_layer, strict=True))
 
 
@@ -171,12 +196,15 @@ def layer_count(cfg: Any) -> int:
 
 
 def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
-    """The key of config.json that says how many layers there are. Raises ConfigError for a config that has none."""
+    """The key of config.json that says how many layers there are. Raises ConfigError for a config
+    that has none.
+    """
     words = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     found = next((word for word in words if isinstance(config.get(word), int)), None)
     if found is None:
         raise ConfigError(
-            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(words)}; plan without --depth"
+            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(words)};"
+            " plan without --depth"
         )
     return found
 

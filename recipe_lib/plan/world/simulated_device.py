@@ -1,10 +1,13 @@
-"""A device that exists in name only, registered with torch from Python: tensors on it have sizes but no bytes.
+"""A device that exists in name only, registered with torch from Python: tensors on it have sizes
+but no bytes.
 
-A fake `cuda` device aborts the process on a CPU build of torch and raises in backward on a CUDA build without a driver;
-a backend behind the PrivateUse1 key (torch.utils.backend_registration) works on both. Its streams and events are
-objects of ours, so that a tracer sees on which stream memory was taken and which stream waits for which.
+A fake `cuda` device aborts the process on a CPU build of torch and raises in backward on a CUDA
+build without a driver; a backend behind the PrivateUse1 key (torch.utils.backend_registration)
+works on both. Its streams and events are objects of ours, so that a tracer sees on which stream
+memory was taken and which stream waits for which.
 
-torch knows one such device per process and does not forget it: a plan is made in a separate process.
+torch knows one such device per process and does not forget it: a plan is made in a separate
+process.
 """
 
 import itertools
@@ -102,7 +105,8 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
-    """What `torch.get_device_module("sim")` returns: the part of torch.cuda's interface that recipes and FSDP use.
+    """What `torch.get_device_module("sim")` returns: the part of torch.cuda's interface that
+    recipes and FSDP use.
 
     That there is one device, which is ready, torch's own class says.
     """
@@ -118,9 +122,12 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         self.kernels = "cuda"  # whose kernels it has, for code that goes by the device; or "cpu"
         self.capability = (8, 0)
         self.stream_now: Any = None
-        # Who hears of every mark that a stream sets or waits for, each use of a tensor on another stream that
-        # `record_stream` names, and each time that the host waits for a stream or a mark: a tracer.
-        self.listener: Any = SimpleNamespace(**dict.fromkeys(("record", "wait", "use_on", "synchronize"), _do_nothing))
+        # Who hears of every mark that a stream sets or waits for, each use of a tensor on another
+        # stream that `record_stream` names, and each time that the host waits for a stream or a
+        # mark: a tracer.
+        self.listener: Any = SimpleNamespace(
+            **dict.fromkeys(("record", "wait", "use_on", "synchronize"), _do_nothing)
+        )
 
     def reset(self) -> None:
         """Begins anew: one stream, no events, nobody who listens."""
@@ -168,7 +175,9 @@ MODULE = SimulatedModule()
 
 
 def register_device() -> torch.device:
-    """Makes torch know the device, once in a process, and returns it with nothing issued on it yet."""
+    """Makes torch know the device, once in a process, and returns it with nothing issued on it
+    yet.
+    """
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, MODULE, hook=_Hook())
     MODULE.reset()

@@ -1,4 +1,6 @@
-"""Tiny random transformers models of the families that GGUF files are written of, and llama.cpp to run them."""
+"""Tiny random transformers models of the families that GGUF files are written of, and llama.cpp to
+run them.
+"""
 
 import ctypes
 from pathlib import Path
@@ -11,7 +13,8 @@ import transformers
 
 from tests.tokenizers.made import write_json
 
-# Rows of 256 and more, which blocks of 256 need, and a vocabulary with more rows than the tokenizer has ids.
+# Rows of 256 and more, which blocks of 256 need, and a vocabulary with more rows than the tokenizer
+# has ids.
 SMALL: dict[str, Any] = {
     "vocab_size": 336,
     "hidden_size": 256,
@@ -42,7 +45,10 @@ GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6}
 # name -> (transformers' config class, what differs from SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
-    "llama3.1": ("LlamaConfig", {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama3.1": (
+        "LlamaConfig",
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    ),
     "llama-linear": ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
     "llama-yarn": ("LlamaConfig", {"rope_scaling": YARN | {"attention_factor": 0.7}}),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 48}),
@@ -50,7 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"rope_theta": 1000000.0, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32, "rope_theta": 1000000.0}),
     "gemma": ("GemmaConfig", {"head_dim": 64, "num_key_value_heads": 1}),
-    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        "Gemma2Config",
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         GEMMA
@@ -73,12 +82,18 @@ def make_model(case: str, **changes: Any) -> transformers.PreTrainedModel:
     """The model, norms and biases random too."""
     class_name, options = CASES[case]
     config = getattr(transformers, class_name)(**SMALL | options | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator) * (0.3 if "norm" in name else 0.06)
-            parameter.copy_(values + 1.0 if "norm" in name and "Gemma" not in class_name else values)
+            values = torch.randn(parameter.shape, generator=generator) * (
+                0.3 if "norm" in name else 0.06
+            )
+            parameter.copy_(
+                values + 1.0 if "norm" in name and "Gemma" not in class_name else values
+            )
     return model.eval()
 
 
@@ -97,7 +112,9 @@ def tokens(length: int = 40) -> list[int]:
 
 def llama_cpp() -> Any:
     """llama.cpp's Python package, quiet; the test is skipped where it is not installed."""
-    library = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with")
+    library = pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with"
+    )
     library.llama_log_set(_quiet(library), None)
     return library
 
@@ -135,7 +152,10 @@ def llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.
         batch.seq_id[at][0] = 0
     assert library.llama_decode(context, batch) == 0
     width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
-    rows = [np.ctypeslib.as_array(library.llama_get_logits_ith(context, at), (width,)).copy() for at in range(len(ids))]
+    rows = [
+        np.ctypeslib.as_array(library.llama_get_logits_ith(context, at), (width,)).copy()
+        for at in range(len(ids))
+    ]
     library.llama_free(context)
     library.llama_model_free(model)
     return np.stack(rows)
@@ -152,7 +172,9 @@ def llama_tokens(file: Path, texts: list[str], special: bool) -> list[list[int]]
     for text in texts:
         written = text.encode()
         ids = (library.llama_token * (len(written) + 16))()
-        count = library.llama_tokenize(vocabulary, written, len(written), ids, len(ids), False, special)
+        count = library.llama_tokenize(
+            vocabulary, written, len(written), ids, len(ids), False, special
+        )
         assert count >= 0
         found.append(list(ids[:count]))
     library.llama_model_free(model)

@@ -55,9 +55,14 @@ def test_an_adapter_does_what_it_does_in_peft(case: str, tmp_path: Path):
     import peft
 
     model, ids = save_model(case, tmp_path / "model"), tokens()
-    names = {"llama2": ["q_proj", "k_proj", "v_proj", "down_proj", "lm_head"], "phi3": ["qkv_proj", "gate_up_proj"]}
+    names = {
+        "llama2": ["q_proj", "k_proj", "v_proj", "down_proj", "lm_head"],
+        "phi3": ["qkv_proj", "gate_up_proj"],
+    }
     ranks = {"llama2": {"down_proj": 8}, "phi3": {"gate_up_proj": 8}}
-    config = peft.LoraConfig(r=4, lora_alpha=10, target_modules=names[case], rank_pattern=ranks[case])
+    config = peft.LoraConfig(
+        r=4, lora_alpha=10, target_modules=names[case], rank_pattern=ranks[case]
+    )
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
@@ -66,7 +71,9 @@ def test_an_adapter_does_what_it_does_in_peft(case: str, tmp_path: Path):
     adapted.save_pretrained(tmp_path / "adapter")
     expected = adapted(torch.tensor([ids])).logits[0].numpy()
     write_gguf_model(tmp_path / "model", tmp_path / "model.gguf", "f32", name="x")
-    write_gguf_adapter(tmp_path / "adapter", tmp_path / "model", tmp_path / "adapter.gguf", "f32", name="x")
+    write_gguf_adapter(
+        tmp_path / "adapter", tmp_path / "model", tmp_path / "adapter.gguf", "f32", name="x"
+    )
     found = llama_logits(tmp_path / "model.gguf", ids, tmp_path / "adapter.gguf")
     without = llama_logits(tmp_path / "model.gguf", ids)
     largest = np.abs(expected).max()
@@ -86,7 +93,9 @@ QUANTIZED = {
 
 @pytest.mark.parametrize("case", slow_except(QUANTIZED, ["llama3.1", "qwen3"]))
 def test_types_are_those_that_llama_cpp_chooses(case: str, tmp_path: Path):
-    """Of its own quantization of our fp32 file; and our blocks are as near to the weights as its own."""
+    """Of its own quantization of our fp32 file; and our blocks are as near to the weights as its
+    own.
+    """
     library = llama_cpp()
     save_model(case, tmp_path / "model", **QUANTIZED[case])
     for kind, number in (("q4_k_m", 15), ("q8_0", 7)):
@@ -96,7 +105,12 @@ def test_types_are_those_that_llama_cpp_chooses(case: str, tmp_path: Path):
         options = library.llama_model_quantize_default_params()
         options.ftype, options.nthread = number, 1
         theirs = tmp_path / "theirs.gguf"
-        assert library.llama_model_quantize(str(tmp_path / "f32.gguf").encode(), str(theirs).encode(), options) == 0
+        assert (
+            library.llama_model_quantize(
+                str(tmp_path / "f32.gguf").encode(), str(theirs).encode(), options
+            )
+            == 0
+        )
         source, found, expected = (
             {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
             for file in (tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", theirs)
@@ -106,7 +120,9 @@ def test_types_are_those_that_llama_cpp_chooses(case: str, tmp_path: Path):
         for name, tensor in source.items():
             weights = tensor.data.astype(np.float64)
             ours, reached = (
-                np.sqrt(((gguf.quants.dequantize(held.data, held.tensor_type) - weights) ** 2).sum())
+                np.sqrt(
+                    ((gguf.quants.dequantize(held.data, held.tensor_type) - weights) ** 2).sum()
+                )
                 for held in (found[name], expected[name])
             )
             assert ours <= reached * 1.005 + 1e-9, name

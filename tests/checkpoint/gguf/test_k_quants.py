@@ -1,5 +1,6 @@
-"""The block formats that the package gguf reads only: its own reader gives back what was meant, as near as llama.cpp's
-quantizer comes."""
+"""The block formats that the package gguf reads only: its own reader gives back what was meant, as
+near as llama.cpp's quantizer comes.
+"""
 
 import ctypes
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_the_bytes_are_nearly_those_of_llama_cpp(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_format_has_exactly_is_kept(kind: str):
-    """Weights that are codes times a scale: all 16, 32 or 64 of them, in an order that shows each byte's place."""
+    """Weights that are codes times a scale: all 16, 32 or 64 of them, in an order that shows each
+    byte's place.
+    """
     levels = {"q4_K": 16, "q5_K": 32, "q6_K": 64}[kind]
     steps = (torch.arange(256) * 37) % levels
     lowest = levels // 2 if kind == "q6_K" else 0

@@ -1,4 +1,6 @@
-"""Checks a tensor parallel declaration that somebody wrote against the plan that a model's own forward leads to."""
+"""Checks a tensor parallel declaration that somebody wrote against the plan that a model's own
+forward leads to.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +12,9 @@ from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 
 
 class Declaration(NamedTuple):
-    """How a parameter is said to be held. dim: that is cut evenly, -1 for none. gradient: as in plan.ParameterPlan."""
+    """How a parameter is said to be held. dim: that is cut evenly, -1 for none. gradient: as in
+    plan.ParameterPlan.
+    """
 
     dim: int
     gradient: str
@@ -19,8 +23,8 @@ class Declaration(NamedTuple):
 def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declaration]:
     """What the placements of a model's DTensors say along one dimension of their mesh.
 
-    A parameter that every rank has is one whose gradients are summed over ranks: parallel.tensor does so with all of
-    them. Raises ValueError for a parameter that has no placement there.
+    A parameter that every rank has is one whose gradients are summed over ranks: parallel.tensor
+    does so with all of them. Raises ValueError for a parameter that has no placement there.
     """
     found = {}
     for name, parameter in model.named_parameters():
@@ -29,13 +33,21 @@ def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declara
             raise ValueError(f"{name} is not placed on the mesh's dimension {mesh_dim}")
         assert isinstance(parameter, DTensor)
         placed = parameter.placements[names.index(mesh_dim)]
-        found[name] = Declaration(placed.dim, "sharded") if isinstance(placed, Shard) else Declaration(-1, "partial")
+        found[name] = (
+            Declaration(placed.dim, "sharded")
+            if isinstance(placed, Shard)
+            else Declaration(-1, "partial")
+        )
     return found
 
 
 def differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list[str]:
-    """A line for each parameter that is declared otherwise than the plan has it; empty if there is none."""
-    found = [f"{name}: declared, but not the model's" for name in declared if name not in _names(plan)]
+    """A line for each parameter that is declared otherwise than the plan has it; empty if there is
+    none.
+    """
+    found = [
+        f"{name}: declared, but not the model's" for name in declared if name not in _names(plan)
+    ]
     for each in plan.parameters:
         if each.name not in declared:
             found.append(f"{each.name}: not declared, expected {_way(each.dim)}")
@@ -47,10 +59,13 @@ def differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list
         elif len(each.segments) > 1:
             parts = " + ".join(map(str, each.segments))
             found.append(
-                f"{each.name}: declared one even cut along dim {said.dim}, expected one of each part of {parts}"
+                f"{each.name}: declared one even cut along dim {said.dim}, expected one of each"
+                f" part of {parts}"
             )
         elif said.gradient != each.gradient:
-            found.append(f"{each.name}: declared a {said.gradient} gradient, expected {each.gradient}")
+            found.append(
+                f"{each.name}: declared a {said.gradient} gradient, expected {each.gradient}"
+            )
     return found
 
 

@@ -5,13 +5,17 @@ from torch import nn
 
 
 class Blob(nn.Module):
-    """Grouped fused projection with bias, a bare matrix, two halves in one; all of it added to what came in at once."""
+    """Grouped fused projection with bias, a bare matrix, two halves in one; all of it added to what
+    came in at once.
+    """
 
     def __init__(self, wide: int, groups: int, each: int, deep: int):
         super().__init__()
         self.zeta, self.omega, self.slot = groups, each, wide // (groups * each)
         self.one = nn.LayerNorm(wide)
-        self.alpha = nn.Linear(wide, groups * (each + 2) * self.slot)  # by group: queries, a key, a value
+        self.alpha = nn.Linear(
+            wide, groups * (each + 2) * self.slot
+        )  # by group: queries, a key, a value
         self.beta = nn.Parameter(torch.empty(groups * each, self.slot, wide))
         self.gamma = nn.Parameter(torch.empty(wide, 2 * deep))
         self.delta = nn.Linear(deep, wide)
@@ -35,7 +39,13 @@ class Thing(nn.Module):
     """Tied to itself at both ends; an odd number of tokens."""
 
     def __init__(
-        self, tokens: int = 101, wide: int = 48, groups: int = 4, each: int = 3, deep: int = 40, times: int = 2
+        self,
+        tokens: int = 101,
+        wide: int = 48,
+        groups: int = 4,
+        each: int = 3,
+        deep: int = 40,
+        times: int = 2,
     ):
         super().__init__()
         self.table = nn.Parameter(torch.empty(tokens, wide))

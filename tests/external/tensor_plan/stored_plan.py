@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    Axis,
+    Boundary,
+    ParameterPlan,
+    Rewrite,
+    ShardingPlan,
+)
 
 
 def plan_from(held: Mapping[str, Any]) -> ShardingPlan:
@@ -17,9 +23,14 @@ def plan_from(held: Mapping[str, Any]) -> ShardingPlan:
             found[field.name] = held.get(field.name, 0.0)
             continue
         if not isinstance(held.get(field.name), (list, tuple)):
-            raise ConfigError(f"tensor plan: found no list {field.name}, expected what to_dict wrote; write it anew")
+            raise ConfigError(
+                f"tensor plan: found no list {field.name}, expected what to_dict wrote; write it"
+                " anew"
+            )
         if field.name in kinds:
-            found[field.name] = tuple(_built(kinds[field.name], item, field.name) for item in held[field.name])
+            found[field.name] = tuple(
+                _built(kinds[field.name], item, field.name) for item in held[field.name]
+            )
         else:
             found[field.name] = tuple(held[field.name])
     return ShardingPlan(**found)
@@ -28,8 +39,18 @@ def plan_from(held: Mapping[str, Any]) -> ShardingPlan:
 def _built(kind: Any, item: Any, section: str) -> Any:
     names = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(item, Mapping) or not set(item) <= names:
-        raise ConfigError(f"tensor plan, {section}: found {item!r}, expected the keys {sorted(names)}; write it anew")
+        raise ConfigError(
+            f"tensor plan, {section}: found {item!r}, expected the keys {sorted(names)}; write it"
+            " anew"
+        )
     try:
-        return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
+        return kind(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in item.items()
+            }
+        )
     except TypeError as error:
-        raise ConfigError(f"tensor plan, {section}: {error}, expected what to_dict wrote; write it anew") from None
+        raise ConfigError(
+            f"tensor plan, {section}: {error}, expected what to_dict wrote; write it anew"
+        ) from None

@@ -22,7 +22,11 @@ def sizes(node):
 def layout(node, axis):
     """Lengths of the segments, all of which have the axis; None where one has not."""
     found = segments_of(node, axis)
-    return None if found is None or any(whole for _, whole in found) else [length for length, _ in found]
+    return (
+        None
+        if found is None or any(whole for _, whole in found)
+        else [length for length, _ in found]
+    )
 
 
 def test_a_view_takes_a_dimension_apart_and_puts_it_together():
@@ -50,7 +54,9 @@ def test_fused_parts_of_unequal_lengths_share_the_axis_of_heads():
     grouped, width = regroup([query], [8, 8], "view")
     unify(grouped, product([heads, AxisNode(2)]), "product")
     assert layout(fused, heads) == [64, 32, 32]
-    assert layout(fused, width) is None  # keys do not have the width of queries, until a product unites them
+    assert (
+        layout(fused, width) is None
+    )  # keys do not have the width of queries, until a product unites them
 
 
 def test_a_view_of_fused_parts_keeps_them_apart():
@@ -85,5 +91,7 @@ def test_a_part_that_lacks_the_axis_has_no_layout():
 
 def test_the_size_on_a_rank_counts_every_part():
     heads = AxisNode(4)
-    fused = concatenation([product([heads, AxisNode(2), AxisNode(8)]), product([heads, AxisNode(8)]), AxisNode(5)])
+    fused = concatenation(
+        [product([heads, AxisNode(2), AxisNode(8)]), product([heads, AxisNode(8)]), AxisNode(5)]
+    )
     assert local_size(fused, {heads: 2}) == 32 + 16 + 5

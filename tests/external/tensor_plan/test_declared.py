@@ -1,4 +1,6 @@
-"""What parallel.tensor declares of our decoder, against the plan that the decoder's own forward leads to."""
+"""What parallel.tensor declares of our decoder, against the plan that the decoder's own forward
+leads to.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,9 +118,21 @@ def test_where_every_rank_has_all_tokens_norms_have_full_gradients_and_head_norm
 @pytest.mark.parametrize(
     ("name", "wrong", "line"),
     [
-        ("self_attn.o_proj.weight", Declaration(0, "sharded"), "declared cut along dim 0, expected cut along dim 1"),
-        ("self_attn.q_norm.weight", Declaration(-1, "full"), "declared a full gradient, expected partial"),
-        ("self_attn.k_proj.weight", Declaration(-1, "partial"), "declared whole, expected cut along dim 0"),
+        (
+            "self_attn.o_proj.weight",
+            Declaration(0, "sharded"),
+            "declared cut along dim 0, expected cut along dim 1",
+        ),
+        (
+            "self_attn.q_norm.weight",
+            Declaration(-1, "full"),
+            "declared a full gradient, expected partial",
+        ),
+        (
+            "self_attn.k_proj.weight",
+            Declaration(-1, "partial"),
+            "declared whole, expected cut along dim 0",
+        ),
         (
             "input_layernorm.weight",
             Declaration(0, "sharded"),
@@ -145,10 +159,15 @@ class Fused(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(32, 8)
-        self.both, self.down = torch.nn.Linear(8, 48, bias=False), torch.nn.Linear(24, 8, bias=False)
+        self.both, self.down = (
+            torch.nn.Linear(8, 48, bias=False),
+            torch.nn.Linear(24, 8, bias=False),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        gate, up = self.both(torch.nn.functional.rms_norm(self.table(tokens), (8,))).chunk(2, dim=-1)
+        gate, up = self.both(torch.nn.functional.rms_norm(self.table(tokens), (8,))).chunk(
+            2, dim=-1
+        )
         return self.down(gate.sigmoid() * up).softmax(-1)
 
 
@@ -163,5 +182,7 @@ def test_an_even_cut_of_a_fused_matrix_and_a_parameter_of_no_model_are_told():
 
 
 def test_a_parameter_without_a_placement_is_told():
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight is not placed on the mesh's dimension tensor"):
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight is not placed on the mesh's dimension tensor"
+    ):
         declared_by(build_meta(spec_of("llama"), torch.float32))

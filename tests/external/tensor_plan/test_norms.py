@@ -1,4 +1,6 @@
-"""Norms over all heads in inferred plans: sums and means over a sharded axis, which ranks put together."""
+"""Norms over all heads in inferred plans: sums and means over a sharded axis, which ranks put
+together.
+"""
 
 import dataclasses
 
@@ -23,13 +25,19 @@ def small_config(name, **changes):
 
 
 class NormOfHeads(nn.Module):
-    """A norm over all heads, as OLMo 2's, in the type that it is given; of centered values, so that there are two."""
+    """A norm over all heads, as OLMo 2's, in the type that it is given; of centered values, so that
+    there are two.
+    """
 
     def __init__(self, way):
         super().__init__()
         self.way = way
         self.words, self.before = nn.Embedding(64, 32), nn.LayerNorm(32)
-        self.wide, self.narrow, self.head = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 64, bias=False)
+        self.wide, self.narrow, self.head = (
+            nn.Linear(32, 48),
+            nn.Linear(48, 32),
+            nn.Linear(32, 64, bias=False),
+        )
         self.scale = nn.Parameter(torch.ones(48))
 
     def forward(self, input_ids):
@@ -42,7 +50,9 @@ class NormOfHeads(nn.Module):
             spread = wide.abs().amax(-1, keepdim=True)
         else:
             spread = wide.square().sum(-1, keepdim=True) / 48
-        return self.head(hidden + self.narrow(torch.tanh(self.scale * wide * torch.rsqrt(spread + 1e-6))))
+        return self.head(
+            hidden + self.narrow(torch.tanh(self.scale * wide * torch.rsqrt(spread + 1e-6)))
+        )
 
 
 def norm_of_heads(way="sum"):
@@ -55,9 +65,19 @@ def norm_of_heads(way="sum"):
 @pytest.mark.parametrize("size", [2, 4])
 def test_means_and_sums_over_a_cut_axis_are_put_together(size):
     model, plan, inputs = norm_of_heads()
-    assert (plan.parameter("wide.weight").role, plan.parameter("scale").role) == ("column", "sharded")
-    reduced = [(each.kind, each.function, each.mean, each.width) for each in plan.boundaries if each.width == 1]
-    assert [each for each in reduced if each[0] == "leave"] == [("leave", "mean", True, 1), ("leave", "sum", False, 1)]
+    assert (plan.parameter("wide.weight").role, plan.parameter("scale").role) == (
+        "column",
+        "sharded",
+    )
+    reduced = [
+        (each.kind, each.function, each.mean, each.width)
+        for each in plan.boundaries
+        if each.width == 1
+    ]
+    assert [each for each in reduced if each[0] == "leave"] == [
+        ("leave", "mean", True, 1),
+        ("leave", "sum", False, 1),
+    ]
     certificate = certify(model, plan, size, inputs)
     assert certificate.checked and not certificate.failures, certificate.failures
     assert max(rank_errors(model, plan, size, inputs).values()) < 1e-12
@@ -80,7 +100,10 @@ def test_a_mean_taken_for_a_sum_is_caught():
     wrong = dataclasses.replace(
         plan, boundaries=tuple(dataclasses.replace(each, mean=False) for each in plan.boundaries)
     )
-    assert any("what the model gives is off by" in each for each in certify(model, wrong, 2, inputs).failures)
+    assert any(
+        "what the model gives is off by" in each
+        for each in certify(model, wrong, 2, inputs).failures
+    )
     assert max(rank_errors(model, wrong, 2, inputs).values()) > 1e-2
 
 
@@ -113,7 +136,9 @@ def test_mamba_2_with_one_group_shares_its_heads_and_keeps_what_all_of_them_use(
     projection = plan.parameter("model.layers.0.mamba.in_proj.weight")
     assert (projection.segments, projection.whole) == ((128, 128, 16, 16, 16), (2, 3))
     (divided,) = [
-        each for each in plan.rewrites if each.module == "model.layers.0.mamba" and each.attribute == "conv_dim"
+        each
+        for each in plan.rewrites
+        if each.module == "model.layers.0.mamba" and each.attribute == "conv_dim"
     ]
     assert (divided.value, divided.kept) == (160, 32)
     model, inputs = transformers_model(config, "cpu"), example_inputs(config, device="cpu")
@@ -121,7 +146,11 @@ def test_mamba_2_with_one_group_shares_its_heads_and_keeps_what_all_of_them_use(
     for size in (2, 4):
         certificate = certify(model, plan, size, inputs)
         assert certificate.checked and not certificate.failures, certificate.failures
-    assert max(rank_errors(model, plan, 2, inputs).values()) < 1e-4  # in float32, as the scan and the norm are
+    assert (
+        max(rank_errors(model, plan, 2, inputs).values()) < 1e-4
+    )  # in float32, as the scan and the norm are
     whole = dataclasses.replace(divided, kept=0)
-    wrong = dataclasses.replace(plan, rewrites=tuple(whole if each is divided else each for each in plan.rewrites))
+    wrong = dataclasses.replace(
+        plan, rewrites=tuple(whole if each is divided else each for each in plan.rewrites)
+    )
     assert certify(model, wrong, 2, inputs).failures

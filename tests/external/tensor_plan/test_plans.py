@@ -28,7 +28,8 @@ _spec = importlib.util.spec_from_file_location("hostile", _place)
 hostile = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(hostile)
 
-# Whether fused or with head norms, MLA, experts, parallel residuals, ALiBi, another library's linears, tied or not.
+# Whether fused or with head norms, MLA, experts, parallel residuals, ALiBi, another library's
+# linears, tied or not.
 MODELS = {
     "qwen3": 1.0,
     "gpt2": 0.9,
@@ -105,7 +106,9 @@ def test_norms_of_heads_have_partial_gradients_and_taking_them_for_full_is_wrong
     held = plan.to_dict()
     for each in held["parameters"]:
         each["gradient"] = "full" if each["gradient"] == "partial" else each["gradient"]
-    errors = rank_errors(random_model(config).double(), plan_from(held), 2, example_inputs(config, device="cpu"))
+    errors = rank_errors(
+        random_model(config).double(), plan_from(held), 2, example_inputs(config, device="cpu")
+    )
     wrong = {name.split(".")[-2] for name, error in errors.items() if error > 0.1}
     assert wrong == {"q_norm", "k_norm"}
 
@@ -137,7 +140,8 @@ def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
         assert "what the model gives is off by" in certificate.failures[0]
         row = "o_proj" if name == "qkv_proj" else "down_proj"
         assert any(
-            f"layers.0.{'self_attn' if row == 'o_proj' else 'mlp'}.{row}" in each for each in certificate.failures
+            f"layers.0.{'self_attn' if row == 'o_proj' else 'mlp'}.{row}" in each
+            for each in certificate.failures
         )
 
 
@@ -236,7 +240,9 @@ def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
     held["boundaries"] = [each for each in held["boundaries"] if each["kind"] != "assemble"]
     for each in held["parameters"]:
         each["whole"] = []
-    certificate = certify(random_model(config), plan_from(held), 2, example_inputs(config, device="cpu"))
+    certificate = certify(
+        random_model(config), plan_from(held), 2, example_inputs(config, device="cpu")
+    )
     assert certificate.failures
 
 
@@ -250,7 +256,9 @@ def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(mon
         return dataclasses.replace(ranks(group, rank), scatter=own)
 
     monkeypatch.setattr(plan_proof._RankGroup, "ranks", without_sum)
-    errors = rank_errors(random_model(config).double(), plan, 2, example_inputs(config, device="cpu"))
+    errors = rank_errors(
+        random_model(config).double(), plan, 2, example_inputs(config, device="cpu")
+    )
     wrong = {name.split(".", 3)[3] for name, error in errors.items() if error > 1e-3}
     assert wrong == {"attn.c_attn.weight", "attn.c_attn.bias"}
 
@@ -260,7 +268,11 @@ def test_a_hostile_model_is_planned_by_its_structure(size):
     with torch.device("meta"):
         model = hostile.Thing()
     plan = infer_plan(model, {"numbers": torch.zeros(2, 9, dtype=torch.long, device="meta")})
-    roles = {each.name: each.role for each in plan.parameters if each.name.startswith(("many.0", "table"))}
+    roles = {
+        each.name: each.role
+        for each in plan.parameters
+        if each.name.startswith(("many.0", "table"))
+    }
     assert roles["table"] == "vocabulary"
     assert roles["many.0.alpha.weight"] == roles["many.0.gamma"] == "column"
     assert roles["many.0.beta"] == roles["many.0.delta.weight"] == "row"
@@ -293,11 +305,16 @@ class Constant(nn.Module):
 
 def test_a_size_that_stands_in_the_code_refuses_the_axis_and_names_the_line():
     line = next(
-        number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if ".view(2, 4" in text
+        number
+        for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if ".view(2, 4" in text
     )
     plan = infer_plan(Constant().to("meta"), {"x": torch.zeros(2, 4, 16, device="meta")})
     assert not plan.axes and not plan.legal_sizes
-    assert any(f"test_plans.py:{line}" in reason and "takes the size 4" in reason for reason in plan.refused)
+    assert any(
+        f"test_plans.py:{line}" in reason and "takes the size 4" in reason
+        for reason in plan.refused
+    )
 
 
 class Opaque(nn.Module):
@@ -309,7 +326,9 @@ class Opaque(nn.Module):
 
     def forward(self, x):
         hidden = self.first(self.norm(x))
-        return self.norm(self.second(torch.linalg.matrix_exp(hidden.unflatten(-1, (-1, 4, 4))).flatten(-3)))
+        return self.norm(
+            self.second(torch.linalg.matrix_exp(hidden.unflatten(-1, (-1, 4, 4))).flatten(-3))
+        )
 
 
 def test_an_unknown_operator_keeps_whole_what_it_touches():
@@ -326,9 +345,19 @@ def test_tracing_leaves_the_model_as_it_was():
         parameter.requires_grad_(False)
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     plan = infer_plan(model, example_inputs(config))
-    assert model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
-    kinds = {type(value) for module in model.modules() for value in vars(module).values() if isinstance(value, int)}
-    assert kinds <= {int, bool} and {type(config.hidden_size), type(config.num_attention_heads)} == {int}
+    assert (
+        model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
+    )
+    kinds = {
+        type(value)
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, int)
+    }
+    assert kinds <= {int, bool} and {
+        type(config.hidden_size),
+        type(config.num_attention_heads),
+    } == {int}
     assert plan.hash() == plan_for_config(config).hash()  # what is frozen makes no difference
 
 
@@ -337,7 +366,9 @@ def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
     again = plan_from(plan.to_dict())
     assert again == plan and again.hash() == plan.hash()
     assert plan_for_config(small_config("qwen3", intermediate_size=192)).hash() != plan.hash()
-    with pytest.raises(ConfigError, match=r"tensor plan: found no list axes, expected what to_dict wrote"):
+    with pytest.raises(
+        ConfigError, match=r"tensor plan: found no list axes, expected what to_dict wrote"
+    ):
         plan_from({})
     broken = plan.to_dict()
     broken["axes"][0]["color"] = 1
@@ -348,5 +379,8 @@ def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
 
 
 def test_a_forward_that_fails_is_told_with_its_place():
-    with pytest.raises(SetupError, match=r"Constant: the forward failed at norm while it was traced \(RuntimeError: "):
+    with pytest.raises(
+        SetupError,
+        match=r"Constant: the forward failed at norm while it was traced \(RuntimeError: ",
+    ):
         infer_plan(Constant().to("meta"), {"x": torch.zeros(2, 4, 15, device="meta")})

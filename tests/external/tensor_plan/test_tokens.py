@@ -1,4 +1,6 @@
-"""Tokens that ranks share out by inferred plans: what may not be, mistakes that proofs find, and what is kept."""
+"""Tokens that ranks share out by inferred plans: what may not be, mistakes that proofs find, and
+what is kept.
+"""
 
 import dataclasses
 import gc
@@ -36,7 +38,11 @@ class Mixing(nn.Module):
         super().__init__()
         self.way = way
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.first, self.second, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.first, self.second, self.last = (
+            nn.LayerNorm(WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
         self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
@@ -74,7 +80,11 @@ def test_what_looks_at_several_tokens_gets_whole_rows(way):
     plan = infer_plan(model, ids())
     assert plan.shared_tokens > 0.3 and 2 in plan.legal_sizes
     assert plan.parameter("second.weight").gradient == "partial"
-    gathered = [each for each in plan.boundaries if each.kind == "gather" and each.module in ("second", "mix", "")]
+    gathered = [
+        each
+        for each in plan.boundaries
+        if each.kind == "gather" and each.module in ("second", "mix", "")
+    ]
     assert bool(gathered) == (way != "nothing") or way == "places"
     for size in (2, 4):
         assert not faults(model, plan, size)
@@ -104,14 +114,17 @@ def test_a_norm_of_tokens_whose_gradient_is_taken_for_the_whole_one_is_caught():
     wrong = dataclasses.replace(
         plan,
         parameters=tuple(
-            dataclasses.replace(each, gradient="full") if each.name in norms else each for each in plan.parameters
+            dataclasses.replace(each, gradient="full") if each.name in norms else each
+            for each in plan.parameters
         ),
     )
     model = transformers_model(config, "cpu")
     randomize(model)
     inputs = example_inputs(config, device="cpu")
     failures = certify(model, wrong, 2, inputs).failures
-    assert len(failures) == len(norms) and all("the gradient of" in each for each in failures)  # the loss says nothing
+    assert len(failures) == len(norms) and all(
+        "the gradient of" in each for each in failures
+    )  # the loss says nothing
 
 
 def changed(plan, kind, number, **fields):
@@ -154,7 +167,8 @@ def test_rows_that_ranks_do_not_divide_are_told_where_gradients_are_wanted():
 def test_a_llama_layer_keeps_what_the_native_plan_keeps(size):
     pytest.importorskip("transformers")
     native = formula(layers_of("llama3/8B"), size, OURS)
-    # In processes of their own: a simulated device gives autograd threads, which no fork of this process would have.
+    # In processes of their own: a simulated device gives autograd threads, which no fork of this
+    # process would have.
     assert 0.99 < apart(kept, "llama3/8B", size, "transformers") / native < 1.01
     assert apart(kept, "llama3/8B", size, "transformers", "false") > 2 * native
 
@@ -167,7 +181,9 @@ def test_the_fewest_bytes_are_kept_and_of_equal_ones_those_that_cost_least():
     # queries as they come and turned, of the same size: those that are asked for
     assert minimum_cut((8, 8), (True, False), ((), (0,)), frozenset({1})) == {1}
     # gate and up, both asked for, and what is made of them
-    assert minimum_cut((3, 3, 3, 3), (True, True, False, False), ((), (), (0,), (2, 1)), frozenset({0, 1, 2, 3})) == {
+    assert minimum_cut(
+        (3, 3, 3, 3), (True, True, False, False), ((), (), (0,), (2, 1)), frozenset({0, 1, 2, 3})
+    ) == {
         0,
         1,
     }
@@ -183,14 +199,21 @@ def layer_of(stream, weights, noted):
         return result
 
     wide = call(torch.Tensor.float, stream)
-    scale = call(torch.rsqrt, call(torch.add, call(torch.mean, call(torch.pow, wide, 2), -1, keepdim=True), 1e-6))
-    normed = call(torch.mul, call(torch.Tensor.to, call(torch.mul, wide, scale), stream.dtype), weights[0])
+    scale = call(
+        torch.rsqrt,
+        call(torch.add, call(torch.mean, call(torch.pow, wide, 2), -1, keepdim=True), 1e-6),
+    )
+    normed = call(
+        torch.mul, call(torch.Tensor.to, call(torch.mul, wide, scale), stream.dtype), weights[0]
+    )
     gate, up = F.linear(normed, weights[1]), F.linear(normed, weights[2])
     return F.linear(call(torch.mul, call(F.silu, gate), up), weights[3])
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_what_is_made_again_is_the_same_bit_for_bit_and_nothing_is_where_something_was_written_into(written):
+def test_what_is_made_again_is_the_same_bit_for_bit_and_nothing_is_where_something_was_written_into(
+    written,
+):
     generator = torch.Generator().manual_seed(0)
     shapes = [(16,), (24, 16), (24, 16), (16, 24)]
     values = [torch.randn(shape, generator=generator).bfloat16() for shape in [(5, 16), *shapes]]

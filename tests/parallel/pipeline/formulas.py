@@ -1,11 +1,15 @@
 """What a pipeline has under way, by formula."""
 
 
-def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1) -> int | None:
-    """The most micro-batches between their forward and their backward (B or I) on a rank, by formula; each of its v
-    stages counts for itself. None: there is no formula for so many micro-batches.
+def in_flight(
+    schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1
+) -> int | None:
+    """The most micro-batches between their forward and their backward (B or I) on a rank, by
+    formula; each of its v stages counts for itself. None: there is no formula for so many
+    micro-batches.
 
-    With p ranks, m micro-batches, n of them in a round of an interleaved schedule (m // p rounds of one size):
+    With p ranks, m micro-batches, n of them in a round of an interleaved schedule (m // p rounds of
+    one size):
     - gpipe: m. 1f1b: p - rank, m at most.
     - interleaved_1f1b: (v - 1) n + 2 (p - 1 - rank) + 1; interleaved_zero_bubble: (v - 1) n + p - rank; v m at most.
     - zbv: 2 p, as many as p whole micro-batches; m + 1 + rank or 2 m where those are fewer.
@@ -25,11 +29,15 @@ def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_p
     return min(ahead, stages_per_rank * micro_batches)
 
 
-def theoretical_bubble(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float | None:
-    """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight gradients take one
-    time each and whose transfers take none, by formula. None: no formula is known for so many micro-batches.
+def theoretical_bubble(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1
+) -> float | None:
+    """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight
+    gradients take one time each and whose transfers take none, by formula. None: no formula is
+    known for so many micro-batches.
 
-    With p ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), idle in times of a forward:
+    With p ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), idle in times
+    of a forward:
     - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
     - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size; for m < p 3 (v - 1) (p - m) more.
     - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.

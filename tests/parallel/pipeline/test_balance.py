@@ -15,14 +15,24 @@ from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, Parall
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.optim.optimizers import optimizer_state_bytes
-from recipe_lib.parallel.pipeline.balance import kept_of_layer, layer_weights, memory_of, split_layers, time_of
+from recipe_lib.parallel.pipeline.balance import (
+    kept_of_layer,
+    layer_weights,
+    memory_of,
+    split_layers,
+    time_of,
+)
 
 LLAMA = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
 
 
-def config(schedule="1f1b", ranks=4, balance="compute", recipe=FullFinetuneConfig, length=1, **parallel):
+def config(
+    schedule="1f1b", ranks=4, balance="compute", recipe=FullFinetuneConfig, length=1, **parallel
+):
     cfg = recipe()
-    cfg.parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_balance=balance, **parallel)
+    cfg.parallel = ParallelConfig(
+        pipeline=ranks, pipeline_schedule=schedule, pipeline_balance=balance, **parallel
+    )
     cfg.max_seq_len, cfg.gradient_accumulation_steps = length, 16
     return cfg
 
@@ -38,7 +48,9 @@ def shaped(layers, **changes):
 
 
 def test_a_head_takes_as_long_as_some_layers():
-    """Llama-3-8B: a layer has 2 x 4096 x (4096 + 1024) + 3 x 4096 x 14336 = 218.1 M weights, the head 525.3 M."""
+    """Llama-3-8B: a layer has 2 x 4096 x (4096 + 1024) + 3 x 4096 x 14336 = 218.1 M weights, the
+    head 525.3 M.
+    """
     assert layer_weights(LLAMA) == 218_103_808
     layer, head = time_of(LLAMA, config(length=0))
     assert (layer, head) == (6 * 218_103_808, 6 * 525_336_576)
@@ -47,14 +59,19 @@ def test_a_head_takes_as_long_as_some_layers():
     assert counts(LLAMA, config(length=0)) == [8, 9, 9, 6]
     # V: ranks hold stages 0 and 7, 1 and 6, ...; the head is rank 0's: 6 + 2.4, and 9, 9, 8.
     assert counts(LLAMA, config("zbv", length=0)) == [4, 4, 5, 5, 4, 4, 4, 2]
-    # 16 stages of 2.15 each: the head is longer than that alone, and its stage has the one layer it must have.
+    # 16 stages of 2.15 each: the head is longer than that alone, and its stage has the one layer it
+    # must have.
     assert counts(LLAMA, config("zbv", ranks=8, length=0))[-1] == 1
 
 
 @pytest.mark.parametrize("name", ["mixtral/8x7B", "qwen3_moe/30B", "gpt_oss/20B", "every second"])
 def test_layers_of_experts_weigh_what_they_have_and_take_the_time_of_what_computes(name):
-    """By the matrices of the model as it is built: of all experts in bytes, of a token's choices in time."""
-    spec = spec_from_config(preset_config("qwen3_moe/30B" if name == "every second" else name), name)
+    """By the matrices of the model as it is built: of all experts in bytes, of a token's choices in
+    time.
+    """
+    spec = spec_from_config(
+        preset_config("qwen3_moe/30B" if name == "every second" else name), name
+    )
     mixture = spec.mixture
     if name == "every second":
         mixture = replace(mixture, layers=(False, True) * (spec.num_layers // 2))
@@ -69,7 +86,9 @@ def test_layers_of_experts_weigh_what_they_have_and_take_the_time_of_what_comput
     assert layer_weights(spec) == every // len(layers)
     assert time_of(spec, config(length=0))[0] == 6 * computing / len(layers)
     counted = memory_of(spec, config(length=0))
-    assert counted(1, {1: 2}) - counted(1, {1: 1}) == 2 * 4 * layer_weights(spec)  # weight, gradient and two states
+    assert counted(1, {1: 2}) - counted(1, {1: 1}) == 2 * 4 * layer_weights(
+        spec
+    )  # weight, gradient and two states
 
 
 def test_adapters_of_experts_weigh_more_than_others():
@@ -80,8 +99,12 @@ def test_adapters_of_experts_weigh_more_than_others():
     for cfg in (alone, both):
         model = build_meta(spec, torch.bfloat16)
         add_adapters(model, cfg.lora, torch.bfloat16)
-        numbers.append(sum(one.numel() for one in model.parameters() if one.requires_grad) // spec.num_layers)
-    weighed = [memory_of(spec, cfg)(1, {1: 2}) - memory_of(spec, cfg)(1, {1: 1}) for cfg in (alone, both)]
+        numbers.append(
+            sum(one.numel() for one in model.parameters() if one.requires_grad) // spec.num_layers
+        )
+    weighed = [
+        memory_of(spec, cfg)(1, {1: 2}) - memory_of(spec, cfg)(1, {1: 1}) for cfg in (alone, both)
+    ]
     assert weighed[1] - weighed[0] == 2 * 4 * (numbers[1] - numbers[0])
     assert weighed[0] == 2 * layer_weights(spec) + 2 * 4 * numbers[0]
 
@@ -93,12 +116,16 @@ def test_what_is_computed_again_and_what_is_not_trained_counts():
     assert time_of(LLAMA, full) == (layer * 4 / 3, head)
     full.memory.activation_checkpointing = "selective"
     assert time_of(LLAMA, full) == (layer * 7 / 6, head)
-    assert time_of(LLAMA, config(length=0, recipe=LoraFinetuneConfig)) == (layer * 2 / 3, head * 2 / 3)
+    assert time_of(LLAMA, config(length=0, recipe=LoraFinetuneConfig)) == (
+        layer * 2 / 3,
+        head * 2 / 3,
+    )
     dpo = config(length=0, recipe=DpoFinetuneConfig)
     assert time_of(LLAMA, dpo) == (layer * 2 / 3, head * 2 / 3)
     dpo.dpo.trainable = "all"
     assert time_of(LLAMA, dpo) == (layer, head)
-    # 8192 tokens: each sees 4096 of them on average, 4 x 4096 operations for each, forward and 2.5 times backward.
+    # 8192 tokens: each sees 4096 of them on average, 4 x 4096 operations for each, forward and 2.5
+    # times backward.
     assert time_of(LLAMA, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * 4096
     windowed = replace(LLAMA, windows=(1024, None) * 16)
     assert time_of(windowed, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * (1024 + 4096) / 2
@@ -120,8 +147,12 @@ def test_no_other_split_has_a_faster_slowest_rank(schedule, layers, vocab):
     last = stage_count(cfg.parallel) - 1
 
     def slowest(split):
-        times = [layer * count + (head if stage == last else 0) for stage, count in enumerate(split)]
-        return max(sum(times[stage] for stage in stages_of_rank(cfg.parallel, rank)) for rank in range(3))
+        times = [
+            layer * count + (head if stage == last else 0) for stage, count in enumerate(split)
+        ]
+        return max(
+            sum(times[stage] for stage in stages_of_rank(cfg.parallel, rank)) for rank in range(3)
+        )
 
     assert slowest(counts(spec, cfg)) == pytest.approx(min(map(slowest, every_split(spec, cfg))))
 
@@ -136,15 +167,17 @@ def test_no_other_split_has_a_smaller_largest_rank(schedule, checkpointing):
 
     def largest(split):
         return max(
-            cost(rank, {stage: split[stage] for stage in stages_of_rank(cfg.parallel, rank)}) for rank in range(4)
+            cost(rank, {stage: split[stage] for stage in stages_of_rank(cfg.parallel, rank)})
+            for rank in range(4)
         )
 
     assert largest(counts(spec, cfg)) == min(map(largest, every_split(spec, cfg)))
 
 
 def test_memory_by_hand():
-    """bf16 weights, gradients and two states: 8 bytes a weight; one micro-batch of 1000 tokens on each rank with gpipe
-    keeps 2 x 1000 x 4 d + 2 h e + 2 k e + 4 f bytes a layer."""
+    """bf16 weights, gradients and two states: 8 bytes a weight; one micro-batch of 1000 tokens on
+    each rank with gpipe keeps 2 x 1000 x 4 d + 2 h e + 2 k e + 4 f bytes a layer.
+    """
     cfg = config("gpipe", balance="memory", length=1000)
     cfg.gradient_accumulation_steps, cfg.memory.loss_chunks = 1, 1
     cost = memory_of(LLAMA, cfg)
@@ -197,7 +230,14 @@ def test_a_list_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("layers", "cfg", "message"),
     [
-        (4, config("zbv"), r"parallel.pipeline: found 8 stages for 4 layers, expected .*; set parallel.pipeline lower"),
+        (
+            4,
+            config("zbv"),
+            (
+                r"parallel.pipeline: found 8 stages for 4 layers, expected .*; set"
+                r" parallel.pipeline lower"
+            ),
+        ),
         (3, config(), "found 4 stages for 3 layers"),
         (
             8,
@@ -239,21 +279,32 @@ def test_what_does_not_fit_is_refused_with_a_remedy(layers, cfg, message):
     ids=str,
 )
 def test_states_weigh_what_the_optimizer_keeps(settings):
-    """Of a layer's matrices, and of embedding and head, as the optimizer counts them; on the host they are none."""
+    """Of a layer's matrices, and of embedding and head, as the optimizer counts them; on the host
+    they are none.
+    """
     cfg = config(balance="memory")
     plain = memory_of(LLAMA, config(balance="memory"))
     cfg.optimizer = OptimizerConfig(**settings)
-    matrices = {"model.layers.0.mlp.up_proj.weight": (14336, 4096), "lm_head.weight": (128256, 4096)}
+    matrices = {
+        "model.layers.0.mlp.up_proj.weight": (14336, 4096),
+        "lm_head.weight": (128256, 4096),
+    }
     kept = {}
     for name, shape in matrices.items():
         parameter = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
         kept[name] = optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
     of_layer, of_head = kept.values()
     cost = memory_of(LLAMA, cfg)
-    assert plain(1, {1: 3}) - cost(1, {1: 3}) == pytest.approx(3 * 218_103_808 * (4 - of_layer), abs=1)
-    first = [one(0, {0: 3}) - one(1, {1: 3}) for one in (plain, cost)]  # 4 micro-batches in flight, and 3
+    assert plain(1, {1: 3}) - cost(1, {1: 3}) == pytest.approx(
+        3 * 218_103_808 * (4 - of_layer), abs=1
+    )
+    first = [
+        one(0, {0: 3}) - one(1, {1: 3}) for one in (plain, cost)
+    ]  # 4 micro-batches in flight, and 3
     assert first[0] - first[1] == pytest.approx(525_336_576 * (4 - of_head), abs=1)
     last = [one(3, {3: 3}) - one(1, {1: 3}) for one in (plain, cost)]
     assert last[0] - last[1] == pytest.approx(525_336_576 * (4 - of_head), abs=1)
     cfg.memory.optimizer_offload = True
-    assert cost(1, {1: 3}) - memory_of(LLAMA, cfg)(1, {1: 3}) == pytest.approx(3 * 218_103_808 * of_layer, abs=1)
+    assert cost(1, {1: 3}) - memory_of(LLAMA, cfg)(1, {1: 3}) == pytest.approx(
+        3 * 218_103_808 * of_layer, abs=1
+    )

@@ -1,4 +1,6 @@
-"""A decoder divided among the ranks of a pipeline, against the plain one in float64: losses, gradients, norms."""
+"""A decoder divided among the ranks of a pipeline, against the plain one in float64: losses,
+gradients, norms.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -43,12 +45,17 @@ GEMMA = {
     "attention_softcap": 20.0, "activation": "gelu_tanh",
 }  # fmt: skip
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-FROZEN = {"early": ("embed_tokens", "layers.0.", "layers.1."), "late": ("norm.", "lm_head", "layers.2.", "layers.3.")}
+FROZEN = {
+    "early": ("embed_tokens", "layers.0.", "layers.1."),
+    "late": ("norm.", "lm_head", "layers.2.", "layers.3."),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """kind: `full`, `lora`, or which half of the layers is frozen. packed: two documents in a row."""
+    """kind: `full`, `lora`, or which half of the layers is frozen. packed: two documents in a
+    row.
+    """
 
     schedule: str
     kind: str = "full"
@@ -104,7 +111,9 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
         if case.compiled:
             compile_layers(model, "eager")
         shard_model(model, cfg.parallel, cfg.memory, world)
-        divided = Parallel(pipeline, gradients, accumulation=GradientAccumulation(model, cfg.parallel))
+        divided = Parallel(
+            pipeline, gradients, accumulation=GradientAccumulation(model, cfg.parallel)
+        )
         materialize(model, cfg.memory, world.device)
     init_weights(model, 3, spec)
     if case.kind == "lora":
@@ -120,7 +129,9 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
 def own_part(parameter: Tensor, of: Tensor) -> Tensor:
     """What this rank holds of `of`, if it lies as the parameter does."""
     local, offset = local_part(parameter)
-    return of[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+    return of[
+        tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+    ]
 
 
 @cache
@@ -156,7 +167,9 @@ PLAIN: dict[str, Any] = {}
 
 
 def expected(case: Case, data_ranks: int) -> tuple[list[float], dict[str, Tensor | None], float]:
-    """Losses of the micro-batches of all data ranks, gradients, and their norm, of the plain model."""
+    """Losses of the micro-batches of all data ranks, gradients, and their norm, of the plain
+    model.
+    """
     key = f"{case} {data_ranks}"
     if key in PLAIN:
         return PLAIN[key]
@@ -168,7 +181,11 @@ def expected(case: Case, data_ranks: int) -> tuple[list[float], dict[str, Tensor
         loss.backward()
         losses.append(float(loss.detach()))
     norm = float(clip_grad_norm(model.parameters(), None, ALONE, divided, None))
-    PLAIN[key] = losses, {name: parameter.grad for name, parameter in model.named_parameters()}, norm
+    PLAIN[key] = (
+        losses,
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        norm,
+    )
     return PLAIN[key]
 
 
@@ -211,21 +228,31 @@ def differences(case: Case, world: World) -> list[str]:
                 faults.append(f"{name} has a gradient, or should have one")
             continue
         part, right = local_part(gradient)[0], own_part(parameter, wanted)
-        if part.shape != right.shape or not bool(((part - right).abs() <= tolerance * wanted.abs().max()).all()):
-            faults.append(f"{name} is off by {float((part - right).abs().max() / wanted.abs().max()):.1e}")
+        if part.shape != right.shape or not bool(
+            ((part - right).abs() <= tolerance * wanted.abs().max()).all()
+        ):
+            faults.append(
+                f"{name} is off by {float((part - right).abs().max() / wanted.abs().max()):.1e}"
+            )
     total = float(clip_grad_norm(model.parameters(), None, world, divided, None))
     if not abs(total / norm - 1) < max(1e-9, tolerance):
         faults.append(f"norm {total} for {norm}")
-    results = divided.pipeline.evaluate(mine, lambda number, batch: float(loss_of(case, model, batch, count)))
+    results = divided.pipeline.evaluate(
+        mine, lambda number, batch: float(loss_of(case, model, batch, count))
+    )
     for number, result in enumerate(results):
         right_one = losses[number * world.data_ranks + world.data_rank]
-        if (result is None) == divided.pipeline.has_last or (result and abs(result - right_one) > tolerance):
+        if (result is None) == divided.pipeline.has_last or (
+            result and abs(result - right_one) > tolerance
+        ):
             faults.append(f"evaluated {result} for {right_one}")
     return faults
 
 
 def compare(cases: list[Case]) -> list[str]:
-    """What differs from the plain model, of each case. One world serves all cases in a row that share its mesh."""
+    """What differs from the plain model, of each case. One world serves all cases in a row that
+    share its mesh.
+    """
     faults = []
 
     def mesh(case: Case) -> tuple[int, ...]:
@@ -248,7 +275,10 @@ CHECKPOINTING = ("none", "full", "selective")
 def test_every_schedule_on_two_ranks() -> None:
     """Each schedule with two kinds of what is trained, each kind, and what a stage may meet."""
     every = [Case(*each) for each in product(SCHEDULES, KINDS, CHECKPOINTING)]
-    cases = every[::7] + [Case("zbv", spec=GEMMA, packed=True), Case("1f1b", spec={"tied": True}, checkpointing="full")]
+    cases = every[::7] + [
+        Case("zbv", spec=GEMMA, packed=True),
+        Case("1f1b", spec={"tied": True}, checkpointing="full"),
+    ]
     cases += [
         Case("interleaved_zero_bubble", spec=BIASES),
         Case("zbv", per_token=True, packed=True, checkpointing="selective"),
@@ -256,14 +286,18 @@ def test_every_schedule_on_two_ranks() -> None:
         Case("interleaved_1f1b", spec={"tied": True}),
         Case("1f1b", parallel={"pipeline_layers_per_stage": [1, 3]}),
         Case("zbv", checkpointing="full", parallel={"pipeline_max_deferred_weight_grads": 1}),
-        Case("zbv", spec={"tied": True}, parallel={"pipeline_layers_per_stage": [1, 3, 1, 3]}, size=8),
+        Case(
+            "zbv", spec={"tied": True}, parallel={"pipeline_layers_per_stage": [1, 3, 1, 3]}, size=8
+        ),
     ]
     for faults in compared(cases, 2):
         assert not faults
 
 
 def four_ranks() -> list[Case]:
-    """Pipelines of four; of two with FSDP, which frees what it has gathered or keeps it, HSDP and tensor parallel."""
+    """Pipelines of four; of two with FSDP, which frees what it has gathered or keeps it, HSDP and
+    tensor parallel.
+    """
     units = {"fsdp_wrap_policy": ["model.embed_tokens", "model.layers.*.mlp", "lm_head"]}
     return [
         Case("gpipe", "early", "selective"),
@@ -276,14 +310,20 @@ def four_ranks() -> list[Case]:
 
 
 def reduced_once() -> list[Case]:
-    """Schedules with gradients that are reduced once a step, half of them with weights kept as long."""
+    """Schedules with gradients that are reduced once a step, half of them with weights kept as
+    long.
+    """
     step = {"reduce_gradients": "step"}
     zero_1 = step | {"reshard_after_forward": False}
     return [
         Case("interleaved_zero_bubble", "late", "selective", step),
         Case("1f1b", "full", "full", zero_1, {"tied": True}),
         Case("zbv", "full", "full", zero_1),
-        Case("zbv", parallel=step | {"fsdp_wrap_policy": ["model.layers.*.mlp", "lm_head"]}, packed=True),
+        Case(
+            "zbv",
+            parallel=step | {"fsdp_wrap_policy": ["model.layers.*.mlp", "lm_head"]},
+            packed=True,
+        ),
     ]
 
 
@@ -295,22 +335,34 @@ def test_pipelines_around_sharding_and_tensor_parallel_on_four_ranks() -> None:
 
 @pytest.mark.slow
 def test_sharding_around_tensor_parallel_on_eight_ranks() -> None:
-    """Tensor parallel's linears gather again, from the stream and the norm's weight, which FSDP frees; and gradients
-    that are reduced once a step."""
-    cases = [Case("zbv", parallel={"tensor": 2}), Case("zbv", parallel={"tensor": 2, "reduce_gradients": "step"})]
+    """Tensor parallel's linears gather again, from the stream and the norm's weight, which FSDP
+    frees; and gradients that are reduced once a step.
+    """
+    cases = [
+        Case("zbv", parallel={"tensor": 2}),
+        Case("zbv", parallel={"tensor": 2, "reduce_gradients": "step"}),
+    ]
     for faults in compared(cases, 8):
         assert not faults
 
 
 def thawed_gradients() -> list[str]:
-    """Names with gradients after a step with the first layers frozen, and after one with all thawed."""
-    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv"))
+    """Names with gradients after a step with the first layers frozen, and after one with all
+    thawed.
+    """
+    cfg = FullFinetuneConfig(
+        device="cpu", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv")
+    )
     with start_world(cfg) as world:
         model, divided = build(Case("zbv", "early"), world)
         found = []
         for _ in range(2):
-            divided.pipeline.train(batches(False)[:4], lambda number, batch: loss_of(Case("zbv"), model, batch, 1))
-            found += [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+            divided.pipeline.train(
+                batches(False)[:4], lambda number, batch: loss_of(Case("zbv"), model, batch, 1)
+            )
+            found += [
+                name for name, parameter in model.named_parameters() if parameter.grad is not None
+            ]
             model.zero_grad()
             model.requires_grad_(True)
         return found
@@ -318,9 +370,13 @@ def thawed_gradients() -> list[str]:
 
 def test_a_recipe_may_thaw_layers_between_two_steps() -> None:
     found = [name for names in run_ranks(thawed_gradients, 2) for name in names]
-    whole = {name for name, _ in build_meta(shape_of(Case("zbv")), torch.float32).named_parameters()}
+    whole = {
+        name for name, _ in build_meta(shape_of(Case("zbv")), torch.float32).named_parameters()
+    }
     early = {name for name in whole if any(part in name for part in FROZEN["early"])}
-    assert {name: found.count(name) for name in whole} == {name: 1 + (name not in early) for name in whole}
+    assert {name: found.count(name) for name in whole} == {
+        name: 1 + (name not in early) for name in whole
+    }
 
 
 @pytest.mark.slow
@@ -332,7 +388,9 @@ def test_compiled_layers_run_where_backward_is_whole() -> None:
 
 
 def test_a_gradient_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: without the weights' half of backward their gradients are missing."""
+    """The comparison can fail: without the weights' half of backward their gradients are
+    missing.
+    """
     from recipe_lib.ops.deferred import DeferredGradients
 
     monkeypatch.setattr(DeferredGradients, "run", lambda entry: None)
@@ -352,5 +410,7 @@ def whole_model() -> str:
 
 def test_a_recipe_that_leaves_its_model_whole_is_refused() -> None:
     for line in run_ranks(whole_model, 2):
-        assert line.startswith("parallel.pipeline: found 2 for a recipe that leaves its model whole")
+        assert line.startswith(
+            "parallel.pipeline: found 2 for a recipe that leaves its model whole"
+        )
         assert "call parallelize(model, cfg, world)" in line

@@ -1,4 +1,6 @@
-"""Every byte that a pipeline's rank holds after every action, against theory; and what is computed twice."""
+"""Every byte that a pipeline's rank holds after every action, against theory; and what is computed
+twice.
+"""
 
 import pytest
 
@@ -44,7 +46,9 @@ def test_nothing_but_parameters_and_gradients_is_alive_after_a_step(traced, job)
 
 
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
-def test_a_checkpointed_layer_runs_forward_twice_for_each_micro_batch_in_every_schedule(traced, job):
+def test_a_checkpointed_layer_runs_forward_twice_for_each_micro_batch_in_every_schedule(
+    traced, job
+):
     _, mode = job
     wanted = {str(layer): COUNT * (2 if mode == "full" else 1) for layer in range(SPEC.num_layers)}
     for step in ("first", "forwards"):  # nor does the first step run anything to learn shapes
@@ -80,7 +84,9 @@ def _run_spoilt():
 
     found = []
     for spoil in (hold_outputs, hold_sent):
-        found.append(run_ours(config("1f1b", RANKS, COUNT, "none"), SPEC, COUNT, spoil=spoil).as_dict())
+        found.append(
+            run_ours(config("1f1b", RANKS, COUNT, "none"), SPEC, COUNT, spoil=spoil).as_dict()
+        )
         kept.clear()
     return found
 

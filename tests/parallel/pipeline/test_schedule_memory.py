@@ -4,7 +4,13 @@ from itertools import product
 
 import pytest
 
-from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank, stages_per_rank
+from recipe_lib.config.mesh import (
+    SCHEDULES,
+    rank_of_stage,
+    stage_count,
+    stages_of_rank,
+    stages_per_rank,
+)
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import (
     COMPUTE,
@@ -30,7 +36,9 @@ SCHEDULE_NAMES = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def pipeline(schedule, ranks, stages=2):
-    return ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+    return ParallelConfig(
+        pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages
+    )
 
 
 def lists(parallel, count):
@@ -59,7 +67,9 @@ def test_micro_batches_in_flight_are_those_of_the_formula(schedule):
 
 def test_zbv_keeps_as_much_as_one_forward_one_backward_does_on_its_first_rank():
     for rank in range(4):
-        assert in_flight("zbv", 4, rank, 16) == 2 * in_flight("1f1b", 4, 0, 16)  # its stages are half as large
+        assert in_flight("zbv", 4, rank, 16) == 2 * in_flight(
+            "1f1b", 4, 0, 16
+        )  # its stages are half as large
 
 
 @SCHEDULE_NAMES
@@ -103,7 +113,9 @@ def test_bytes_between_two_stages_of_a_rank_by_hand():
     parallel = pipeline("zbv", 2)
     order = [action for action in lists(parallel, 3)[1] if action.micro_batch == 0]
     found = live_bytes(order, parallel, {1: StageBytes(100, 30), 2: StageBytes(50, 20)}, boundary=8)
-    rows = [(str(e.action), e.kept, e.deferred, e.received, e.handed, e.waiting, e.sent) for e in found]
+    rows = [
+        (str(e.action), e.kept, e.deferred, e.received, e.handed, e.waiting, e.sent) for e in found
+    ]
     assert rows == [
         ("1RF0", 0, 0, 8, 0, 0, 0),
         ("1F0", 100, 0, 0, 8, 0, 0),  # on to stage 2
@@ -123,7 +135,9 @@ def test_what_was_sent_is_taken_when_it_is_said_to_be_whatever_the_ranks_speed(s
     parallel = pipeline(schedule, 4)
     orders = lists(parallel, 8)
     for slow in range(4):
-        found = simulate(orders, parallel, lambda action, slow=slow: 9 if place(parallel, action) == slow else 1)
+        found = simulate(
+            orders, parallel, lambda action, slow=slow: 9 if place(parallel, action) == slow else 1
+        )
         ended = {way.action: way.end for way in found.transfers}
         begun = {span.action: span.start for span in found.spans}
         known = 0
@@ -146,7 +160,9 @@ def test_sent_tensors_are_gone_sooner_where_the_ranks_are_simulated(schedule):
         assert all(simulated[send] <= surely[send] for send in surely)
         stages = {stage: StageBytes(100, 10) for stage in stages_of_rank(parallel, rank)}
         plain = live_bytes(order, parallel, stages, 8)
-        for one, other in zip(plain, live_bytes(order, parallel, stages, 8, taken=simulated), strict=True):
+        for one, other in zip(
+            plain, live_bytes(order, parallel, stages, 8, taken=simulated), strict=True
+        ):
             assert held(one) == held(other)
             assert other.sent <= one.sent
 

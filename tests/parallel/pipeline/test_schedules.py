@@ -1,4 +1,6 @@
-"""Orders of a pipeline: whole, legal, free of circles, and the same for the two ranks of every exchange."""
+"""Orders of a pipeline: whole, legal, free of circles, and the same for the two ranks of every
+exchange.
+"""
 
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
@@ -23,14 +25,21 @@ from recipe_lib.parallel.pipeline.schedules import (
     forward_orders,
     received_for,
 )
-from recipe_lib.parallel.pipeline.simulation import counted_in_flight, partner_of, simulate, with_transfers
+from recipe_lib.parallel.pipeline.simulation import (
+    counted_in_flight,
+    partner_of,
+    simulate,
+    with_transfers,
+)
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}
 
 
 def pipeline(schedule, ranks, stages=2, **keys):
-    return ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages, **keys)
+    return ParallelConfig(
+        pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages, **keys
+    )
 
 
 def counts(parallel):
@@ -46,7 +55,9 @@ CASES = [
     if stages == 2 or facts.stages is None
 ]
 CASES_NAMED = pytest.mark.parametrize(
-    "parallel", CASES, ids=lambda case: f"{case.pipeline_schedule}-{case.pipeline}-{case.pipeline_stages_per_rank}"
+    "parallel",
+    CASES,
+    ids=lambda case: f"{case.pipeline_schedule}-{case.pipeline}-{case.pipeline_stages_per_rank}",
 )
 
 
@@ -61,8 +72,12 @@ def test_every_stage_takes_every_micro_batch_forward_and_backward_once(parallel)
                 assert rank_of_stage(parallel, action.stage) == rank
                 done[action.stage, action.micro_batch] += action.kind
         wanted = KINDS_OF_BACKWARD[SCHEDULES[parallel.pipeline_schedule].splits]
-        assert set(done) == {(stage, number) for stage in range(stage_count(parallel)) for number in range(count)}
-        assert set(done.values()) <= wanted, count  # written down in the order of the rank, so F before I before W
+        assert set(done) == {
+            (stage, number) for stage in range(stage_count(parallel)) for number in range(count)
+        }
+        assert set(done.values()) <= wanted, (
+            count
+        )  # written down in the order of the rank, so F before I before W
 
 
 @CASES_NAMED
@@ -74,7 +89,9 @@ def test_what_each_action_needs_is_there_in_time(parallel):
         clock = dict.fromkeys(orders, 0)
         spans = simulate(orders, parallel, lambda action: UNITS[action.kind]).spans
         found = sorted((span.start, span.end, span.rank, span.action) for span in spans)
-        assert Counter(action for *_, action in found) == Counter(a for order in orders.values() for a in order)
+        assert Counter(action for *_, action in found) == Counter(
+            a for order in orders.values() for a in order
+        )
         for begin, end, rank, action in found:
             assert begin >= clock[rank]
             clock[rank] = end
@@ -82,7 +99,10 @@ def test_what_each_action_needs_is_there_in_time(parallel):
             received = received_for(action, stages)
             if received is not None:
                 sender = partner_of(received).stage
-                makers = [Action(sender, kind, action.micro_batch) for kind in ("F" if action.kind == "F" else "BI")]
+                makers = [
+                    Action(sender, kind, action.micro_batch)
+                    for kind in ("F" if action.kind == "F" else "BI")
+                ]
                 (made,) = (ends[maker] for maker in makers if maker in ends)
                 assert begin >= made
 
@@ -95,18 +115,25 @@ def test_two_ranks_agree_on_what_they_exchange_and_in_which_order(parallel):
         for forward_only in (False, True):
             orders = forward_orders(parallel, count) if forward_only else orders
             found = with_transfers(orders, parallel)
-            assert {rank: [a for a in order if len(a.kind) == 1] for rank, order in found.items()} == orders
+            assert {
+                rank: [a for a in order if len(a.kind) == 1] for rank, order in found.items()
+            } == orders
             for one in found:
                 for other in range(one):
-                    assert exchanges(parallel, found, one, other) == exchanges(parallel, found, other, one)
+                    assert exchanges(parallel, found, one, other) == exchanges(
+                        parallel, found, other, one
+                    )
             wanted = [exchange_of(action, stages) for order in orders.values() for action in order]
             across = Counter(
                 part
                 for pair in wanted
-                if pair and rank_of_stage(parallel, pair[0].stage) != rank_of_stage(parallel, pair[1].stage)
+                if pair
+                and rank_of_stage(parallel, pair[0].stage) != rank_of_stage(parallel, pair[1].stage)
                 for part in pair
             )
-            assert across == Counter(a for order in found.values() for a in order if len(a.kind) == 2)
+            assert across == Counter(
+                a for order in found.values() for a in order if len(a.kind) == 2
+            )
 
 
 def other_end(action):
@@ -130,8 +157,10 @@ def exchanges(parallel, orders, rank, peer):
 
 
 def run_in_order(parallel, orders):
-    """Runs the lists as NCCL would: the exchanges of two ranks go one after the other, in both directions, each when
-    both have reached it; a computation waits for what it receives, nothing waits for a send. Actions not reached."""
+    """Runs the lists as NCCL would: the exchanges of two ranks go one after the other, in both
+    directions, each when both have reached it; a computation waits for what it receives, nothing
+    waits for a send. Actions not reached.
+    """
     stages = stage_count(parallel)
     transfers = {action for order in orders.values() for action in order if len(action.kind) == 2}
     at = dict.fromkeys(orders, 0)
@@ -168,8 +197,12 @@ def run_in_order(parallel, orders):
 @CASES_NAMED
 def test_exchanges_in_one_order_between_two_ranks_never_deadlock(parallel):
     for count in counts(parallel):
-        assert run_in_order(parallel, with_transfers(compute_orders(parallel, count), parallel)) == []
-        assert run_in_order(parallel, with_transfers(forward_orders(parallel, count), parallel)) == []
+        assert (
+            run_in_order(parallel, with_transfers(compute_orders(parallel, count), parallel)) == []
+        )
+        assert (
+            run_in_order(parallel, with_transfers(forward_orders(parallel, count), parallel)) == []
+        )
 
 
 def test_a_deadlock_would_be_noticed():
@@ -186,7 +219,9 @@ def test_a_deadlock_would_be_noticed():
 
 
 @CASES_NAMED
-def test_sends_follow_at_once_and_receives_come_one_computation_ahead_where_the_common_order_allows(parallel):
+def test_sends_follow_at_once_and_receives_come_one_computation_ahead_where_the_common_order_allows(
+    parallel,
+):
     stages = stage_count(parallel)
     for count in counts(parallel):
         for order in with_transfers(compute_orders(parallel, count), parallel).values():
@@ -199,14 +234,17 @@ def test_sends_follow_at_once_and_receives_come_one_computation_ahead_where_the_
 
 
 def check_receive(parallel, order, number):
-    """It is asked for one computation before its use. Later: the two ranks exchange something before it that is not
-    there sooner. Sooner: something after it in their order is."""
+    """It is asked for one computation before its use. Later: the two ranks exchange something
+    before it that is not there sooner. Sooner: something after it in their order is.
+    """
     stages, action = stage_count(parallel), order[number]
     computes = [at for at, entry in enumerate(order) if len(entry.kind) == 1]
     use = next(at for at in computes if at > number and received_for(order[at], stages) == action)
     ahead = sum(number < at < use for at in computes)
     same = [
-        at for at, entry in enumerate(order) if len(entry.kind) == 2 and peer(parallel, entry) == peer(parallel, action)
+        at
+        for at, entry in enumerate(order)
+        if len(entry.kind) == 2 and peer(parallel, entry) == peer(parallel, action)
     ]
     if ahead > 1:
         assert order[number + 1 : number + 2] and number + 1 in same
@@ -224,7 +262,13 @@ def peer(parallel, action):
     [
         ("gpipe", 4, 2, 1, None),
         ("1f1b", 4, 2, 4, None),
-        ("1f1b", 4, 2, 3, ("found 3 micro-batches", "expected 4 or more", "pipeline_microbatches to 4")),
+        (
+            "1f1b",
+            4,
+            2,
+            3,
+            ("found 3 micro-batches", "expected 4 or more", "pipeline_microbatches to 4"),
+        ),
         ("interleaved_1f1b", 4, 3, 9, None),  # rounds of unequal size
         ("interleaved_zero_bubble", 8, 2, 7, ("found 7", "expected 8", "parallel.pipeline=8")),
         ("zbv", 4, 2, 4, None),
@@ -232,7 +276,9 @@ def peer(parallel, action):
         ("1f1b", 1, 2, 1, None),
     ],
 )
-def test_too_few_micro_batches_are_named_with_how_many_it_takes(schedule, ranks, stages, count, fault):
+def test_too_few_micro_batches_are_named_with_how_many_it_takes(
+    schedule, ranks, stages, count, fault
+):
     found = schedule_fault(pipeline(schedule, ranks, stages), count)
     assert (found is None) == (fault is None)
     for part in fault or ():
@@ -243,13 +289,19 @@ def test_zbv_puts_the_last_stage_on_the_first_rank():
     parallel = pipeline("zbv", 4)
     assert [stages_of_rank(parallel, rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     turn = with_transfers(compute_orders(parallel, 8), parallel)[3]
-    assert not [a for a in turn if a.kind == "SF" and a.stage == 3 or a.kind == "RF" and a.stage == 4]
+    assert not [
+        a for a in turn if a.kind == "SF" and a.stage == 3 or a.kind == "RF" and a.stage == 4
+    ]
 
 
 def test_one_forward_one_backward_by_hand():
     orders = with_transfers(compute_orders(pipeline("1f1b", 2), 3), pipeline("1f1b", 2))
-    assert [str(action) for action in orders[0]] == ("0F0 0SF0 0F1 0SF1 0RB0 0B0 0F2 0SF2 0RB1 0RB2 0B1 0B2".split())
-    assert [str(action) for action in orders[1]] == ("1RF0 1F0 1RF1 1B0 1SB0 1F1 1RF2 1B1 1SB1 1F2 1B2 1SB2".split())
+    assert [
+        str(action) for action in orders[0]
+    ] == "0F0 0SF0 0F1 0SF1 0RB0 0B0 0F2 0SF2 0RB1 0RB2 0B1 0B2".split()
+    assert [
+        str(action) for action in orders[1]
+    ] == "1RF0 1F0 1RF1 1B0 1SB0 1F1 1RF2 1B1 1SB1 1F2 1B2 1SB2".split()
 
 
 def test_an_order_with_a_gap_is_an_error_and_not_a_missing_gradient(monkeypatch):
@@ -278,21 +330,33 @@ def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule
         orders = compute_orders(limited, count)
         for rank, order in compute_orders(free, count).items():
             assert sorted(orders[rank]) == sorted(order)
-            others = [[action for action in one if action.kind != "W"] for one in (order, orders[rank])]
+            others = [
+                [action for action in one if action.kind != "W"] for one in (order, orders[rank])
+            ]
             assert others[0] == others[1]
             assert counted_in_flight(orders[rank])[1] == min(most, counted_in_flight(order)[1])
         bubbles = [
-            simulate(with_transfers(compute_orders(one, count), one), one, lambda action: UNITS[action.kind]).bubble
+            simulate(
+                with_transfers(compute_orders(one, count), one),
+                one,
+                lambda action: UNITS[action.kind],
+            ).bubble
             for one in (free, limited, plain)
         ]
         assert bubbles[0] <= bubbles[1] < bubbles[2]
 
 
 def test_what_the_page_says_of_zbv_on_four_ranks_with_sixteen_micro_batches():
-    """docs/pipeline.md: its bubble, and how many micro-batches wait for their weight gradients at most."""
+    """docs/pipeline.md: its bubble, and how many micro-batches wait for their weight gradients at
+    most.
+    """
     for most, idle, waiting in ((None, 3, 7), (1, 6, 1)):
-        parallel = ParallelConfig(pipeline=4, pipeline_schedule="zbv", pipeline_max_deferred_weight_grads=most)
+        parallel = ParallelConfig(
+            pipeline=4, pipeline_schedule="zbv", pipeline_max_deferred_weight_grads=most
+        )
         orders = compute_orders(parallel, 16)
-        timeline = simulate(with_transfers(orders, parallel), parallel, lambda action: UNITS[action.kind])
+        timeline = simulate(
+            with_transfers(orders, parallel), parallel, lambda action: UNITS[action.kind]
+        )
         assert timeline.bubble == idle / (96 + idle)
         assert max(counted_in_flight(order)[1] for order in orders.values()) == waiting

@@ -21,7 +21,9 @@ REPORTED = (2, 13)
 
 def printed_block(page: Path) -> list[str]:
     """The lines that the page says its script has printed."""
-    (block,) = re.findall(r"It printed:\n\n```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = re.findall(
+        r"It printed:\n\n```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL
+    )
     return str(block).splitlines()
 
 
@@ -40,14 +42,16 @@ def printed_lines(script: Any, store: Path) -> list[str]:
 def test_torch_does_what_is_reported(name: str, tmp_path: Path) -> None:
     here = tuple(map(int, torch.__version__.split(".")[:2]))
     if here < REPORTED:
-        pytest.skip(f"reported of torch {'.'.join(map(str, REPORTED))}, this is {torch.__version__}")
+        pytest.skip(
+            f"reported of torch {'.'.join(map(str, REPORTED))}, this is {torch.__version__}"
+        )
     spec: Any = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     found = printed_lines(script, tmp_path / "store")
     _, *reported = printed_block(FOLDER / f"{name}.md")
     assert found == reported, (
-        f"torch {torch.__version__} does not do what docs/upstream/{name}.md reports. If it is better: note the "
-        "version there, and see docs/pipeline.md, docs/measurements/pp_gradients.md and pp_memory.md, which say the "
-        "same of torch's stages"
+        f"torch {torch.__version__} does not do what docs/upstream/{name}.md reports. If it is"
+        " better: note the version there, and see docs/pipeline.md,"
+        " docs/measurements/pp_gradients.md and pp_memory.md, which say the same of torch's stages"
     )

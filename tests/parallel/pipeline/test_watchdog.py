@@ -1,4 +1,6 @@
-"""A rank of a pipeline that fails, stands still or is gone ends all ranks, and one line says which and where."""
+"""A rank of a pipeline that fails, stands still or is gone ends all ranks, and one line says which
+and where.
+"""
 
 import os
 import re
@@ -23,9 +25,12 @@ Trouble = Callable[[World, str, int], None]
 
 
 def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
-    """Steps of a pipeline of two ranks; trouble: called with the world, "forward", "loss" or "between" (two steps), and
-    how often it was before, or for a loss the micro-batch."""
-    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, heartbeat_timeout_seconds=timeout))
+    """Steps of a pipeline of two ranks; trouble: called with the world, "forward", "loss" or
+    "between" (two steps), and how often it was before, or for a loss the micro-batch.
+    """
+    cfg = FullFinetuneConfig(
+        device="cpu", parallel=ParallelConfig(pipeline=2, heartbeat_timeout_seconds=timeout)
+    )
     with start_world(cfg) as world:
         spec = small_spec(layers=2)
         model = build_meta(spec, torch.float32)
@@ -40,7 +45,9 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
             forwards[0] += 1
 
         next(iter(model.model.layers.children())).register_forward_pre_hook(count)
-        tokens = torch.randint(0, VOCABULARY, (4, 1, LENGTH), generator=torch.Generator().manual_seed(5))
+        tokens = torch.randint(
+            0, VOCABULARY, (4, 1, LENGTH), generator=torch.Generator().manual_seed(5)
+        )
 
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
             trouble(world, "loss", number)
@@ -92,7 +99,9 @@ def test_a_bug_keeps_its_traceback_and_ends_the_other_rank() -> None:
     found = ended(trouble)
     assert told(found) == ["error: rank 1 failed in step 1: ZeroDivisionError: by zero"]
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
-    assert "ZeroDivisionError: by zero\nrank 1, the backward of micro-batch 1 in stage 1" in found[1]
+    assert (
+        "ZeroDivisionError: by zero\nrank 1, the backward of micro-batch 1 in stage 1" in found[1]
+    )
 
 
 def test_a_users_error_says_where_and_gives_all_ranks_its_code() -> None:
@@ -108,13 +117,18 @@ def test_a_users_error_says_where_and_gives_all_ranks_its_code() -> None:
 
 def test_who_stands_still_is_named() -> None:
     def trouble(world: World, what: str, number: int) -> None:
-        if world.rank == 0 and what == "forward" and number == 5:  # micro-batch 1 of the second step
+        if (
+            world.rank == 0 and what == "forward" and number == 5
+        ):  # micro-batch 1 of the second step
             time.sleep(600)
 
     found = ended(trouble, timeout=2)
     assert [text.splitlines()[0] for text in found] == ["exit code 7", "exit code 7"]
     (line,) = told(found)
-    waits = r"(forward of micro-batch 1|sending of the \w+ of micro-batch \d) in stage 1, at \S+ \(\w+\)"
+    waits = (
+        r"(forward of micro-batch 1|sending of the \w+ of micro-batch \d) in stage 1, at \S+"
+        r" \(\w+\)"
+    )
     own = rf"; rank 1 waits for \d+ s in step 2, the {waits}"
     action = r"step 2, the forward of micro-batch 1 in stage 0, at \S+ \(\w+\)"
     still = rf"error: rank 0 has made no progress for \d+ s in {action}"
@@ -131,7 +145,9 @@ def test_a_stopped_process_is_named() -> None:
     assert found[0].startswith("exit code 7")
     (line,) = told(found)
     waits = r"rank 0 waits for \d+ s in step 1, the .* of micro-batch \d in stage 0, at \S+ \(\w+\)"
-    assert re.fullmatch(rf"error: rank 1 is stopped or unreachable for \d+ s; {waits}{END}", line), line
+    assert re.fullmatch(
+        rf"error: rank 1 is stopped or unreachable for \d+ s; {waits}{END}", line
+    ), line
 
 
 @pytest.mark.slow
@@ -145,7 +161,10 @@ def test_a_stopped_process_that_holds_the_store_too() -> None:
     found = ended(trouble, timeout=1, process_group=False)
     assert found[1].startswith("exit code 7") and "Traceback" not in found[1]
     (line,) = told(found)
-    assert re.match(r"error: the store of the run at 127.0.0.1:\d+ \(rank 0 or its launcher\) is stopped or ", line)
+    assert re.match(
+        r"error: the store of the run at 127.0.0.1:\d+ \(rank 0 or its launcher\) is stopped or ",
+        line,
+    )
     assert "rank 1 waits " in line and " of micro-batch " in line
 
 
@@ -190,6 +209,11 @@ def test_who_does_not_answer_between_steps_is_named() -> None:
 def test_out_of_memory_says_where() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory")
     error.add_note("rank 1, the forward of micro-batch 3 in stage 1")
-    with pytest.raises(OutOfMemoryError, match=r"^training, rank 1, the forward of micro-batch 3 in stage 1: out of"):
-        with explain_out_of_memory("training", FullFinetuneConfig(), PeakMemory(torch.device("cpu"))):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"^training, rank 1, the forward of micro-batch 3 in stage 1: out of",
+    ):
+        with explain_out_of_memory(
+            "training", FullFinetuneConfig(), PeakMemory(torch.device("cpu"))
+        ):
             raise error

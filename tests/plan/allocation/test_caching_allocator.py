@@ -1,5 +1,7 @@
-"""The model of CUDA's caching allocator, case by case. Expected sizes follow from the constants in pytorch's
-c10/core/AllocatorConfig.h (512 B, 1 MiB, 2 MiB, 10 MiB, 20 MiB) and the rules in c10/cuda/CUDACachingAllocator.cpp."""
+"""The model of CUDA's caching allocator, case by case. Expected sizes follow from the constants in
+pytorch's c10/core/AllocatorConfig.h (512 B, 1 MiB, 2 MiB, 10 MiB, 20 MiB) and the rules in
+c10/cuda/CUDACachingAllocator.cpp.
+"""
 
 import pytest
 
@@ -42,7 +44,13 @@ def test_one_allocation(requested, allocated, reserved):
     allocator = CachingAllocator()
     block = allocator.malloc(requested)
     check_books(allocator)
-    found = (block.size, allocator.requested, allocator.allocated, allocator.active, allocator.reserved)
+    found = (
+        block.size,
+        allocator.requested,
+        allocator.allocated,
+        allocator.active,
+        allocator.reserved,
+    )
     assert found == (allocated, requested, allocated, allocated, reserved)
 
 
@@ -64,7 +72,9 @@ def test_one_allocation_in_an_expandable_segment(requested, allocated, reserved)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-@pytest.mark.parametrize(("requested", "rounded"), [(1, 512), (512, 512), (1200, 1536), (1200 * 1024, 1200 * 1024)])
+@pytest.mark.parametrize(
+    ("requested", "rounded"), [(1, 512), (512, 512), (1200, 1536), (1200 * 1024, 1200 * 1024)]
+)
 def test_sizes_are_rounded(requested, rounded):
     assert block_bytes(requested) == rounded
 
@@ -167,7 +177,9 @@ def test_an_allocation_without_room_gives_unused_segments_back_and_tries_again()
     allocator.malloc(40 * MIB)  # waits for the stream, gives 2 x 20 MiB back
     check_books(allocator)
     assert (allocator.reserved, allocator.num_alloc_retries) == (60 * MIB, 1)
-    with pytest.raises(OutOfMemory, match=r"20.00 MiB requested, 60.00 MiB of 60.00 MiB reserved, 45.00 MiB"):
+    with pytest.raises(
+        OutOfMemory, match=r"20.00 MiB requested, 60.00 MiB of 60.00 MiB reserved, 45.00 MiB"
+    ):
         allocator.malloc(20 * MIB)
     assert allocator.num_alloc_retries == 2
     allocator.free(kept)
@@ -192,7 +204,11 @@ def test_peaks_start_again_from_what_is_held():
     kept, other = allocator.malloc(700), allocator.malloc(30 * MIB)
     allocator.free(other)
     allocator.reset_peaks()
-    assert (allocator.peak_requested, allocator.peak_allocated, allocator.peak_active) == (700, 1024, 1024)
+    assert (allocator.peak_requested, allocator.peak_allocated, allocator.peak_active) == (
+        700,
+        1024,
+        1024,
+    )
     assert allocator.peak_reserved == 32 * MIB
     allocator.free(kept)
     assert allocator.peak_allocated == 1024 and allocator.allocated == 0
@@ -226,7 +242,9 @@ def test_a_block_that_can_grow_is_taken_last():
     assert allocator.reserved == 20 * MIB
     start = hole.address
     allocator.free(hole)
-    assert allocator.malloc(3 * MIB).address == start  # although the end, 4 MiB less 512 B, fits better
+    assert (
+        allocator.malloc(3 * MIB).address == start
+    )  # although the end, 4 MiB less 512 B, fits better
     allocator.free(wall)
     check_books(allocator)
 
@@ -251,7 +269,9 @@ def test_empty_cache_unmaps_whole_pages_and_they_are_mapped_again():
 
 
 def test_expandable_segments_under_a_cap():
-    """A device's end is met page by page; a fraction of it is compared with the request's own segment beforehand."""
+    """A device's end is met page by page; a fraction of it is compared with the request's own
+    segment beforehand.
+    """
     device = allocator_of(expandable=True, cap=50 * MIB)
     device.malloc(30 * MIB)
     with pytest.raises(OutOfMemory):

@@ -1,4 +1,6 @@
-"""A trace replayed: peaks by phase, where memory runs out, and the smallest memory that is enough."""
+"""A trace replayed: peaks by phase, where memory runs out, and the smallest memory that is
+enough.
+"""
 
 import pytest
 
@@ -23,7 +25,9 @@ def test_peaks_are_by_phase_and_the_pool_stays():
     found = replay(writer.trace)
     setup, step = found.phases["setup"], found.phases["step"]
     assert list(found.phases) == ["setup", "step"] and found.survived and found.events == 7
-    assert (setup.requested, setup.allocated, setup.active, setup.reserved) == (110 * MIB,) * 3 + (110 * MIB,)
+    assert (setup.requested, setup.allocated, setup.active, setup.reserved) == (110 * MIB,) * 3 + (
+        110 * MIB,
+    )
     # Of the free 100 MiB: 20 MiB and 512 B. The other stream takes 20 MiB of its own.
     assert step.requested == 30 * MIB + 1
     assert step.allocated == step.active == 30 * MIB + 512
@@ -70,7 +74,9 @@ def test_a_replay_ends_where_memory_runs_out():
 
 
 def test_the_smallest_cap_by_hand():
-    """20 MiB of stream 0 are unused when stream 1 wants 30: with less than 50 they have to be given back first."""
+    """20 MiB of stream 0 are unused when stream 1 wants 30: with less than 50 they have to be given
+    back first.
+    """
     writer = Writer()
     writer.phase("step")
     writer.free(writer.alloc(20 * MIB))

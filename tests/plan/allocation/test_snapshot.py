@@ -60,14 +60,20 @@ def test_entries_say_what_was_allocated_where_and_when(tmp_path):
     frames = [f"{frame['filename']} {frame['name']}" for frame in entries[3]["frames"]]
     assert frames == ["operator aten.mm", "module layers.0", "part forward", "kind activations"]
     assert entries[4]["frames"][-1]["name"] == "parameters head.weight"
-    assert [(mark["name"], mark["stage"], mark["time_us"]) for mark in snapshot["external_annotations"]] == [
+    assert [
+        (mark["name"], mark["stage"], mark["time_us"]) for mark in snapshot["external_annotations"]
+    ] == [
         ("setup", "START", 0),
         ("setup", "END", 2),
         ("step", "START", 2),
         ("step", "END", 7),
     ]
     large, small = snapshot["segments"]
-    assert (large["segment_type"], large["total_size"], large["allocated_size"]) == ("large", 30 * MIB, 0)
+    assert (large["segment_type"], large["total_size"], large["allocated_size"]) == (
+        "large",
+        30 * MIB,
+        0,
+    )
     assert [block["state"] for block in small["blocks"]] == ["active_allocated", "inactive"]
     assert (small["allocated_size"], small["requested_size"]) == (1024, 700)
 
@@ -80,6 +86,8 @@ def test_it_ends_where_memory_runs_out(tmp_path):
     writer.alloc(1)
     snapshot = snapshot_of(writer.trace, tmp_path, cap=50 * MIB)
     *_, last = snapshot["device_traces"][0]
-    assert (last["action"], last["size"]) == ("oom", 40 * MIB) and last["frames"][1]["name"] == "layers.7"
+    assert (last["action"], last["size"]) == ("oom", 40 * MIB) and last["frames"][1][
+        "name"
+    ] == "layers.7"
     assert "raise OutOfMemoryError # 40.0MiB requested" in _memory_viz.trace(snapshot)
     assert sum(kind == ALLOC for kind, _ in writer.trace.events) == 3

@@ -38,7 +38,9 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     # Those and a few more are enough for this process, which is to be short.
     kept = {*typed, "parallel.reshard_after_forward=false"}
     every = module.list_levers(cfg, wanted)
-    module.list_levers = lambda cfg, wanted: [lever for lever in every if override_text(lever.changes) in kept]
+    module.list_levers = lambda cfg, wanted: [
+        lever for lever in every if override_text(lever.changes) in kept
+    ]
     return plan.verdict, module.advise(plan, *module.try_levers(recipe_class, cfg, wanted)), active
 
 
@@ -50,7 +52,9 @@ def test_bytes_are_the_difference_of_two_plans():
     by_override = {row.override: row for row in found}
     assert verdict == FITS
     for words in typed:
-        assert by_override[words].bytes == pytest.approx(active[words] - active[""], abs=0.005 * active[""])
+        assert by_override[words].bytes == pytest.approx(
+            active[words] - active[""], abs=0.005 * active[""]
+        )
         assert by_override[words].fits
     assert found[0].override == "parallel.reshard_after_forward=false"
     assert found[0].seconds is not None
@@ -58,7 +62,9 @@ def test_bytes_are_the_difference_of_two_plans():
 
 
 def test_what_makes_it_fit_comes_first():
-    """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
+    """Of levers that were tried: by bytes within those that make it fit and those that do not; none
+    without effect.
+    """
     from recipe_lib.plan.search.advice import advise
     from recipe_lib.plan.search.lever_table import Lever
     from recipe_lib.plan.search.trials import Estimate
@@ -95,8 +101,14 @@ def test_levers_that_the_table_refuses_are_left_out():
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
-    offered = {override_text(lever.changes) for lever in list_levers(cfg, wanted(4, Sequence(100, "")))}
-    assert {"batch_size=16 gradient_accumulation_steps=2", "dtype=bf16", "parallel.data_replicate=2"} <= offered
+    offered = {
+        override_text(lever.changes) for lever in list_levers(cfg, wanted(4, Sequence(100, "")))
+    }
+    assert {
+        "batch_size=16 gradient_accumulation_steps=2",
+        "dtype=bf16",
+        "parallel.data_replicate=2",
+    } <= offered
 
 
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
@@ -109,9 +121,13 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
     both = f"{once} parallel.reshard_after_forward=false"
     for accumulation, fits in ((1, False), (4, True)):
         cfg = load("demo/full", f"gradient_accumulation_steps={accumulation}")
-        offered = {override_text(lever.changes): lever.changes for lever in list_levers(cfg, wanted)}
+        offered = {
+            override_text(lever.changes): lever.changes for lever in list_levers(cfg, wanted)
+        }
         assert [changed(cfg, offered[text]) is not None for text in (once, both)] == [fits, fits]
-    back = {override_text(lever.changes) for lever in list_levers(changed(cfg, offered[both]), wanted)}
+    back = {
+        override_text(lever.changes) for lever in list_levers(changed(cfg, offered[both]), wanted)
+    }
     assert {"parallel.reduce_gradients=micro_batch", "parallel.reshard_after_forward=true"} <= back
 
 
@@ -122,12 +138,17 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
     of_teachers = {
-        f"distill.{text}" for text in ("quantize_teacher=nf4", "quantize_teacher=int8", "stream_teacher=true")
+        f"distill.{text}"
+        for text in ("quantize_teacher=nf4", "quantize_teacher=int8", "stream_teacher=true")
     }
 
     def offered(*overrides: str) -> set[str]:
         cfg = load("llama3_2/1B_distill", *overrides)
-        assert all(changed(cfg, lever.changes) for lever in list_levers(cfg, wanted) if "teacher" in str(lever.changes))
+        assert all(
+            changed(cfg, lever.changes)
+            for lever in list_levers(cfg, wanted)
+            if "teacher" in str(lever.changes)
+        )
         return {override_text(lever.changes) for lever in list_levers(cfg, wanted)} & of_teachers
 
     assert offered("distill.quantize_teacher=none") == of_teachers
@@ -138,7 +159,9 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
     assert first.changes == {"distill.quantize_teacher": "nf4"}
 
 
-def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_what_is_trained() -> None:
+def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_what_is_trained() -> (
+    None
+):
     from recipe_lib.plan.search.trial_order import list_groups
     from recipe_lib.plan.world.sequence_lengths import Sequence
     from recipe_lib.plan.world.shape_only_model import plannable
@@ -164,7 +187,9 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     assert groups(cfg, ("distill.stream_teacher",))[1] == [stays | one for one in teacher[1:]]
     kept = [one for group in groups(cfg, ("memory.cpu_offload",)) for one in group]
     assert not any("memory.cpu_offload" in one or "memory.optimizer_offload" in one for one in kept)
-    adapters, _ = plannable(load("llama3_2/1B_distill", "distill.trainable=adapters"))  # a teacher in NF4 already
+    adapters, _ = plannable(
+        load("llama3_2/1B_distill", "distill.trainable=adapters")
+    )  # a teacher in NF4 already
     assert groups(adapters)[1] == [stays | teacher[0]]
     assert any("lora.quantize_base" in one for group in groups(adapters) for one in group)
 
@@ -188,7 +213,9 @@ def test_overrides_are_typed_as_they_stand():
 def mixture_config(folder: Path, *typed: str) -> Any:
     """Of adapters of a tiny mixture, plannable."""
     model = write_mixture(folder, "mixtral")
-    return settings("llama3/8B_lora", 1, *typed, "~model.path", "tokenizer.path=x", f"model.preset={model}")[1]
+    return settings(
+        "llama3/8B_lora", 1, *typed, "~model.path", "tokenizer.path=x", f"model.preset={model}"
+    )[1]
 
 
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
@@ -199,7 +226,10 @@ def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
-    assert lever.changes == {"lora.target_modules": ["all-linear", "experts"]} and "with those" in lever.note
+    assert (
+        lever.changes == {"lora.target_modules": ["all-linear", "experts"]}
+        and "with those" in lever.note
+    )
     cfg.lora.target_modules = ["q", "experts"]
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
     assert lever.changes == {"lora.target_modules": ["q"]} and "without those" in lever.note
@@ -225,8 +255,22 @@ def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
 def test_streaming_comes_with_what_trained_layers_need() -> None:
     from recipe_lib.plan.search.trials import changed, streamed
 
-    adapters, whole = load("llama3/8B_qlora"), load("llama3/8B_full", "optimizer.name=sgd", "~optimizer.betas")
+    adapters, whole = (
+        load("llama3/8B_qlora"),
+        load("llama3/8B_full", "optimizer.name=sgd", "~optimizer.betas"),
+    )
     assert streamed(adapters) == {"memory.stream_layers": True}
-    stepped = {"memory.optimizer_in_backward": True, "clip_grad_norm": None, "gradient_accumulation_steps": 1}
-    assert streamed(whole) == {"memory.stream_layers": True, "memory.optimizer_offload": True} | stepped
+    stepped = {
+        "memory.optimizer_in_backward": True,
+        "clip_grad_norm": None,
+        "gradient_accumulation_steps": 1,
+    }
+    assert (
+        streamed(whole)
+        == {
+            "memory.stream_layers": True,
+            "memory.optimizer_offload": True,
+        }
+        | stepped
+    )
     assert changed(load("llama3/8B_full"), streamed(load("llama3/8B_full"))) is not None

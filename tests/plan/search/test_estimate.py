@@ -6,7 +6,11 @@ from tests.plan.apart import apart, settings
 
 SMALL = ("max_seq_len=256", "memory.loss_chunks=8")
 NAMES = {"full": "qwen2_5/0.5B_full", "lora": "qwen2_5/0.5B_lora", "qlora": "qwen2_5/0.5B_qlora"}
-IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1")
+IN_BACKWARD = (
+    "memory.optimizer_in_backward=true",
+    "clip_grad_norm=null",
+    "gradient_accumulation_steps=1",
+)
 OFFLOAD = "memory.optimizer_offload=true"
 MIXTURE = ("~model.path", "tokenizer.path=unread", "model.preset=qwen3_moe/30B")
 STAGES = ("parallel.pipeline=2", "gradient_accumulation_steps=6")

@@ -1,4 +1,6 @@
-"""The search finds what trying every combination finds: what it leaves out could not have been the fastest."""
+"""The search finds what trying every combination finds: what it leaves out could not have been the
+fastest.
+"""
 
 import dataclasses
 from itertools import product
@@ -14,15 +16,28 @@ from tests.plan.configs import wide_model
 RANKS = 2
 ROWS = 2  # of a rank
 MEMORY = 8 * GIB  # of a card
-FIXED = ("memory.cpu_offload", "memory.optimizer_offload", "optimizer.state_bits", "parallel.data_replicate")
+FIXED = (
+    "memory.cpu_offload",
+    "memory.optimizer_offload",
+    "optimizer.state_bits",
+    "parallel.data_replicate",
+)
 
 
 def both(folder: Path) -> tuple[Any, Any, int, int]:
-    """Changes and speed of the fastest by the search, and by every combination; how many each estimated."""
+    """Changes and speed of the fastest by the search, and by every combination; how many each
+    estimated.
+    """
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import DOES_NOT_FIT, OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
-    from recipe_lib.plan.search.trial_order import list_groups, micro_batch, pipelines, sharings, sizes
+    from recipe_lib.plan.search.trial_order import (
+        list_groups,
+        micro_batch,
+        pipelines,
+        sharings,
+        sizes,
+    )
     from recipe_lib.plan.search.trials import (
         CHECKPOINTING,
         changed,
@@ -48,10 +63,16 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
         for size in sizes(cfg, way)
     ]
     result = search(recipe_class, cfg, wanted, want=1, fixed=FIXED)
-    tried = in_processes(lambda changes: try_settings(recipe_class, cfg, wanted, changes, FIXED), every)
-    fitting = sorted((one for one in tried if one is not None and one.may_fit), key=lambda one: -one.speed)
+    tried = in_processes(
+        lambda changes: try_settings(recipe_class, cfg, wanted, changes, FIXED), every
+    )
+    fitting = sorted(
+        (one for one in tried if one is not None and one.may_fit), key=lambda one: -one.speed
+    )
     for one in fitting:
-        plan, _ = make_plan(recipe_class, changed(cfg, one.changes), dataclasses.replace(wanted, timed=False))
+        plan, _ = make_plan(
+            recipe_class, changed(cfg, one.changes), dataclasses.replace(wanted, timed=False)
+        )
         if plan.verdict != DOES_NOT_FIT:
             break
     (found,) = result.found

@@ -11,18 +11,34 @@ import pytest
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search import trials as trials_module
 from recipe_lib.plan.search.fastest_settings import Search, render_search
-from recipe_lib.plan.search.trial_order import Trials, key_of, leanest, run_ways, sizes, variant_key, way
+from recipe_lib.plan.search.trial_order import (
+    Trials,
+    key_of,
+    leanest,
+    run_ways,
+    sizes,
+    variant_key,
+    way,
+)
 from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
 from tests.plan.apart import apart, settings
 
 MIB = 2**20
-CONFIG = ("batch_size=32", "gradient_accumulation_steps=2", "device=auto", "max_seq_len=64", "~validation.source")
+CONFIG = (
+    "batch_size=32",
+    "gradient_accumulation_steps=2",
+    "device=auto",
+    "max_seq_len=64",
+    "~validation.source",
+)
 ROOM = 35 * MIB  # of a card
 FEW_ROWS = ("batch_size=2", "gradient_accumulation_steps=4")
 
 
 def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
-    """What is found, and (verdict, active bytes) of plans made of it from its overrides as typed."""
+    """What is found, and (verdict, active bytes) of plans made of it from its overrides as
+    typed.
+    """
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
@@ -31,7 +47,11 @@ def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
     def wanted(*overrides: str):
         recipe_class, cfg, plain = settings("demo/full", 2, *CONFIG, *FEW_ROWS, *overrides)
         hardware = dataclasses.replace(plain.hardware, memory=memory)
-        return recipe_class, cfg, dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
+        return (
+            recipe_class,
+            cfg,
+            dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0)),
+        )
 
     fixed = ("memory.cpu_offload", "optimizer.state_bits", "parallel.data_replicate", "parallel.pipeline",
              "parallel.reshard_after_forward", "parallel.strategy")  # fmt: skip
@@ -46,7 +66,9 @@ def test_what_is_found_is_confirmed_by_its_plan():
     result, plans = apart(found, ROOM)
     assert len(result.found) == 2
     assert [one.verdict for one in result.found] == [verdict for verdict, _ in plans]
-    assert [one.quick.active for one in result.found] == pytest.approx([active for _, active in plans], rel=0.005)
+    assert [one.quick.active for one in result.found] == pytest.approx(
+        [active for _, active in plans], rel=0.005
+    )
     assert all(verdict != DOES_NOT_FIT for verdict, _ in plans)
     speeds = [one.speed for one in result.found]
     assert speeds == sorted(speeds, reverse=True)
@@ -73,7 +95,9 @@ def test_nothing_fits():
 
 
 def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, list[Changes]]:
-    """What a search of two ranks has before its first trial, and the list that its trials come in; none is made."""
+    """What a search of two ranks has before its first trial, and the list that its trials come in;
+    none is made.
+    """
     from recipe_lib.report.phases import Phase
 
     made: list[Changes] = []
@@ -88,21 +112,29 @@ def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, lis
     return Trials(cfg, wanted, fixed, submit, 1, Phase("", None, "")), made
 
 
-def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any) -> Candidate:
+def candidate(
+    changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any
+) -> Candidate:
     """Settings with their estimate, of a step of 1000 tokens."""
     quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "", usable=room, **more)
     return Candidate(changes, quick, active <= room)
 
 
 @pytest.mark.parametrize(("verdict", "short"), [("", 3), (DOES_NOT_FIT, 2)])
-def test_a_whole_plan_lacks_what_it_lacks_in_the_better_way_of_the_allocator(verdict: str, short: int):
-    quick = dataclasses.replace(candidate({}, active=10, room=8).quick, reserved=10, reserved_expandable=11)
+def test_a_whole_plan_lacks_what_it_lacks_in_the_better_way_of_the_allocator(
+    verdict: str, short: int
+):
+    quick = dataclasses.replace(
+        candidate({}, active=10, room=8).quick, reserved=10, reserved_expandable=11
+    )
     assert Candidate({}, quick, may_fit=False, verdict=verdict).short == short
 
 
 @pytest.mark.slow
 def test_what_was_typed_stays():
-    """Neither the micro-batch nor what is tried outside of the layers replaces a key that is fixed."""
+    """Neither the micro-batch nor what is tried outside of the layers replaces a key that is
+    fixed.
+    """
     fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
     trials, made = trials_of(fixed=fixed)
     run_ways(trials, [way(trials, {})])
@@ -113,7 +145,12 @@ def test_what_was_typed_stays():
 
     def refuse(recipe_class: type, cfg: Any, settings: Any, limit: int) -> None:
         seen.append(
-            (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.fsdp_wrap_policy, cfg.memory.loss_chunks)
+            (
+                cfg.batch_size,
+                cfg.gradient_accumulation_steps,
+                cfg.parallel.fsdp_wrap_policy,
+                cfg.memory.loss_chunks,
+            )
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -139,13 +176,19 @@ def test_micro_batches_are_tried_until_one_does_not_fit():
 
 
 def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCaptureFixture):
-    """By what was tried: activations that less checkpointing keeps, and operations that more of it does."""
+    """By what was tried: activations that less checkpointing keeps, and operations that more of it
+    does.
+    """
     room = 23 * 2**30
     trials, made = trials_of()
-    one, many = ({"batch_size": size, "gradient_accumulation_steps": 64 // size} for size in (1, 64))
+    one, many = (
+        {"batch_size": size, "gradient_accumulation_steps": 64 // size} for size in (1, 64)
+    )
     for kind, kept, seconds in (("full", 2**27, 10.0), ("none", 2**33, 4.0)):
         changes = {"memory.activation_checkpointing": kind} | one
-        trials.tried[key_of(changes)] = candidate(changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds)
+        trials.tried[key_of(changes)] = candidate(
+            changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds
+        )
     changes = {"memory.activation_checkpointing": "none"} | many
     trials.leanest[variant_key(changes)] = candidate({}, 2**31, room)
     run_ways(trials, [iter_of(changes)])
@@ -166,7 +209,9 @@ def iter_of(changes: Changes) -> Any:
     yield changes
 
 
-def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(caplog: pytest.LogCaptureFixture):
+def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(
+    caplog: pytest.LogCaptureFixture,
+):
     trials, made = trials_of()
     for kind, seconds in (("full", 10.0), ("none", 4.0)):
         changes = {"memory.activation_checkpointing": kind}
@@ -179,7 +224,9 @@ def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(c
         return future
 
     trials.submit = submit
-    kinds = [{"memory.activation_checkpointing": kind, "batch_size": 2} for kind in ("full", "none")]
+    kinds = [
+        {"memory.activation_checkpointing": kind, "batch_size": 2} for kind in ("full", "none")
+    ]
     with caplog.at_level("INFO"):
         run_ways(trials, [iter_of(changes) for changes in kinds])
     assert made == kinds[::-1]

@@ -1,4 +1,6 @@
-"""Plans of whole models on every rank, of matmuls in 8 bits, and what `parallel.strategy: auto` becomes by them."""
+"""Plans of whole models on every rank, of matmuls in 8 bits, and what `parallel.strategy: auto`
+becomes by them.
+"""
 
 import math
 import shutil
@@ -51,8 +53,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def more(trace: Trace) -> dict[str, Any]:
-    """Of the second step. buckets: most bytes that are taken behind backward and not by the optimizer; eight_bits:
-    operations of matmuls of int8 operands."""
+    """Of the second step. buckets: most bytes that are taken behind backward and not by the
+    optimizer; eight_bits: operations of matmuls of int8 operands.
+    """
     phase, held, most, collected = -1, 0, 0, set()
     for event, number in trace.events:
         if event == PHASE:
@@ -61,7 +64,11 @@ def more(trace: Trace) -> dict[str, Any]:
             storage = trace.storages[number]
             if event == FREE:
                 held -= storage.bytes if number in collected else 0
-            elif trace.phases[phase] == STEADY and storage.bytes % 2**20 == 0 and storage.part == "other":
+            elif (
+                trace.phases[phase] == STEADY
+                and storage.bytes % 2**20 == 0
+                and storage.part == "other"
+            ):
                 collected.add(number)
                 held += storage.bytes
                 most = max(most, held)
@@ -78,12 +85,15 @@ def elements(shapes: forms.Shapes) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size", "trained"), [("whole", 2, SHAPES), ("wide", 4, SHAPES), ("adapters", 2, forms.ADAPTERS * 2)]
+    ("name", "size", "trained"),
+    [("whole", 2, SHAPES), ("wide", 4, SHAPES), ("adapters", 2, forms.ADAPTERS * 2)],
 )
 def test_a_rank_holds_everything_and_sums_what_is_trained_once_a_step(
     found: dict[str, dict[str, Any]], name: str, size: int, trained: forms.Shapes
 ):
-    """size: bytes of an element that is sent. Nothing is gathered; pieces of a matrix fill a bucket exactly."""
+    """size: bytes of an element that is sent. Nothing is gathered; pieces of a matrix fill a bucket
+    exactly.
+    """
     here, everything = found[name], SHAPES + (forms.ADAPTERS * 2 if name == "adapters" else [])
     assert here["most"]["parameters"] == elements(everything) * forms.BF16
     assert here["most"]["gradients"] == elements(trained) * forms.BF16
@@ -97,28 +107,35 @@ def test_a_rank_holds_everything_and_sums_what_is_trained_once_a_step(
     whole = sent.get(("all_reduce", "data_replicate", BUCKET_ELEMENTS * size), 0)
     assert pieces <= whole <= pieces + rest // BUCKET_ELEMENTS
     assert sum(sent.values()) <= pieces + 2 * math.ceil(rest / BUCKET_ELEMENTS)
-    # In their own type only what is small is packed; summed in another, everything goes through two buckets.
+    # In their own type only what is small is packed; summed in another, everything goes through two
+    # buckets.
     most = 2 * BUCKET_ELEMENTS * size
     assert here["buckets"] == most if name == "wide" else 0 < here["buckets"] <= most
 
 
 @pytest.mark.slow
 def test_matmuls_in_8_bits_are_counted_as_such(found: dict[str, dict[str, Any]]):
-    """Tokens times weights: forward, again, two gradients; of a frozen weight one, and none of the first layer's
-    inputs, whose embedding is frozen too."""
+    """Tokens times weights: forward, again, two gradients; of a frozen weight one, and none of the
+    first layer's inputs, whose embedding is frozen too.
+    """
     tokens, linears = 128, elements(forms.LINEARS)
     product = 2 * tokens * linears
     assert found["int8"]["eight_bits"] == 4 * product * forms.LAYERS
-    assert found["frozen"]["eight_bits"] == 3 * product * forms.LAYERS - 2 * tokens * elements(forms.LINEARS[:3])
+    assert found["frozen"]["eight_bits"] == 3 * product * forms.LAYERS - 2 * tokens * elements(
+        forms.LINEARS[:3]
+    )
     assert found["int8"]["most"]["parameters"] == elements(SHAPES) * forms.BF16
     card = find_hardware("h100")
     assert card.rate("int8") == card.rate("fp8") == 2 * card.rate("bf16") > card.rate("int32")
 
 
 def test_fp8_needs_a_device_that_has_it():
-    recipe, cfg, wanted = settings("demo/full", 1, "matmul_dtype=fp8", "dtype=bf16", "device=auto", device="rtx3090")
+    recipe, cfg, wanted = settings(
+        "demo/full", 1, "matmul_dtype=fp8", "dtype=bf16", "device=auto", device="rtx3090"
+    )
     with pytest.raises(
-        ConfigError, match="^matmul_dtype: found fp8 for rtx3090 of compute capability 8.6, expected a GPU of"
+        ConfigError,
+        match="^matmul_dtype: found fp8 for rtx3090 of compute capability 8.6, expected a GPU of",
     ):
         simulate_rank(recipe, cfg, wanted, 0)
 
@@ -131,16 +148,36 @@ def estimate(reserved: float, seconds: float) -> Estimate:
 @pytest.mark.parametrize(
     ("shards", "whole", "expandable", "chosen", "reason"),
     [
-        ((10, 2.0), (18, 1.5), False, "ddp", "a step is estimated at 1.50 s, with fsdp at 2.00 s; about 18.00 GiB"),
-        ((10, 1.5), (18, 2.0), False, "fsdp", "a step is estimated at 1.50 s, with ddp at 2.00 s; about 10.00 GiB"),
+        (
+            (10, 2.0),
+            (18, 1.5),
+            False,
+            "ddp",
+            "a step is estimated at 1.50 s, with fsdp at 2.00 s; about 18.00 GiB",
+        ),
+        (
+            (10, 1.5),
+            (18, 2.0),
+            False,
+            "fsdp",
+            "a step is estimated at 1.50 s, with ddp at 2.00 s; about 10.00 GiB",
+        ),
         ((10, 1.5), (18, 1.5), False, "fsdp", "a step"),
-        ((10, 2.0), (19.5, 1.5), False, "fsdp", "ddp would take about 19.50 GiB of the 20.00 GiB that 2 x 24GB can"),
+        (
+            (10, 2.0),
+            (19.5, 1.5),
+            False,
+            "fsdp",
+            "ddp would take about 19.50 GiB of the 20.00 GiB that 2 x 24GB can",
+        ),
         ((10, 2.0), (19.5, 1.5), True, "ddp", "a step is estimated"),
         ((25, 2.0), (30, 1.5), False, "fsdp", "it takes least, about 25.00 GiB"),
         ((10, 2.0), None, False, "fsdp", "no estimate could be made of both"),
     ],
 )
-def test_the_faster_that_fits_is_taken(shards: Any, whole: Any, expandable: bool, chosen: str, reason: str):
+def test_the_faster_that_fits_is_taken(
+    shards: Any, whole: Any, expandable: bool, chosen: str, reason: str
+):
     copied = None if whole is None else estimate(*whole)
     wanted: Any = SimpleNamespace(ranks=2, hardware=SimpleNamespace(name="24GB"))
     strategy, why = decide(estimate(*shards), copied, wanted, expandable=expandable)
@@ -148,14 +185,17 @@ def test_the_faster_that_fits_is_taken(shards: Any, whole: Any, expandable: bool
 
 
 def test_what_ddp_does_not_go_with_is_sharded():
-    recipe, cfg, wanted = settings("demo/full", 2, "parallel.strategy=auto", "parallel.fsdp_wrap_policy=layers")
+    recipe, cfg, wanted = settings(
+        "demo/full", 2, "parallel.strategy=auto", "parallel.fsdp_wrap_policy=layers"
+    )
     line = "parallel.strategy=auto: fsdp; ddp does not go with other settings of the run"
     assert choose_strategy(recipe, cfg, wanted) == ("fsdp", line)
 
 
 FLAGS = ["--nproc_per_node", "2"]
 PLANNING = (
-    "parallel.strategy=auto: planning fsdp and ddp for this machine; parallel.strategy=fsdp, or ddp, saves the time"
+    "parallel.strategy=auto: planning fsdp and ddp for this machine; parallel.strategy=fsdp, or"
+    " ddp, saves the time"
 )
 
 
@@ -209,7 +249,13 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
     for one in (recipe, copied):
         words = asked("parallel.strategy=auto")
         cfg = check_arguments(one, words)
-        assert command.with_strategy([*FLAGS, "--node-rank=1"], one, words, cfg)[-1] == "parallel.strategy=fsdp"
+        assert (
+            command.with_strategy([*FLAGS, "--node-rank=1"], one, words, cfg)[-1]
+            == "parallel.strategy=fsdp"
+        )
         assert command.with_strategy(FLAGS, one, words, cfg)[-1] == "parallel.strategy=fsdp"
-    line = "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same arguments says why"
+    line = (
+        "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same"
+        " arguments says why"
+    )
     assert len(calls) == 4 and said == [PLANNING, line, PLANNING, line]

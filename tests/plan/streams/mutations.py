@@ -1,4 +1,6 @@
-"""Runs that copy, or compute on streams of their own, and their waits, which can be taken out line by line."""
+"""Runs that copy, or compute on streams of their own, and their waits, which can be taken out line
+by line.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -52,7 +54,9 @@ def ends_backward_early(recipe: type) -> type:
         def train_step(self, batches: Any) -> Any:
             loss = self.summed_loss(next(iter(batches.micro_batches)))
             late = [
-                value for name, value in self.model.named_parameters() if ".layers.2." in name and value.requires_grad
+                value
+                for name, value in self.model.named_parameters()
+                if ".layers.2." in name and value.requires_grad
             ]
             torch.autograd.grad(loss, late)
             del loss
@@ -91,18 +95,28 @@ CASES = {
     "activation offload, two layers ahead, checkpointed": Case(
         "demo/full",
         1,
-        (OFFLOAD, "memory.activation_offload_prefetch_layers=2", "memory.activation_checkpointing=full"),
+        (
+            OFFLOAD,
+            "memory.activation_offload_prefetch_layers=2",
+            "memory.activation_checkpointing=full",
+        ),
     ),
-    "activation offload, a graph without a backward": Case("demo/full", 1, (OFFLOAD,), drops_a_graph),
+    "activation offload, a graph without a backward": Case(
+        "demo/full", 1, (OFFLOAD,), drops_a_graph
+    ),
     "activation offload, half a backward": Case("demo/full", 1, (OFFLOAD,), ends_backward_early),
     "optimizer offload": Case("demo/full", 1, ("memory.optimizer_offload=true",)),
     "optimizer offload, some without gradients": Case(
         "demo/full", 1, ("memory.optimizer_offload=true",), leaves_gradients_out
     ),
-    "optimizer offload, stepping in backward": Case("demo/full", 1, ("memory.optimizer_offload=true", *IN_BACKWARD)),
+    "optimizer offload, stepping in backward": Case(
+        "demo/full", 1, ("memory.optimizer_offload=true", *IN_BACKWARD)
+    ),
     "FSDP": Case("demo/full", 4, ()),
     "FSDP, embedding and output of their own": Case(
-        "demo/full", 4, ("parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2")
+        "demo/full",
+        4,
+        ("parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2"),
     ),
     "FSDP, reduced once a step": Case(
         "demo/full", 4, ("parallel.reduce_gradients=step", "gradient_accumulation_steps=2")
@@ -111,20 +125,28 @@ CASES = {
     "FSDP, CPU offload, two micro-batches": Case(
         "demo/full", 4, ("memory.cpu_offload=true", "gradient_accumulation_steps=2")
     ),
-    "FSDP, CPU offload, stepping in backward": Case("demo/full", 4, ("memory.cpu_offload=true", *IN_BACKWARD)),
+    "FSDP, CPU offload, stepping in backward": Case(
+        "demo/full", 4, ("memory.cpu_offload=true", *IN_BACKWARD)
+    ),
     "FSDP, stepping in backward": Case("demo/full", 4, IN_BACKWARD),
     "HSDP": Case("demo/full", 4, ("parallel.data_replicate=2", "parallel.reduce_dtype=bf16")),
     "DDP": Case("demo/full", 4, ("parallel.strategy=ddp",)),
     "tensor parallel": Case("demo/full", 4, ("parallel.tensor=2",)),
     **{
-        f"pipeline, {schedule}": Case("demo/full", 4, (*PIPELINE, f"parallel.pipeline_schedule={schedule}"))
+        f"pipeline, {schedule}": Case(
+            "demo/full", 4, (*PIPELINE, f"parallel.pipeline_schedule={schedule}")
+        )
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
     },
     "pipeline, CPU offload": Case("demo/full", 4, (*PIPELINE, "memory.cpu_offload=true")),
-    "pipeline, tied embedding": Case("smollm2/135M_full", 2, (*PIPELINE, "data.source=examples/demo/train.jsonl")),
+    "pipeline, tied embedding": Case(
+        "smollm2/135M_full", 2, (*PIPELINE, "data.source=examples/demo/train.jsonl")
+    ),
     "layers streamed": Case("demo/lora", 1, (STREAM, "lora.quantize_base=nf4")),
     "layers streamed, on two ranks, checkpointed": Case(
-        "demo/lora", 2, (STREAM, "memory.activation_checkpointing=full", "gradient_accumulation_steps=2")
+        "demo/lora",
+        2,
+        (STREAM, "memory.activation_checkpointing=full", "gradient_accumulation_steps=2"),
     ),
     "layers streamed, half a backward": Case("demo/lora", 1, (STREAM,), ends_backward_early),
     "layers streamed, stepping in backward": Case(
@@ -138,9 +160,14 @@ CASES = {
 def without(line: Line | None, seen: Waits) -> Iterator[None]:
     """Inside, waits of one line of code do nothing. seen: which lines wait, and how often.
 
-    A wait for copies with the host is one of the module that makes them all, and of the line that called it.
+    A wait for copies with the host is one of the module that makes them all, and of the line that
+    called it.
     """
-    places: list[tuple[Any, str]] = [(Stream, "wait_event"), (Stream, "wait_stream"), (Stream, "synchronize")]
+    places: list[tuple[Any, str]] = [
+        (Stream, "wait_event"),
+        (Stream, "wait_stream"),
+        (Stream, "synchronize"),
+    ]
     places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "waited_for_work")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
 
@@ -176,7 +203,13 @@ def follow(case: Case) -> StreamChecker:
     checker = StreamChecker(NAME)
     kernels = kernel_memory("sm89")  # whose scratch comes and goes unused
     simulate(
-        case.recipe(recipe), cfg, wanted.sequence, ranks=case.ranks, phases=(), kernel_memory=kernels, checker=checker
+        case.recipe(recipe),
+        cfg,
+        wanted.sequence,
+        ranks=case.ranks,
+        phases=(),
+        kernel_memory=kernels,
+        checker=checker,
     )
     return checker
 

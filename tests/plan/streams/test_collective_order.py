@@ -1,4 +1,6 @@
-"""Collectives that do not meet are found, by made-up calls and by recipes with a planted fault; those shipped meet."""
+"""Collectives that do not meet are found, by made-up calls and by recipes with a planted fault;
+those shipped meet.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipe_lib.plan.streams.collective_order import CollectiveCall, circles, mismatches, order_faults
+from recipe_lib.plan.streams.collective_order import (
+    CollectiveCall,
+    circles,
+    mismatches,
+    order_faults,
+)
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.simulate import simulate
 from recipe_lib.plan.world.shape_only_model import with_layers
@@ -15,8 +22,12 @@ from recipe_lib.plan.world.simulated_device import NAME
 from tests.plan.apart import apart, settings
 
 
-def call(operation: str, ranks: tuple[int, ...], *after: int, size: int = 8, pair: bool = False) -> CollectiveCall:
-    return CollectiveCall(operation, ("" if pair else "x", ranks, pair), size, "fp32", "a.py:1", after)
+def call(
+    operation: str, ranks: tuple[int, ...], *after: int, size: int = 8, pair: bool = False
+) -> CollectiveCall:
+    return CollectiveCall(
+        operation, ("" if pair else "x", ranks, pair), size, "fp32", "a.py:1", after
+    )
 
 
 def test_sends_meet_receives() -> None:
@@ -47,7 +58,9 @@ def test_a_circle_over_three_ranks_is_found() -> None:
     }
     assert mismatches(calls) == []
     assert circles(calls)[0].startswith("a circle of waits: ")
-    unordered = {rank: [calls[rank][0], call("all_reduce", calls[rank][1].group[1])] for rank in calls}
+    unordered = {
+        rank: [calls[rank][0], call("all_reduce", calls[rank][1].group[1])] for rank in calls
+    }
     # Even so each rank's host waits in the first contact until the others are there.
     assert circles(unordered)[0].count("communicator") >= 2
 
@@ -63,7 +76,9 @@ def with_step(recipe: type, step: Callable[[Any], None]) -> type:
 
 def one_rank_more(recipe: Any) -> None:
     if recipe.world.rank == 3:
-        dist.all_reduce(torch.ones(4, device=recipe.device), group=recipe.world.mesh.get_group("data_shard"))
+        dist.all_reduce(
+            torch.ones(4, device=recipe.device), group=recipe.world.mesh.get_group("data_shard")
+        )
 
 
 def round_a_square(recipe: Any) -> None:
@@ -87,7 +102,9 @@ def faults_of(
     for rank in range(ranks):
         checker = StreamChecker(NAME)
         own = with_step(recipe, step)
-        simulate(own, cfg, wanted.sequence, rank=rank, ranks=ranks, phases=(), checker=checker, traced=4)
+        simulate(
+            own, cfg, wanted.sequence, rank=rank, ranks=ranks, phases=(), checker=checker, traced=4
+        )
         assert not checker.faults()
         calls[rank] = checker.calls
         assert len(checker.calls) >= 4
@@ -103,6 +120,12 @@ def test_shipped_recipes_meet() -> None:
 @pytest.mark.slow
 def test_planted_faults_are_found() -> None:
     mismatch = apart(lambda: faults_of((), 4, one_rank_more, layers=1))
-    assert len(mismatch) == 1 and "rank 3" in mismatch[0] and "test_collective_order.py" in mismatch[0]
+    assert (
+        len(mismatch) == 1 and "rank 3" in mismatch[0] and "test_collective_order.py" in mismatch[0]
+    )
     circle = apart(lambda: faults_of(("parallel.tensor=2",), 4, round_a_square, layers=1))
-    assert len(circle) == 1 and circle[0].startswith("a circle of waits") and "test_collective_order.py" in circle[0]
+    assert (
+        len(circle) == 1
+        and circle[0].startswith("a circle of waits")
+        and "test_collective_order.py" in circle[0]
+    )

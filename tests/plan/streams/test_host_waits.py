@@ -1,4 +1,6 @@
-"""Waits of the host are counted with their lines: those of a recipe of the user's own, and the one of those shipped."""
+"""Waits of the host are counted with their lines: those of a recipe of the user's own, and the one
+of those shipped.
+"""
 
 import json
 import re
@@ -115,7 +117,9 @@ def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
     found = apart(waits_of, CASES["FSDP, CPU offload"])
     assert Counter(Path(file).name for _, file, _ in found) == {"host_copies.py": 1}
     found = apart(waits_of, CASES["FSDP, CPU offload, two micro-batches"])
-    units = 5  # the root and four layers, of which the second micro-batch's last is waited for with the numbers
+    # The root and four layers, of which the second micro-batch's last is waited for with the
+    # numbers
+    units = 5
     assert Counter(Path(file).name for _, file, _ in found) == {"host_copies.py": 1 + units - 1 + 1}
     in_fp32 = Case("demo/full", 4, (*CASES["FSDP, CPU offload, two micro-batches"].overrides, "dtype=bf16",
                    "parallel.accumulate_grad_in_fp32=true"))  # fmt: skip
@@ -136,7 +140,8 @@ def test_a_table_that_is_copied_for_each_matrix_would_wait_for_each() -> None:
     found = apart(uncached)
     layers, projections = 4, 7
     copies = [place for what, *place in found if Path(place[0]).name == "nf4.py"]
-    # Forward and backward dequantize each, but backward needs no gradient of the first layer's first inputs.
+    # Forward and backward dequantize each, but backward needs no gradient of the first layer's
+    # first inputs.
     assert layers * projections < len(copies) <= 2 * layers * projections
     assert re.match("a copy to the device", found[0][0])
 

@@ -24,7 +24,9 @@ def writes_over_a_read(recipe: type, waits: bool) -> type:
             if waits:
                 module.current_stream().wait_stream(side)
             one.zero_()
-            module.current_stream().wait_stream(side)  # before the memory of both is given out again
+            module.current_stream().wait_stream(
+                side
+            )  # before the memory of both is given out again
             del other
             return super().train_step(batches)
 

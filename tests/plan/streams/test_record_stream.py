@@ -1,4 +1,6 @@
-"""`record_stream`: memory that another stream uses is no race when it is freed, and is held in the planner's replay."""
+"""`record_stream`: memory that another stream uses is no race when it is freed, and is held in the
+planner's replay.
+"""
 
 from typing import Any
 
@@ -17,7 +19,9 @@ SIZE, COUNT = 8 * 2**20, 5
 
 
 def uses_a_stream(recipe: type, recorded: bool) -> type:
-    """Tensors that another stream works on and that are dropped at once; it has waited for their values."""
+    """Tensors that another stream works on and that are dropped at once; it has waited for their
+    values.
+    """
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
@@ -37,7 +41,9 @@ def uses_a_stream(recipe: type, recorded: bool) -> type:
 
 
 def found(recorded: bool, queue: int = 0) -> tuple[list[str], int, list[str]]:
-    """(faults, most bytes active in a step, what a plan says). queue: kernels that a host can be ahead of a stream."""
+    """(faults, most bytes active in a step, what a plan says). queue: kernels that a host can be
+    ahead of a stream.
+    """
     recipe, cfg, wanted = settings("demo/full", 1, "device=auto", "max_seq_len=32", "batch_size=1")
     checker = StreamChecker(NAME)
     own = uses_a_stream(recipe, recorded)
@@ -49,10 +55,13 @@ def found(recorded: bool, queue: int = 0) -> tuple[list[str], int, list[str]]:
 
 @pytest.mark.slow
 def test_it_is_no_race_and_its_memory_is_held_as_long_as_a_host_can_be_ahead() -> None:
-    """Which is to the end of the step, as that other stream's queue never fills; in one of two kernels a block is held
-    until the second one after it."""
+    """Which is to the end of the step, as that other stream's queue never fills; in one of two
+    kernels a block is held until the second one after it.
+    """
     (races, reused, none), (clean, held, said) = apart(found, False), apart(found, True)
-    assert len(races) == 1 and races[0].startswith("memory that aten::mul_ on stream 1") and not clean
+    assert (
+        len(races) == 1 and races[0].startswith("memory that aten::mul_ on stream 1") and not clean
+    )
     assert (COUNT - 1) * SIZE <= held - reused <= COUNT * SIZE
     (line,) = set(said) - set(none)
     assert line.startswith("record_stream: ")

@@ -1,4 +1,6 @@
-"""Waits between streams: each one that is taken out is noticed, and what is shipped has all of them."""
+"""Waits between streams: each one that is taken out is noticed, and what is shipped has all of
+them.
+"""
 
 import sys
 from pathlib import Path
@@ -11,13 +13,17 @@ from tests.plan.apart import apart
 from tests.plan.streams.mutations import CASES, check
 from tests.selection import slow_but
 
-# By file and text of the line: torch's own that another wait of torch's makes needless, and of ours one for torch 2.11.
+# By file and text of the line: torch's own that another wait of torch's makes needless, and of ours
+# one for torch 2.11.
 NEEDLESS = {
     ("_fsdp_state.py", "self._comm_ctx.all_gather_stream.wait_stream(current_stream)"),
     ("_fsdp_state.py", "self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)"),
     ("_fsdp_state.py", "self._device_handle.current_stream().wait_event(rs_state.event)"),
     ("_fsdp_param_group.py", "self.comm_ctx.all_gather_stream.wait_event(event)"),
-    ("_fsdp_param_group.py", "self.device_handle.current_stream().wait_event(self._post_reduce_event)"),
+    (
+        "_fsdp_param_group.py",
+        "self.device_handle.current_stream().wait_event(self._post_reduce_event)",
+    ),
     ("optimizers.py", "torch.get_device_module(device).current_stream().synchronize()"),
 }
 # Which have the waits of ours, with the least number of them that each group has.
@@ -36,7 +42,8 @@ THOROUGH = (  # which have the other waits of ours, and all of torch's
 
 
 def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool]]:
-    """(faults of the cases as they are, by line that waits whether one of them notices when it is gone).
+    """(faults of the cases as they are, by line that waits whether one of them notices when it is
+    gone).
 
     only_ours: lines of the library; otherwise all but the needless ones.
     """
@@ -46,7 +53,11 @@ def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool
         checker, waits = check(name)
         faults += checker.faults()
         for line in waits:
-            left_out = not text_of(line).startswith("recipe_lib/") if only_ours else is_needless(text_of(line))
+            left_out = (
+                not text_of(line).startswith("recipe_lib/")
+                if only_ours
+                else is_needless(text_of(line))
+            )
             if noticed.get(line) or left_out:
                 continue
             noticed[line] = bool(check(name, line)[0].faults())
@@ -56,7 +67,10 @@ def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool
 def is_needless(place: str) -> bool:
     file, _, number = place.rpartition(":")
     path = next(path for root in (Path(), *map(Path, sys.path)) if (path := root / file).is_file())
-    return (path.name, path.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()) in NEEDLESS
+    return (
+        path.name,
+        path.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip(),
+    ) in NEEDLESS
 
 
 @pytest.mark.parametrize(("names", "least"), slow_but(OURS, 1))
@@ -82,5 +96,7 @@ def steps_for_real(name: str) -> bool:
 
 @pytest.mark.benchmark
 def test_the_gpu_part_goes_through_its_steps() -> None:
-    """On a CPU, where nothing is counted: what the check of a GPU runs, as rank 0 of a fake group."""
+    """On a CPU, where nothing is counted: what the check of a GPU runs, as rank 0 of a fake
+    group.
+    """
     assert apart(steps_for_real, "pipeline, zbv")

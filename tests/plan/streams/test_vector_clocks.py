@@ -38,7 +38,10 @@ def test_one_work_is_before_another_where_a_path_of_waits_leads(seed: int) -> No
         return False
 
     for step in range(60):
-        kind, stream = chance.choice(["work", "work", "record", "wait", "host", "stream"]), chance.choice(STREAMS)
+        kind, stream = (
+            chance.choice(["work", "work", "record", "wait", "host", "stream"]),
+            chance.choice(STREAMS),
+        )
         if kind == "work":
             number = clocks.issue(stream)
             after(stream, f"work {number}")

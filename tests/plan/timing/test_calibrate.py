@@ -25,7 +25,9 @@ def good() -> dict[str, Any]:
         "dry_run": False,
         "torch": "2.13.0",
         "date": "2026-11-21",
-        "matmul": {"bf16": [{"shape": [2, 3, 5], "rate": 7e13}, {"shape": [1, 1, 1], "rate": 3e13}]},
+        "matmul": {
+            "bf16": [{"shape": [2, 3, 5], "rate": 7e13}, {"shape": [1, 1, 1], "rate": 3e13}]
+        },
         "attention": 6e13,
         "bandwidth": 8e11,
         "host_seconds": 5e-6,
@@ -40,15 +42,23 @@ def written(folder: Path, values: Any) -> Path:
     return path
 
 
-def test_a_dry_run_on_the_cpu_can_be_read_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_seconds", lambda work, device: (work(), 0.001)[1])  # one call each
+def test_a_dry_run_on_the_cpu_can_be_read_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module, "_seconds", lambda work, device: (work(), 0.001)[1]
+    )  # one call each
     result = calibrate("cpu")
     path = written(tmp_path, result)
-    assert result["dry_run"] is True and result["device"] == "cpu" and result["link_bandwidth"] is None
+    assert (
+        result["dry_run"] is True and result["device"] == "cpu" and result["link_bandwidth"] is None
+    )
     read = read_calibration(path, find_hardware("cpu"))
     assert read.matmul["bf16"][0] == ((32, 32, 32), 2 * 32**3 / 0.001)
     assert read.attention == 14 * 2 * 64 * 64 * 32 / 0.001
-    assert op_seconds(Op("aten::mm", flops=2 * 32**3, dtype="bf16"), find_hardware("cpu"), read) == pytest.approx(0.001)
+    assert op_seconds(
+        Op("aten::mm", flops=2 * 32**3, dtype="bf16"), find_hardware("cpu"), read
+    ) == pytest.approx(0.001)
     assert read.host_seconds > 0 and read.torch.startswith("2.")
     with pytest.raises(ConfigError, match="measured on 'cpu', the plan is for rtx4090"):
         read_calibration(path, HARDWARE["rtx4090"])
@@ -60,7 +70,9 @@ def test_the_counted_attention_operations_are_torchs() -> None:
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     shape = (1, 2, 64, 32)
-    counted = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    counted = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(
+        shape, shape, shape, shape
+    )
     assert counted == 14 * 2 * 64 * 64 * 32
 
 
@@ -161,7 +173,9 @@ class MovedBytes(TorchDispatchMode):
         return result
 
 
-def test_the_share_that_steps_reach_is_of_the_operations_and_bytes_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_that_steps_reach_is_of_the_operations_and_bytes_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Seconds that are what such products and bytes take at half of the rate give a half."""
     shape, rate, bandwidth = list(TINY_MATMULS[-1]), 1e9, 1e8
 
@@ -171,7 +185,9 @@ def test_the_share_that_steps_reach_is_of_the_operations_and_bytes_they_have(mon
         return 2 * moved.flops / rate + moved.bytes / bandwidth
 
     monkeypatch.setattr(module, "_seconds", seconds)
-    assert module.step_share("cpu", [{"shape": shape, "rate": rate}], bandwidth) == pytest.approx(0.5)
+    assert module.step_share("cpu", [{"shape": shape, "rate": rate}], bandwidth) == pytest.approx(
+        0.5
+    )
 
 
 def test_the_optimizers_bytes_are_those_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +197,16 @@ def test_the_optimizers_bytes_are_those_of_its_tensors(monkeypatch: pytest.Monke
         step()
         optimizer = step.__self__  # type: ignore[attr-defined]
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        states = [state for tensor in tensors for name, state in optimizer.state[tensor].items() if name != "step"]
+        states = [
+            state
+            for tensor in tensors
+            for name, state in optimizer.state[tensor].items()
+            if name != "step"
+        ]
         sizes = [2 * tensor.numel() for tensor in tensors]
-        assert {tensor.dtype for tensor in (*tensors, *states)} == {torch.bfloat16} and len(states) == 2 * len(sizes)
+        assert {tensor.dtype for tensor in (*tensors, *states)} == {torch.bfloat16} and len(
+            states
+        ) == 2 * len(sizes)
         return sum(sizes) * (4 + 3) / 1e6
 
     monkeypatch.setattr(module, "_seconds", seconds)
@@ -193,6 +216,11 @@ def test_the_optimizers_bytes_are_those_of_its_tensors(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["step_share", "optimizer", "memory"])
 def test_what_older_files_do_not_have(name: str, tmp_path: Path) -> None:
     assert getattr(read_calibration(written(tmp_path, good()), HARDWARE["rtx4090"]), name) is None
-    assert getattr(read_calibration(written(tmp_path, good() | {name: 0.5}), HARDWARE["rtx4090"]), name) == 0.5
+    assert (
+        getattr(
+            read_calibration(written(tmp_path, good() | {name: 0.5}), HARDWARE["rtx4090"]), name
+        )
+        == 0.5
+    )
     with pytest.raises(ConfigError, match=f"{name} is '0'; expected a positive number"):
         read_calibration(written(tmp_path, good() | {name: 0}), HARDWARE["rtx4090"])

@@ -1,11 +1,20 @@
-"""What measured rates stand for: which kernel, in a burst or in a run, and whose time, the device's or the host's."""
+"""What measured rates stand for: which kernel, in a burst or in a run, and whose time, the device's
+or the host's.
+"""
 
 from dataclasses import replace
 
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE, Hardware
-from recipe_lib.plan.timing.cost import ATTENTION, MULTIPROCESSORS, Calibration, bandwidth_rate, op_seconds, run_share
+from recipe_lib.plan.timing.cost import (
+    ATTENTION,
+    MULTIPROCESSORS,
+    Calibration,
+    bandwidth_rate,
+    op_seconds,
+    run_share,
+)
 from recipe_lib.plan.trace import Op
 
 H100, A100, RTX4090 = HARDWARE["h100"], HARDWARE["a100-80gb"], HARDWARE["rtx4090"]
@@ -29,7 +38,9 @@ def product(m: int, n: int, k: int) -> Op:
 
 def attention(name: str, width: int = 128) -> Op:
     rows, heads, tokens, _ = ATTENTION
-    return Op(name, flops=1, dtype="bf16", shape=(rows * heads, tokens, tokens, (tokens + 1) // 2, width))
+    return Op(
+        name, flops=1, dtype="bf16", shape=(rows * heads, tokens, tokens, (tokens + 1) // 2, width)
+    )
 
 
 def rate(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
@@ -37,7 +48,9 @@ def rate(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
 
 
 def test_a_product_that_the_host_issued_no_faster_is_no_rate() -> None:
-    """Its 14 us are those of two calls of Python; a product of that size is then planned by the next larger one."""
+    """Its 14 us are those of two calls of Python; a product of that size is then planned by the
+    next larger one.
+    """
     without = replace(MEASURED, matmul={"bf16": MEASURED.matmul["bf16"][1:]})
     assert rate(product(*SMALL), H100, MEASURED) == rate(product(*SMALL), H100, without)
     fast_host = replace(MEASURED, host_seconds=2e-6)
@@ -46,9 +59,15 @@ def test_a_product_that_the_host_issued_no_faster_is_no_rate() -> None:
     assert rate(product(*LARGE), H100, slow_host) == pytest.approx(run_share(H100) * 7e14)
 
 
-@pytest.mark.parametrize(("name", "share"), [("h100", 0.9), ("rtx4090", 0.9), ("a100-80gb", 0.96), ("cpu", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("h100", 0.9), ("rtx4090", 0.9), ("a100-80gb", 0.96), ("cpu", 1.0)]
+)
 def test_a_burst_is_taken_down_to_a_run_as_published_bursts_are(name: str, share: float) -> None:
-    hardware = H100 if name == "h100" else replace(H100, name=name, architecture="cpu" if name == "cpu" else "sm90")
+    hardware = (
+        H100
+        if name == "h100"
+        else replace(H100, name=name, architecture="cpu" if name == "cpu" else "sm90")
+    )
     assert run_share(hardware) == share
     assert rate(product(*LARGE), hardware, MEASURED) == pytest.approx(share * 7e14)
 
@@ -64,13 +83,20 @@ def test_what_steps_reach_is_taken_where_it_was_measured(share: float) -> None:
 def test_measured_attention_is_that_of_the_kernel_that_torch_takes(hardware: Hardware) -> None:
     """On Hopper it is cuDNN's, which packed rows do not use; elsewhere both are flash attention."""
     for way in ("", "_backward"):
-        padded, packed = attention(SDPA + way), attention(VARLEN.replace("_forward", way or "_forward"))
-        ratio = [op_seconds(op, hardware, MEASURED) / op_seconds(op, hardware) for op in (padded, packed)]
+        padded, packed = (
+            attention(SDPA + way),
+            attention(VARLEN.replace("_forward", way or "_forward")),
+        )
+        ratio = [
+            op_seconds(op, hardware, MEASURED) / op_seconds(op, hardware) for op in (padded, packed)
+        ]
         assert ratio[0] != pytest.approx(1.0)
         assert ratio[1] == pytest.approx(1.0 if hardware is H100 else ratio[0])
 
 
-@pytest.mark.parametrize(("width", "cudnn"), [(64, True), (128, True), (120, True), (256, False), (100, False)])
+@pytest.mark.parametrize(
+    ("width", "cudnn"), [(64, True), (128, True), (120, True), (256, False), (100, False)]
+)
 def test_hopper_takes_cudnns_attention_for_the_widths_it_has(width: int, cudnn: bool) -> None:
     padded, packed = (op_seconds(attention(name, width), H100) for name in (SDPA, VARLEN))
     assert (padded < 0.8 * packed) == cudnn
@@ -78,14 +104,23 @@ def test_hopper_takes_cudnns_attention_for_the_widths_it_has(width: int, cudnn: 
 
 
 def test_fused_adamw_moves_what_its_kernel_can() -> None:
-    """Llama 2 7B in bf16 took 49.9 ms on an H100; of other architectures no time is known but the memory's."""
+    """Llama 2 7B in bf16 took 49.9 ms on an H100; of other architectures no time is known but the
+    memory's.
+    """
     step = Op("aten::_fused_adamw_", part="optimizer", bytes=14 * 6_738_415_616, dtype="bf16")
     assert op_seconds(step, H100) == pytest.approx(0.0499, rel=0.01)
     assert op_seconds(step, HARDWARE["h200"]) == op_seconds(step, H100)  # as many multiprocessors
     assert op_seconds(step, H100, MEASURED) == op_seconds(step, H100)
-    assert op_seconds(step, H100, replace(MEASURED, optimizer=2.5e12)) == pytest.approx(step.bytes / 2.5e12)
+    assert op_seconds(step, H100, replace(MEASURED, optimizer=2.5e12)) == pytest.approx(
+        step.bytes / 2.5e12
+    )
     addition = replace(step, name="aten::add")
     for card in HARDWARE.values():
-        seconds, bound = op_seconds(step, card), bandwidth_rate(card, step.bytes) / MULTIPROCESSORS[card.name]
+        seconds, bound = (
+            op_seconds(step, card),
+            bandwidth_rate(card, step.bytes) / MULTIPROCESSORS[card.name],
+        )
         assert seconds >= op_seconds(addition, card)
-        assert (seconds > op_seconds(addition, card)) == (card.architecture == "sm90" and bound > 14.4e9), card.name
+        assert (seconds > op_seconds(addition, card)) == (
+            card.architecture == "sm90" and bound > 14.4e9
+        ), card.name

@@ -43,12 +43,20 @@ def test_a_compiled_operator_takes_the_host_longer() -> None:
 
 
 def ring(operation: str, num_bytes: int, ranks: int, first: int = 0, stride: int = 1) -> Collective:
-    return Collective(operation, "world", tuple(range(first, first + ranks * stride, stride)), num_bytes)
+    return Collective(
+        operation, "world", tuple(range(first, first + ranks * stride, stride)), num_bytes
+    )
 
 
 @pytest.mark.parametrize(
     ("operation", "expected"),
-    [("all_gather", 750), ("reduce_scatter", 750), ("all_to_all", 750), ("all_reduce", 1500), ("broadcast", 1000)],
+    [
+        ("all_gather", 750),
+        ("reduce_scatter", 750),
+        ("all_to_all", 750),
+        ("all_reduce", 1500),
+        ("broadcast", 1000),
+    ],
 )
 def test_wire_bytes_of_four_ranks(operation: str, expected: int) -> None:
     assert wire_bytes(operation, 1000, 4) == expected
@@ -81,15 +89,22 @@ def test_latency_of_steps_plus_bandwidth() -> None:
 
 def test_a_small_all_reduce_takes_a_tree() -> None:
     eight = collective_seconds(ring("all_reduce", 8, 8), H100)
-    assert eight == pytest.approx(COLLECTIVE_SECONDS + 6 * H100.link.latency, rel=1e-4)  # up and down three levels
+    assert eight == pytest.approx(
+        COLLECTIVE_SECONDS + 6 * H100.link.latency, rel=1e-4
+    )  # up and down three levels
     two = collective_seconds(ring("all_reduce", 8, 2), H100)
     assert two == pytest.approx(COLLECTIVE_SECONDS + 2 * H100.link.latency, rel=1e-4)
 
 
 def test_full_sharding_of_8b_without_p2p_is_bound_by_traffic() -> None:
-    """Llama 3 8B has 8,030,261,248 parameters; two gathers and a reduce-scatter in bf16, 3/4 of them on the wire."""
+    """Llama 3 8B has 8,030,261,248 parameters; two gathers and a reduce-scatter in bf16, 3/4 of
+    them on the wire.
+    """
     size = 2 * 8_030_261_248
-    step = sum(collective_seconds(ring(name, size, 4), RTX4090) for name in ["all_gather"] * 2 + ["reduce_scatter"])
+    step = sum(
+        collective_seconds(ring(name, size, 4), RTX4090)
+        for name in ["all_gather"] * 2 + ["reduce_scatter"]
+    )
     assert step == pytest.approx(3 * 3 / 4 * size / 10e9, rel=1e-3)
 
 
@@ -97,7 +112,9 @@ def test_groups_across_machines_use_the_cards_of_their_ranks() -> None:
     size = 16 * 10**9
     everyone = collective_seconds(ring("all_gather", size, 16), H100)
     one_each = collective_seconds(ring("all_gather", size, 2, stride=8), H100)
-    assert everyone == pytest.approx(size * 15 / 16 / min(8 * H100.inter_node_bandwidth, H100.link.bandwidth), rel=0.01)
+    assert everyone == pytest.approx(
+        size * 15 / 16 / min(8 * H100.inter_node_bandwidth, H100.link.bandwidth), rel=0.01
+    )
     assert one_each == pytest.approx(size / 2 / H100.inter_node_bandwidth, rel=1e-3)
     inside = collective_seconds(ring("all_gather", 2, 2), H100)
     across = collective_seconds(ring("all_gather", 2, 2, stride=8), H100)
@@ -110,14 +127,18 @@ def test_roofline() -> None:
     matmul = Op("aten::mm", flops=10**15, bytes=10**6, dtype="bf16")
     assert op_seconds(matmul, H100) == pytest.approx(1e15 / matmul_rate(H100, "bf16", ()))
     assert op_seconds(replace(matmul, dtype="fp32"), H100) > 10 * op_seconds(matmul, H100)
-    assert op_seconds(replace(matmul, dtype=""), H100) == op_seconds(replace(matmul, dtype="fp32"), H100)
+    assert op_seconds(replace(matmul, dtype=""), H100) == op_seconds(
+        replace(matmul, dtype="fp32"), H100
+    )
     add = Op("aten::add", bytes=10**12, dtype="bf16")
     assert op_seconds(add, H100) == pytest.approx(1e12 / (0.85 * H100.bandwidth))
     assert op_seconds(Op("aten::add", bytes=8), H100) == KERNEL_SECONDS
     assert op_seconds(Op("aten::empty"), H100) == 0
     assert op_seconds(Op("_c10d_functional::wait_tensor", bytes=10**12), H100) == 0
     gather = ring("all_gather", 10**9, 4)
-    assert op_seconds(Op("c10d::gather", bytes=9, collective=gather), H100) == collective_seconds(gather, H100)
+    assert op_seconds(Op("c10d::gather", bytes=9, collective=gather), H100) == collective_seconds(
+        gather, H100
+    )
 
 
 def test_measured_rates_replace_the_datasheets() -> None:
@@ -130,10 +151,14 @@ def test_measured_rates_replace_the_datasheets() -> None:
     twice = 2 * matmul_rate(H100, "bf16", (1, *square))
     measured = replace(MEASURED, matmul={"bf16": ((square, twice),)}, step_share=1.0)
     assert rate(4096 * 4096) == pytest.approx(twice)  # the shape that was measured
-    assert rate(4096 * 8192) == pytest.approx(2 * matmul_rate(H100, "bf16", (1, 4096, 8192, 4096)))  # others by as much
+    assert rate(4096 * 8192) == pytest.approx(
+        2 * matmul_rate(H100, "bf16", (1, 4096, 8192, 4096))
+    )  # others by as much
     assert rate(4096 * 4096, "fp32") == pytest.approx(2 * matmul_rate(H100, "fp32", (1, *square)))
     growing = replace(measured, matmul={"bf16": (((1, 1, 1000), 1.0), ((1, 1, 100_000), 3.0))})
-    ends = [one / matmul_rate(H100, "bf16", (1, 1, k, 1)) for one, k in ((1.0, 1000), (3.0, 100_000))]
+    ends = [
+        one / matmul_rate(H100, "bf16", (1, 1, k, 1)) for one, k in ((1.0, 1000), (3.0, 100_000))
+    ]
     half_way = Op("aten::mm", flops=20_000, dtype="bf16")  # on the logarithm of size
     expected = 20_000 / (matmul_rate(H100, "bf16", ()) * sum(ends) / 2)
     assert op_seconds(half_way, H100, growing) == pytest.approx(expected)
@@ -172,6 +197,8 @@ def test_mfu_leaves_recomputation_out() -> None:
 
 def test_errors_are_told() -> None:
     assert "25 %" in error_text(H100, None)
-    assert all(words in error_text(find_hardware("24GB"), None) for words in ("rtx3090", "ranking only"))
+    assert all(
+        words in error_text(find_hardware("24GB"), None) for words in ("rtx3090", "ranking only")
+    )
     assert "15 %" in error_text(H100, MEASURED) and "links" not in error_text(H100, MEASURED)
     assert "links were not measured" in error_text(H100, replace(MEASURED, link_bandwidth=None))

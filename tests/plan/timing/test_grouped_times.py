@@ -1,4 +1,6 @@
-"""Times of matmuls over the rows of experts, by hand: one kernel or a loop, even loads or a few experts with all."""
+"""Times of matmuls over the rows of experts, by hand: one kernel or a loop, even loads or a few
+experts with all.
+"""
 
 from dataclasses import replace
 
@@ -37,11 +39,16 @@ def test_hopper_has_one_kernel_and_others_a_matmul_for_each_expert() -> None:
     hopper, ada = HARDWARE["h100"], HARDWARE["rtx4090"]
     assert matmuls_issued(FORWARD, hopper.architecture) == 0 and matmuls_issued(FORWARD, "cpu") == 0
     assert matmuls_issued(FORWARD, ada.architecture) == EXPERTS
-    for other in (replace(FORWARD, dtype="fp32"), replace(FORWARD, name="tune_recipes::grouped_matmul_loop")):
+    for other in (
+        replace(FORWARD, dtype="fp32"),
+        replace(FORWARD, name="tune_recipes::grouped_matmul_loop"),
+    ):
         assert matmuls_issued(other, hopper.architecture) == EXPERTS
     assert launch_seconds(FORWARD, None, hopper.architecture) == HOST_SECONDS
     assert launch_seconds(FORWARD, None, ada.architecture) == (1 + EXPERTS) * HOST_SECONDS
-    one = Op("aten::mm", flops=FORWARD.flops // EXPERTS, bytes=FORWARD.bytes // EXPERTS, dtype="bf16")
+    one = Op(
+        "aten::mm", flops=FORWARD.flops // EXPERTS, bytes=FORWARD.bytes // EXPERTS, dtype="bf16"
+    )
     assert op_seconds(FORWARD, ada) >= EXPERTS * op_seconds(one, ada) >= EXPERTS * KERNEL_SECONDS
 
 
@@ -59,12 +66,20 @@ def test_few_rows_share_the_inner_dimension_among_multiprocessors() -> None:
 
 def test_where_a_few_experts_have_all_rows_no_other_weights_are_read() -> None:
     found = with_loads(FORWARD, CHOICES)
-    assert found.flops == FORWARD.flops and found.shape == (CHOICES, ROWS * EXPERTS // CHOICES, WIDTH, INNER, 1)
+    assert found.flops == FORWARD.flops and found.shape == (
+        CHOICES,
+        ROWS * EXPERTS // CHOICES,
+        WIDTH,
+        INNER,
+        1,
+    )
     assert found.bytes == FORWARD.bytes - 2 * (EXPERTS - CHOICES) * WIDTH * INNER
     gradient = with_loads(WEIGHTS, CHOICES)  # all of which are written, those of the others as 0
     assert gradient.bytes == WEIGHTS.bytes
     assert gradient.shape == (CHOICES, WIDTH, ROWS * EXPERTS // CHOICES, INNER, 2)
-    assert with_loads(FORWARD, EXPERTS) is FORWARD and with_loads(Op("aten::mm"), CHOICES) == Op("aten::mm")
+    assert with_loads(FORWARD, EXPERTS) is FORWARD and with_loads(Op("aten::mm"), CHOICES) == Op(
+        "aten::mm"
+    )
 
 
 def test_the_host_waits_for_the_rows_that_a_loop_has_and_issues_meanwhile() -> None:

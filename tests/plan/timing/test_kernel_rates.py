@@ -1,4 +1,6 @@
-"""Rates by shape against what others measured of single kernels, and against tiles counted by hand."""
+"""Rates by shape against what others measured of single kernels, and against tiles counted by
+hand.
+"""
 
 import pytest
 
@@ -21,16 +23,22 @@ def test_every_card_has_multiprocessors_and_a_share() -> None:
 
 def test_tiles_in_full_and_begun_rounds() -> None:
     inner = 8192 / (8192 + 128)
-    assert tile_share(1, 256 * 9, 8192, 128 * 12, 108) == pytest.approx(inner)  # 108 tiles, one round
+    assert tile_share(1, 256 * 9, 8192, 128 * 12, 108) == pytest.approx(
+        inner
+    )  # 108 tiles, one round
     assert tile_share(1, 256 * 27, 8192, 128 * 4, 108) == pytest.approx(inner)
-    # 109 tiles of 256 x 128 would take two rounds, 218 of 128 x 128 three at 95 %, 436 of 128 x 64 five at 80 %
+    # 109 tiles of 256 x 128 would take two rounds, 218 of 128 x 128 three at 95 %, 436 of 128 x 64
+    # five at 80 %
     rounds = 109 / 216, 0.95 * 218 / 324, 0.8 * 436 / 540
     assert tile_share(1, 256 * 109, 8192, 128, 108) == pytest.approx(inner * max(rounds))
-    assert tile_share(8, 64, 8192, 64, 108) == pytest.approx(inner * 0.6 * 8 / 108)  # eight small ones at once
+    assert tile_share(8, 64, 8192, 64, 108) == pytest.approx(
+        inner * 0.6 * 8 / 108
+    )  # eight small ones at once
 
 
-# (m, k, n, share of 312 TFLOP/s): all of SimuMax's shapes, configs/system/a100_pcie.json, forward, input gradients and
-# weight gradients. The shares of tiles were fitted to these; that they fit is what is tested.
+# (m, k, n, share of 312 TFLOP/s): all of SimuMax's shapes, configs/system/a100_pcie.json, forward,
+# input gradients and weight gradients. The shares of tiles were fitted to these; that they fit is
+# what is tested.
 SIMUMAX = (
     (4096, 5120, 1536, 0.7877), (4096, 1536, 5120, 0.7375), (1536, 4096, 5120, 0.6245), (4096, 5120, 576, 0.4968),
     (4096, 576, 5120, 0.5918), (576, 4096, 5120, 0.5963), (4096, 512, 32768, 0.6176), (4096, 32768, 512, 0.7146),
@@ -58,18 +66,24 @@ SIMUMAX = (
 
 def test_matmuls_of_an_a100_by_shape() -> None:
     card = HARDWARE["a100-80gb-pcie"]
-    errors = [matmul_rate(card, "bf16", (1, m, k, n)) / card.flops["bf16"] / share - 1 for m, k, n, share in SIMUMAX]
+    errors = [
+        matmul_rate(card, "bf16", (1, m, k, n)) / card.flops["bf16"] / share - 1
+        for m, k, n, share in SIMUMAX
+    ]
     assert len(errors) == 78
     assert sum(map(abs, errors)) / len(errors) < 0.052
     assert max(map(abs, errors)) < 0.32
-    constant = [0.65 / share - 1 for *_, share in SIMUMAX]  # one share for all shapes, the best of them next
+    constant = [
+        0.65 / share - 1 for *_, share in SIMUMAX
+    ]  # one share for all shapes, the best of them next
     assert sum(map(abs, constant)) / len(constant) > 0.1
     assert min(
         sum(abs(one / 100 / share - 1) for *_, share in SIMUMAX) / len(SIMUMAX) for one in range(50, 90)
     ) > 0.08  # fmt: skip
 
 
-# TFLOP/s of square matmuls in bf16: github.com/zzc0721/torch-performance-test-data, runs of seconds.
+# TFLOP/s of square matmuls in bf16: github.com/zzc0721/torch-performance-test-data, runs of
+# seconds.
 SQUARES = [
     ("rtx4090", 4096, 151.5), ("rtx4090", 8192, 160.2), ("rtx5090", 8192, 234.7), ("a100-40gb-pcie", 4096, 234.1),
     ("a100-40gb-pcie", 8192, 215.3), ("h100", 4096, 788.7), ("h100", 8192, 797.5), ("h100-pcie", 8192, 499.5),
@@ -80,11 +94,13 @@ SQUARES = [
 @pytest.mark.parametrize(("card", "size", "measured"), SQUARES)
 def test_square_matmuls_of_other_cards(card: str, size: int, measured: float) -> None:
     rate = matmul_rate(HARDWARE[card], "bf16", (1, size, size, size)) / 1e12
-    # Sustained in a run, clocks fall below those of seconds; this A100 slows down within the largest already.
+    # Sustained in a run, clocks fall below those of seconds; this A100 slows down within the
+    # largest already.
     assert 0.78 * measured < rate < 1.12 * measured
 
 
-# (card, kernel, tokens, forward, backward) in TFLOP/s, causal, heads of width 128; sources in kernel_rates.py.
+# (card, kernel, tokens, forward, backward) in TFLOP/s, causal, heads of width 128; sources in
+# kernel_rates.py.
 ATTENTION = [
     ("h100", PACKED, 1024, 260, None), ("h100", PACKED, 4096, 319, None), ("h100", PACKED, 16384, 335, None),
     ("h100", "aten::_scaled_dot_product_cudnn_attention", 2048, 484, None), ("a100-80gb", FLASH, 1024, 143, None),
@@ -93,19 +109,28 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize(("card", "name", "tokens", "forward", "backward"), ATTENTION)
-def test_attention(card: str, name: str, tokens: int, forward: float, backward: float | None) -> None:
+def test_attention(
+    card: str, name: str, tokens: int, forward: float, backward: float | None
+) -> None:
     shape = (64, tokens, tokens, tokens // 2, 128)
     product = 2.0 * 64 * tokens * (tokens // 2) * 128
     rate = 2 * product / attention_seconds(HARDWARE[card], name, "bf16", shape) / 1e12
     assert rate == pytest.approx(forward, rel=0.1)
     if backward:
-        rate = 5 * product / attention_seconds(HARDWARE[card], name + "_backward", "bf16", shape) / 1e12
+        rate = (
+            5
+            * product
+            / attention_seconds(HARDWARE[card], name + "_backward", "bf16", shape)
+            / 1e12
+        )
         assert rate == pytest.approx(backward, rel=0.1)
 
 
 def test_memory() -> None:
     a100, ada = HARDWARE["a100-80gb"], HARDWARE["rtx4090"]
-    assert bandwidth_rate(a100, 10**6) == bandwidth_rate(a100, 10**9) == pytest.approx(0.85 * 2039e9)
+    assert (
+        bandwidth_rate(a100, 10**6) == bandwidth_rate(a100, 10**9) == pytest.approx(0.85 * 2039e9)
+    )
     large, small = bandwidth_rate(ada, 10**9), bandwidth_rate(ada, 34 * 10**6)
     assert large == pytest.approx(915e9, rel=0.02)  # 905 to 922 GB/s
     assert large < small < 3868e9  # what is in the cache whole

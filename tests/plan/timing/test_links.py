@@ -1,4 +1,6 @@
-"""Collectives by size: what is taken for other sizes, how a calibration holds them, and what planning makes of them."""
+"""Collectives by size: what is taken for other sizes, how a calibration holds them, and what
+planning makes of them.
+"""
 
 import json
 from dataclasses import replace
@@ -26,15 +28,27 @@ def test_between_sizes_it_is_straight_and_beyond_them_the_ends() -> None:
     assert links.seconds("all_gather", 300) == pytest.approx(5e-4)
     assert links.seconds("all_gather", 900) == pytest.approx(15e-4)  # the bandwidth of the largest
     assert links.seconds("all_reduce", 400) == pytest.approx(6e-4)
-    assert links.seconds("send", 200) == links.seconds("all_to_all", 200) == links.seconds("all_gather", 200)
+    assert (
+        links.seconds("send", 200)
+        == links.seconds("all_to_all", 200)
+        == links.seconds("all_gather", 200)
+    )
 
 
 def test_a_plan_takes_measured_links_inside_a_machine() -> None:
     measured = json.loads(json.dumps(good())) | {"links": None}
-    rows = [{"operation": name, "bytes": 800, "seconds": 1e-3} for name in ("all_reduce", "all_gather")]
-    links = {"ranks": 2, "backend": "nccl", "points": [*rows, {**rows[0], "operation": "reduce_scatter"}]}
+    rows = [
+        {"operation": name, "bytes": 800, "seconds": 1e-3} for name in ("all_reduce", "all_gather")
+    ]
+    links = {
+        "ranks": 2,
+        "backend": "nccl",
+        "points": [*rows, {**rows[0], "operation": "reduce_scatter"}],
+    }
     values = with_links(measured, links, {"int8": 2e14})
-    assert values["link_bandwidth"] == 400 / 1e-3  # an all-gather of 800 bytes sends 400 of each of two ranks
+    assert (
+        values["link_bandwidth"] == 400 / 1e-3
+    )  # an all-gather of 800 bytes sends 400 of each of two ranks
 
     def seconds(ranks: tuple[int, ...], read: Any, operation: str = "all_gather") -> float:
         return collective_seconds(Collective(operation, "world", ranks, 1600), CARD, read)
@@ -42,11 +56,14 @@ def test_a_plan_takes_measured_links_inside_a_machine() -> None:
     read = read_values(values)
     assert read.matmul["int8"] == (((4096, 14336, 4096), 2e14),)
     assert seconds((0, 1), read) == pytest.approx(2e-3)  # twice the largest size, twice its time
-    # Three quarters of 1600 bytes are three times what was measured; two steps more than two ranks take.
+    # Three quarters of 1600 bytes are three times what was measured; two steps more than two ranks
+    # take.
     assert seconds((0, 1, 2, 3), read) == pytest.approx(3e-3 + 2 * CARD.link.latency)
     # Up and down a tree of two levels in place of one.
     assert seconds((0, 1, 2, 3), read, "all_reduce") == pytest.approx(3e-3 + 2 * CARD.link.latency)
-    assert seconds((0, 4), read) == seconds((0, 4), replace(read, links=None))  # between machines: no longer
+    assert seconds((0, 4), read) == seconds(
+        (0, 4), replace(read, links=None)
+    )  # between machines: no longer
 
 
 def read_values(values: dict[str, Any]) -> Any:
@@ -58,8 +75,16 @@ def read_values(values: dict[str, Any]) -> Any:
 
 
 def test_no_message_takes_less_than_a_smaller_one(tmp_path: Path) -> None:
-    rows = [{"bytes": 4000, "seconds": 2e-4}, {"bytes": 400, "seconds": 3e-4}, {"bytes": 40000, "seconds": 4e-4}]
-    links = {"ranks": 4, "backend": "gloo", **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rows)}
+    rows = [
+        {"bytes": 4000, "seconds": 2e-4},
+        {"bytes": 400, "seconds": 3e-4},
+        {"bytes": 40000, "seconds": 4e-4},
+    ]
+    links = {
+        "ranks": 4,
+        "backend": "gloo",
+        **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rows),
+    }
     read = read_values(good() | {"links": links}).links
     assert read.ranks == 4 and read.backend == "gloo"
     assert read.points["all_gather"] == ((300, 3e-4), (3000, 3e-4), (30000, 4e-4))
@@ -79,9 +104,15 @@ def test_no_message_takes_less_than_a_smaller_one(tmp_path: Path) -> None:
 )
 def test_links_that_are_refused(change: dict[str, Any]) -> None:
     rows = [{"bytes": 4096, "seconds": 1e-4}]
-    fine = {"ranks": 2, "backend": "gloo", **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rows)}
+    fine = {
+        "ranks": 2,
+        "backend": "gloo",
+        **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rows),
+    }
     assert read_values(good() | {"links": fine}).links is not None
-    with pytest.raises(ConfigError, match="links is no list of bytes and seconds by collective; measure again"):
+    with pytest.raises(
+        ConfigError, match="links is no list of bytes and seconds by collective; measure again"
+    ):
         read_values(good() | {"links": fine | change})
 
 
@@ -96,7 +127,11 @@ def test_rates_of_copies_are_read_and_may_be_absent() -> None:
 def test_rates_can_be_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe_lib.plan.timing import calibrate as module
 
-    monkeypatch.setattr(module, "_seconds", lambda work, device: (work(), 0.001)[1])  # one call each
-    assert matmul_rate("cpu", "bf16") == matmul_rate("cpu", "int8") == pytest.approx(2 * 96**3 / 0.001)
+    monkeypatch.setattr(
+        module, "_seconds", lambda work, device: (work(), 0.001)[1]
+    )  # one call each
+    assert (
+        matmul_rate("cpu", "bf16") == matmul_rate("cpu", "int8") == pytest.approx(2 * 96**3 / 0.001)
+    )
     assert copy_rates("cpu") == {"copy_to_device": 2**20 / 0.001, "copy_to_host": 2**20 / 0.001}
     assert find_hardware("cpu").link.kind == "host"

@@ -5,10 +5,28 @@ from dataclasses import replace
 
 import pytest
 
-from recipe_lib.plan.hardware import HARDWARE, HOST_MEMORY, HOST_MEMORY_OF_ONE, Hardware, find_hardware
+from recipe_lib.plan.hardware import (
+    HARDWARE,
+    HOST_MEMORY,
+    HOST_MEMORY_OF_ONE,
+    Hardware,
+    find_hardware,
+)
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.trace import ACTION, HOST, OP, PHASE, RECORD, WAIT, ActionMark, Collective, Op, Sync, Trace
+from recipe_lib.plan.trace import (
+    ACTION,
+    HOST,
+    OP,
+    PHASE,
+    RECORD,
+    WAIT,
+    ActionMark,
+    Collective,
+    Op,
+    Sync,
+    Trace,
+)
 
 # One byte moved takes a second, as does one operation; the host and links add nothing.
 UNIT = Calibration("", "", "", {"fp32": (((1, 1, 1), 1.0),)}, 1.0, 1.0, 1e-12, 1e-12, 1.0)
@@ -26,7 +44,13 @@ class Script:
         self._op(Op(name, stream, bytes=seconds))
 
     def gather(
-        self, seconds: int, stream: int, *, waits: bool = True, stride: int = 1, operation: str = "send"
+        self,
+        seconds: int,
+        stream: int,
+        *,
+        waits: bool = True,
+        stride: int = 1,
+        operation: str = "send",
     ) -> None:
         # A message: as many bytes on the wire as it has.
         collective = Collective(operation, "world", (0, stride), seconds, waits=waits)
@@ -219,7 +243,9 @@ def test_only_the_phase_asked_for_counts() -> None:
 
 
 def test_bounds_hold_for_any_trace() -> None:
-    """A step is no shorter than any stream, link or the host, no longer than all of them one after the other."""
+    """A step is no shorter than any stream, link or the host, no longer than all of them one after
+    the other.
+    """
     random.seed(7)
     for _ in range(50):
         script = Script()
@@ -240,7 +266,9 @@ def test_bounds_hold_for_any_trace() -> None:
         for number, start, end in time.timeline:
             assert 0 <= start <= end <= time.step
             if number not in time.collectives:
-                busy[script.trace.ops[number].stream] = busy.get(script.trace.ops[number].stream, 0.0) + end - start
+                busy[script.trace.ops[number].stream] = (
+                    busy.get(script.trace.ops[number].stream, 0.0) + end - start
+                )
         assert all(seconds <= time.step + 1e-9 for seconds in busy.values())
 
 
@@ -249,7 +277,9 @@ def test_the_host_waits_for_a_mark_and_then_computes_its_optimizer() -> None:
     script = Script()
     script.compute(4)
     script.wait(HOST, script.record(0))
-    script.trace.ops.append(Op("aten::_fused_adamw_", bytes=int(3 * card.host_memory_bandwidth), on_host=True))
+    script.trace.ops.append(
+        Op("aten::_fused_adamw_", bytes=int(3 * card.host_memory_bandwidth), on_host=True)
+    )
     script.trace.events.append((OP, 1))
     script.compute(2)
     time = script.run(card)
@@ -271,7 +301,9 @@ def test_copies_and_collectives_share_the_bus_where_cards_have_no_links_of_their
         card = HARDWARE[name]
         script = Script()
         script.gather(3, stream=1)
-        copied = Op("aten::copy_", 2, bytes=int(4 * card.host_bandwidth), transfer="to_host")  # two seconds
+        copied = Op(
+            "aten::copy_", 2, bytes=int(4 * card.host_bandwidth), transfer="to_host"
+        )  # two seconds
         script.trace.ops.append(copied)
         script.trace.events.append((OP, 1))
         return script.run(card)
@@ -291,4 +323,6 @@ def test_a_cpu_issues_and_computes_in_turn() -> None:
     time = script.run(find_hardware("cpu"))
     assert (time.compute, time.step) == (near(9), near(9))
     assert time.timeline[1][1:] == (near(2), near(5))
-    assert [seconds for _, seconds in time.actions][1] == near(9)  # a place in a pipeline ends its action then
+    assert [seconds for _, seconds in time.actions][1] == near(
+        9
+    )  # a place in a pipeline ends its action then

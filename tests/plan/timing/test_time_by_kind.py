@@ -27,10 +27,14 @@ def traced(*ops: Op) -> Trace:
 def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
     ops = {
         MATMULS: Op("aten::mm", flops=10**13, bytes=10**8, dtype="bf16", repeats=3),
-        ATTENTION: Op("aten::_scaled_dot_product_flash_attention", flops=10**12, bytes=10**7, dtype="bf16"),
+        ATTENTION: Op(
+            "aten::_scaled_dot_product_flash_attention", flops=10**12, bytes=10**7, dtype="bf16"
+        ),
         MEMORY_BOUND: Op("aten::mul", bytes=10**9, module="model.layers.1.mlp"),
         COPIES: Op("aten::copy_", bytes=10**9, transfer="to_host"),
-        COMMUNICATION: Op("c10d::x", collective=Collective("all_gather", "data_shard", (0, 1), 10**9)),
+        COMMUNICATION: Op(
+            "c10d::x", collective=Collective("all_gather", "data_shard", (0, 1), 10**9)
+        ),
     }
     more = Op("aten::silu", bytes=2 * 10**9, module="model.layers.2.mlp", repeats=2)
     nothing = Op("_c10d_functional::wait_tensor"), Op("aten::empty")

@@ -31,7 +31,9 @@ def count_operators(trace: Trace) -> Counter[tuple[Any, ...]]:
 
 
 def of_listed_micro_batches() -> list[tuple[int, bool, bool]]:
-    """(micro-batches simulated, whether that is called an estimate, whether operators are the shipped recipe's)."""
+    """(micro-batches simulated, whether that is called an estimate, whether operators are the
+    shipped recipe's).
+    """
     listed, shipped = made(lists_them), made(alike)
     listed.treats_all_alike = shipped.treats_all_alike = True
     expected = count_operators(simulate(shipped, config(8), SHAPE, phases=()).trace)
@@ -44,25 +46,42 @@ def of_listed_micro_batches() -> list[tuple[int, bool, bool]]:
 
 
 def test_micro_batches_that_are_listed_before_the_first_are_counted():
-    assert run_ranks(of_listed_micro_batches, 1, process_group=False)[0] == [(8, False, True), (2, True, True)]
+    assert run_ranks(of_listed_micro_batches, 1, process_group=False)[0] == [
+        (8, False, True),
+        (2, True, True),
+    ]
 
 
 def of_a_lever(*overrides: str) -> tuple[int, dict[tuple[Any, ...], int]]:
-    """(micro-batches simulated of five, operators that are counted otherwise than with all of them)."""
+    """(micro-batches simulated of five, operators that are counted otherwise than with all of
+    them).
+    """
     recipe = recipe_class(recipe_module(FULL))
     few = simulate(recipe, config(5, *overrides), SHAPE, ranks=2, phases=())
     counts = count_operators(few.trace)
-    counts.subtract(count_operators(simulate(recipe, config(5, *overrides), SHAPE, ranks=2, phases=(), traced=5).trace))
+    counts.subtract(
+        count_operators(
+            simulate(recipe, config(5, *overrides), SHAPE, ranks=2, phases=(), traced=5).trace
+        )
+    )
     return few.traced, {key: count for key, count in counts.items() if count}
 
 
 @pytest.mark.parametrize(
     ("overrides", "traced"),
     [
-        (("device=cuda", "memory.cpu_offload=true"), 3),  # the last sends the numbers that are logged
+        (
+            ("device=cuda", "memory.cpu_offload=true"),
+            3,
+        ),  # the last sends the numbers that are logged
         (("parallel.reduce_gradients=step",), 3),
-        (("parallel.accumulate_grad_in_fp32=true", "dtype=bf16"), 2),  # gradients are added behind each backward
+        (
+            ("parallel.accumulate_grad_in_fp32=true", "dtype=bf16"),
+            2,
+        ),  # gradients are added behind each backward
     ],
 )
-def test_operators_are_counted_as_often_as_all_micro_batches_have_them(overrides: tuple[str, ...], traced: int):
+def test_operators_are_counted_as_often_as_all_micro_batches_have_them(
+    overrides: tuple[str, ...], traced: int
+):
     assert run_ranks(of_a_lever, 1, *overrides, process_group=False)[0] == (traced, {})

@@ -35,14 +35,20 @@ DEEPER = [
 ]
 # Shapes that no preset has: layers that are not repeated, and more of them until they are.
 PATTERNS = {
-    "dense layers first": ("qwen3_moe/30B", {"mlp_only_layers": [0, 1]}, (QLORA, "lora.target_modules=[q,experts]")),
+    "dense layers first": (
+        "qwen3_moe/30B",
+        {"mlp_only_layers": [0, 1]},
+        (QLORA, "lora.target_modules=[q,experts]"),
+    ),
     "a period of four": ("gemma3/1B", {"sliding_window_pattern": 4}, (FULL,)),
 }
 CASES = {" ".join(case): case for case in DEEPER}
 
 
 def events(trace: Trace) -> list[tuple[Any, ...]]:
-    """All that a trace says, an event of the device by the order in which events were first recorded."""
+    """All that a trace says, an event of the device by the order in which events were first
+    recorded.
+    """
     found: list[tuple[Any, ...]] = []
     marks: dict[int, int] = {}
     for kind, number in trace.events:
@@ -68,7 +74,8 @@ def compared(
 ) -> tuple[str, str, list[Any]]:
     """(how it was planned, the first events that differ, facts that differ).
 
-    more: periods of layers that the whole model has beyond the longer shallow one; None: all of its own.
+    more: periods of layers that the whole model has beyond the longer shallow one; None: all of its
+    own.
     """
     recipe, cfg, wanted = settings(config, RANKS, *overrides)
     wanted = replace(wanted, phases=build_plan.PHASES)
@@ -87,7 +94,18 @@ def compared(
     whole = build_plan.simulate_rank(recipe, cfg, wanted, 0, steps)
     pairs = zip(events(found.trace), events(whole.trace), strict=True)
     first = next((f"{mine} for {theirs}" for mine, theirs in pairs if mine != theirs), "")
-    facts = ("coordinates", "mesh", "tokens", "repeats", "notes", "grows", "traced", "modules", "estimate", "untraced")
+    facts = (
+        "coordinates",
+        "mesh",
+        "tokens",
+        "repeats",
+        "notes",
+        "grows",
+        "traced",
+        "modules",
+        "estimate",
+        "untraced",
+    )
     return "deeper", first, [name for name in facts if getattr(found, name) != getattr(whole, name)]
 
 
@@ -107,7 +125,9 @@ def test_so_it_is_whatever_the_layers_do(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
-def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(name: str, tmp_path: Path) -> None:
+def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(
+    name: str, tmp_path: Path
+) -> None:
     preset, changes, (config, *overrides) = PATTERNS[name]
     file = tmp_path / "shape.json"
     file.write_text(json.dumps(preset_config(preset) | changes), encoding="utf-8")
@@ -125,7 +145,9 @@ def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(name: str, tmp
         ("parallel.strategy=ddp",),
     ],
 )
-def test_settings_that_speak_of_single_layers_are_simulated_whole(overrides: tuple[str, ...]) -> None:
+def test_settings_that_speak_of_single_layers_are_simulated_whole(
+    overrides: tuple[str, ...],
+) -> None:
     recipe, cfg, _ = settings(FULL, RANKS, *overrides)
     assert module.few_layers(recipe, cfg) is None
 
@@ -157,13 +179,18 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("freeze", "note"),
-    [(freeze_the_tenth, "goes by single layers"), (freeze_the_lower_half, "do not compute the same")],
+    [
+        (freeze_the_tenth, "goes by single layers"),
+        (freeze_the_lower_half, "do not compute the same"),
+    ],
 )
 def test_recipes_that_say_it_and_do_not_are_simulated_whole(
     freeze: Callable[[Any], None], note: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "shape.json"
-    file.write_text(json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8")
+    file.write_text(
+        json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8"
+    )
 
     def planned() -> tuple[list[str], bool]:
         recipe, cfg, wanted = settings("demo/full", 1, f"model.preset={file}")

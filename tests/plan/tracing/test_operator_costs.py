@@ -43,8 +43,17 @@ def test_a_rows_sum_reads_the_logits_twice() -> None:
 
 
 def test_scales_of_nf4_are_scratch_of_its_numbers() -> None:
-    """A kernel before the one of the numbers makes them, in the numbers' type, one for each block; on a GPU alone."""
-    arguments = meta(48, 32, dtype=torch.uint8), meta(48, dtype=torch.int8), meta(4), meta(16), [0, 0, 48, 48], 16
+    """A kernel before the one of the numbers makes them, in the numbers' type, one for each block;
+    on a GPU alone.
+    """
+    arguments = (
+        meta(48, 32, dtype=torch.uint8),
+        meta(48, dtype=torch.int8),
+        meta(4),
+        meta(16),
+        [0, 0, 48, 48],
+        16,
+    )
     assert kernel_memory("sm90")("tune_recipes::dequantize_nf4", arguments, 0) == [(48 * 2, False)]
     assert kernel_memory("cpu")("tune_recipes::dequantize_nf4", arguments, 0) == []
 
@@ -74,16 +83,26 @@ def test_rows_that_no_number_of_experts_divides_are_counted_exactly() -> None:
     found = cost(torch.ops.aten._grouped_mm.default, meta(9, 16), meta(4, 16, 32), ends(4))
     assert (found.flops, found.shape) == (2 * 9 * 16 * 32, (4, 3, 16, 32, 1))
     found = cost(torch.ops.aten._grouped_mm.default, meta(3, 16), meta(8, 16, 32), ends(8))
-    assert (found.flops, found.shape) == (2 * 3 * 16 * 32, (3, 1, 16, 32, 1))  # an expert without rows does nothing
+    assert (found.flops, found.shape) == (
+        2 * 3 * 16 * 32,
+        (3, 1, 16, 32, 1),
+    )  # an expert without rows does nothing
 
 
 def test_flash_attention_over_documents_counts_as_attention_of_variable_lengths() -> None:
-    """That of sinks: four documents of 25 tokens, of which a query sees 13 on average, with a window of 5 at most 5."""
+    """That of sinks: four documents of 25 tokens, of which a query sees 13 on average, with a
+    window of 5 at most 5.
+    """
     q, k = meta(100, 8, 64), meta(100, 2, 64)
     arguments = (q, k, k, ends(5), ends(5), 40, 40, 0.0, True, False)
     operator = torch.ops.aten._flash_attention_forward.default
     whole, near = (
-        cost_of(operator, arguments, {"window_size_left": left, "window_size_right": 0}, (q, meta(8, 100)))
+        cost_of(
+            operator,
+            arguments,
+            {"window_size_left": left, "window_size_right": 0},
+            (q, meta(8, 100)),
+        )
         for left in (-1, 4)
     )
     assert whole.flops == near.flops == 4 * 8 * 64 * 100 * 25

@@ -1,4 +1,6 @@
-"""Repeated work is noted once: loops are cut to two turns, and what is repeated from notes counts as if it had run."""
+"""Repeated work is noted once: loops are cut to two turns, and what is repeated from notes counts
+as if it had run.
+"""
 
 import json
 from collections import Counter
@@ -34,7 +36,15 @@ def turns(count: int, first: int = 0) -> list[Note]:
     """A loop of three operators, which takes two pieces of memory and gives them back."""
     notes = []
     for at in range(first, first + 2 * count, 2):
-        notes += [alloc(at, 100), op("load"), alloc(at + 1, 50), op("compute"), free(at), op("store"), free(at + 1)]
+        notes += [
+            alloc(at, 100),
+            op("load"),
+            alloc(at + 1, 50),
+            op("compute"),
+            free(at),
+            op("store"),
+            free(at + 1),
+        ]
     return notes
 
 
@@ -57,7 +67,14 @@ def test_a_loop_becomes_two_turns_that_count_for_all(count: int) -> None:
     [
         turns(2),
         [op("a"), op("b"), op("a"), op("c"), op("a"), op("d")],
-        [alloc(0, 1), op("a"), alloc(1, 1), op("a"), alloc(2, 1), op("a")],  # memory stays behind each turn
+        [
+            alloc(0, 1),
+            op("a"),
+            alloc(1, 1),
+            op("a"),
+            alloc(2, 1),
+            op("a"),
+        ],  # memory stays behind each turn
         [
             note
             for at, size in enumerate((1, 2, 3))
@@ -80,15 +97,26 @@ def test_a_loop_within_what_stays_keeps_the_order_around_it() -> None:
 
 def test_operators_that_count_for_several_go_on_counting() -> None:
     notes, _ = shorten([op("a", 2), op("b"), op("a", 2), op("b"), op("a", 2), op("b")])
-    assert [(entry.name, entry.repeats) for _, entry in notes] == [("a", 2), ("b", 1), ("a", 4), ("b", 2)]
+    assert [(entry.name, entry.repeats) for _, entry in notes] == [
+        ("a", 2),
+        ("b", 1),
+        ("a", 4),
+        ("b", 2),
+    ]
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A step of QLoRA, whose weights are made whole in pieces: with notes, and with every operator run."""
+    """A step of QLoRA, whose weights are made whole in pieces: with notes, and with every operator
+    run.
+    """
     folder = tmp_path_factory.mktemp("repeats")
-    shipped = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
-    (folder / "model.json").write_text(json.dumps(shipped | {"num_hidden_layers": 2, "vocab_size": 1024}))
+    shipped = json.loads(
+        (ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text()
+    )
+    (folder / "model.json").write_text(
+        json.dumps(shipped | {"num_hidden_layers": 2, "vocab_size": 1024})
+    )
 
     def with_notes() -> dict[str, Any]:
         return figures(folder)
@@ -102,8 +130,17 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
 
 def figures(folder: Path) -> dict[str, Any]:
     """Peaks, and sums over the operators of the second step."""
-    overrides = [f"model.preset={folder / 'model.json'}", f"output_dir={folder / 'none'}", f"recipe={LORA}"]
-    overrides += ["tokenizer.path=unread", "data.source=unread", "max_seq_len=64", "lora.quantize_base=nf4"]
+    overrides = [
+        f"model.preset={folder / 'model.json'}",
+        f"output_dir={folder / 'none'}",
+        f"recipe={LORA}",
+    ]
+    overrides += [
+        "tokenizer.path=unread",
+        "data.source=unread",
+        "max_seq_len=64",
+        "lora.quantize_base=nf4",
+    ]
     overrides += ["memory.activation_checkpointing=full"]
     module = recipe_module(LORA)
     cfg = load_config(PLAIN, overrides, module.Config)
@@ -136,6 +173,8 @@ def test_notes_give_the_peaks_of_the_whole(traced: tuple[dict[str, Any], dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("figure", ["issued", "flops", "moved"])
-def test_notes_count_all_of_the_work(traced: tuple[dict[str, Any], dict[str, Any]], figure: str) -> None:
+def test_notes_count_all_of_the_work(
+    traced: tuple[dict[str, Any], dict[str, Any]], figure: str
+) -> None:
     noted, whole = traced
     assert noted[figure] == whole[figure]

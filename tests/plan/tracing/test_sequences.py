@@ -1,4 +1,6 @@
-"""A sequence with loops, continued from two that have fewer turns, against one written out by hand."""
+"""A sequence with loops, continued from two that have fewer turns, against one written out by
+hand.
+"""
 
 import pytest
 
@@ -6,7 +8,8 @@ from recipe_lib.plan.tracing.simulate_deep import LoopItems, continue_items
 
 
 def program(turns: int, *, every_other: bool = False) -> LoopItems:
-    """Takes something for each turn forwards, uses and releases it backwards, in between does what is done once.
+    """Takes something for each turn forwards, uses and releases it backwards, in between does what
+    is done once.
 
     Keys: 1 takes, 2 uses, 3 releases, 4 between, 5 a sum over all turns.
     """
@@ -39,7 +42,9 @@ def test_numbers_and_targets_go_on_in_both_directions(turns: int) -> None:
 
 
 def test_a_loop_of_two_steps_a_turn() -> None:
-    found = continue_items(program(8, every_other=True), long := program(10, every_other=True), 3, step=2)
+    found = continue_items(
+        program(8, every_other=True), long := program(10, every_other=True), 3, step=2
+    )
     expected = program(16, every_other=True)
     assert found is not None
     assert [long.keys[like] for like in found.keys] == expected.keys

@@ -11,7 +11,9 @@ from recipe_lib.plan.world.patches import apply_patches, follow_works
 
 
 def test_process_groups_are_as_they_were_afterwards() -> None:
-    """pybind's methods bind to their group only as they are in the class, not as the class gives them."""
+    """pybind's methods bind to their group only as they are in the class, not as the class gives
+    them.
+    """
     tracer: Any = SimpleNamespace(checker=None, trace=SimpleNamespace(ops=[]))
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

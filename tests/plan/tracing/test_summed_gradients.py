@@ -1,4 +1,6 @@
-"""Which sums of gradients a trace takes for in place, against those that torch's profiler sees without a mode."""
+"""Which sums of gradients a trace takes for in place, against those that torch's profiler sees
+without a mode.
+"""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -66,9 +68,15 @@ class Sums(TorchDispatchMode):
         self.in_place = self.anew = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is ADD and all(isinstance(value, Tensor) and value.shape == (SIZE, SIZE) for value in args):
+        if func is ADD and all(
+            isinstance(value, Tensor) and value.shape == (SIZE, SIZE) for value in args
+        ):
             if is_summed_in_place(func, args, kwargs or {}):
                 self.in_place, func = self.in_place + 1, ADD_IN_PLACE
             else:
@@ -92,7 +100,11 @@ def test_sums_are_in_place_where_they_are_without_a_mode() -> None:
         loss = loss_of(seed)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             loss.backward()
-        whole = [event.name for event in profiler.events() if event.input_shapes[:2] == [[SIZE, SIZE]] * 2]
+        whole = [
+            event.name
+            for event in profiler.events()
+            if event.input_shapes[:2] == [[SIZE, SIZE]] * 2
+        ]
         real = [whole.count("aten::add_"), whole.count("aten::add")]
         loss, sums = loss_of(seed), Sums()
         with sums:

@@ -1,4 +1,6 @@
-"""A remembered answer is the one that torch's own fake tensors give: geometry, type, device, and what it shares."""
+"""A remembered answer is the one that torch's own fake tensors give: geometry, type, device, and
+what it shares.
+"""
 
 import gc
 import weakref
@@ -38,15 +40,24 @@ CALLS: dict[str, tuple[Any, Callable[[], Arguments]]] = {
     "sum of both": (aten.add.Tensor, lambda: plain(matrix(), turned())),
     "broadcast": (aten.mul.Tensor, lambda: plain(turned(), torch.empty(6))),
     "number": (aten.mul.Tensor, lambda: plain(turned(), 2.0)),
-    "promotion": (aten.add.Tensor, lambda: plain(matrix().bfloat16(), torch.empty(6, dtype=torch.float64))),
+    "promotion": (
+        aten.add.Tensor,
+        lambda: plain(matrix().bfloat16(), torch.empty(6, dtype=torch.float64)),
+    ),
     "comparison": (aten.eq.Scalar, lambda: plain(matrix(), 1)),
     "all": (aten.sum.default, lambda: plain(matrix())),
     "rows": (aten.sum.dim_IntList, lambda: plain(turned(), [1], True)),
     "double": (aten._to_copy.default, lambda: plain(turned(), dtype=torch.float64)),
     "half": (aten._to_copy.default, lambda: plain(matrix(), dtype=torch.bfloat16)),
     "like": (aten.empty_like.default, lambda: plain(turned())),
-    "like, in rows": (aten.empty_like.default, lambda: plain(turned(), memory_format=torch.contiguous_format)),
-    "zeros": (aten.zeros.default, lambda: plain([3, 2], dtype=torch.int32, device=torch.device("cpu"))),
+    "like, in rows": (
+        aten.empty_like.default,
+        lambda: plain(turned(), memory_format=torch.contiguous_format),
+    ),
+    "zeros": (
+        aten.zeros.default,
+        lambda: plain([3, 2], dtype=torch.int32, device=torch.device("cpu")),
+    ),
     "clone": (aten.clone.default, lambda: plain(matrix()[1:, ::2])),
     "transposed": (aten.t.default, lambda: plain(matrix())),
     "other way round": (aten.transpose.int, lambda: plain(turned(), 0, 1)),
@@ -65,10 +76,19 @@ CALLS: dict[str, tuple[Any, Callable[[], Arguments]]] = {
     "filled": (aten.zero_.default, lambda: plain(matrix())),
     "same tensor twice": (aten.add_.Tensor, lambda: plain(*[matrix()] * 2)),
     "largest": (aten.max.dim, lambda: plain(turned(), 0)),
-    "normed": (aten.native_layer_norm.default, lambda: plain(matrix(), [6], torch.empty(6), None, 1e-5)),
+    "normed": (
+        aten.native_layer_norm.default,
+        lambda: plain(matrix(), [6], torch.empty(6), None, 1e-5),
+    ),
     "softmax": (aten._softmax.default, lambda: plain(turned(), -1, False)),
-    "looked up": (aten.embedding.default, lambda: plain(matrix(), torch.empty(2, 3, dtype=torch.int64))),
-    "gathered": (aten.index_select.default, lambda: plain(matrix(), 1, torch.empty(2, dtype=torch.int64))),
+    "looked up": (
+        aten.embedding.default,
+        lambda: plain(matrix(), torch.empty(2, 3, dtype=torch.int64)),
+    ),
+    "gathered": (
+        aten.index_select.default,
+        lambda: plain(matrix(), 1, torch.empty(2, dtype=torch.int64)),
+    ),
     "joined": (aten.cat.default, lambda: plain(several()[:1] * 2)),
     "stacked": (aten.stack.default, lambda: plain([matrix(), turned()], 1)),
     "norms": (aten._foreach_norm.Scalar, lambda: plain(several())),
@@ -99,7 +119,9 @@ def test_the_second_answer_is_that_of_torch(mode: FakeTensorMode, name: str) -> 
     assert described(result, arguments) == described(expected, expected_arguments)
 
 
-@pytest.mark.parametrize("name", ["product", "split", "all products", "in place", "all in place", "largest"])
+@pytest.mark.parametrize(
+    "name", ["product", "split", "all products", "in place", "all in place", "largest"]
+)
 def test_a_remembered_answer_can_be_used(mode: FakeTensorMode, name: str) -> None:
     operator, make = CALLS[name]
     fast = CachedFakeMode(mode)
@@ -139,7 +161,10 @@ def test_what_changes_the_shape_of_its_argument_is_done_each_time(
 def test_numbers_of_the_same_value_and_another_type_are_other_calls(mode: FakeTensorMode) -> None:
     fast = CachedFakeMode(mode)
     flags = torch.empty(3, dtype=torch.bool)
-    found = [fast.call(aten.mul.Tensor, (flags, number), {})[0].dtype for number in (1, 1.0, True, 1, 1.0, True)]
+    found = [
+        fast.call(aten.mul.Tensor, (flags, number), {})[0].dtype
+        for number in (1, 1.0, True, 1, 1.0, True)
+    ]
     assert found == [torch.int64, torch.float32, torch.bool] * 2
 
 
@@ -148,7 +173,11 @@ def test_another_geometry_is_another_call(mode: FakeTensorMode) -> None:
     for tensor in (matrix(), turned(), matrix()[1:], matrix().double(), turned(), matrix()[1:]):
         result, _ = fast.call(aten.mul.Tensor, (tensor, 2.0), {})
         expected = tensor * 2.0
-        assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert (result.shape, result.stride(), result.dtype) == (
+            expected.shape,
+            expected.stride(),
+            expected.dtype,
+        )
 
 
 def test_another_place_in_the_same_memory_is_another_call(mode: FakeTensorMode) -> None:
@@ -206,8 +235,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def described(result: Any, arguments: Arguments) -> Any:
-    """What a result is, without its identity: of each tensor geometry, type, device, size of the memory, which
-    argument it is, and the number of the memory that it shares."""
+    """What a result is, without its identity: of each tensor geometry, type, device, size of the
+    memory, which argument it is, and the number of the memory that it shares.
+    """
     if isinstance(result, (list, tuple)):
         return type(result) in (list, tuple) and [described(value, arguments) for value in result]
     if not isinstance(result, Tensor):

@@ -1,4 +1,6 @@
-"""torch.compile on the simulated device: what a plan of compiled layers has, and where there is no code for a graph."""
+"""torch.compile on the simulated device: what a plan of compiled layers has, and where there is no
+code for a graph.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,9 @@ from tests.plan.apart import apart, settings
 
 def few_layers(name: str, layers: int, *overrides: str) -> tuple[type, Any, Any]:
     """As `settings`, of a model with so many layers on one rank."""
-    torch._inductor.config.cpp.vec_isa_ok = True  # else a process asks the C++ compiler, which takes seconds
+    torch._inductor.config.cpp.vec_isa_ok = (
+        True  # else a process asks the C++ compiler, which takes seconds
+    )
     recipe, cfg, wanted = settings(name, 1, *overrides)
     return recipe, with_layers(cfg, layers), wanted
 
@@ -36,7 +40,11 @@ def facts(*, broken: bool) -> dict[str, Any]:
     found = {}
     for compiles in (False, True):
         run = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0)
-        names = [run.trace.ops[number].name for kind, number in run.trace.phase_events(STEADY) if kind == OP]
+        names = [
+            run.trace.ops[number].name
+            for kind, number in run.trace.phase_events(STEADY)
+            if kind == OP
+        ]
         fused = sum(name.startswith("inductor::") for name in names)
         found[compiles] = (run.trace.active_peaks(), len(names), fused, run.notes)
     return {"eager": found[False], "compiled": found[True]}
@@ -60,7 +68,9 @@ def test_what_has_no_code_is_planned_uncompiled_and_says_so() -> None:
     assert "for this" not in note, "one line"
 
 
-@pytest.mark.parametrize("name", ["quantized_linear", "quantized_linear_backward", "gather_linears", "gated_linear"])
+@pytest.mark.parametrize(
+    "name", ["quantized_linear", "quantized_linear_backward", "gather_linears", "gated_linear"]
+)
 def test_opaque_operators_of_compiled_code_are_looked_into(name: str) -> None:
 
     operator = getattr(torch.ops.tune_recipes, name).default

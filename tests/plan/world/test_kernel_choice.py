@@ -1,4 +1,6 @@
-"""The simulated device computes with the operators that CUDA has, one node of autograd each where CUDA has one."""
+"""The simulated device computes with the operators that CUDA has, one node of autograd each where
+CUDA has one.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +15,9 @@ from recipe_lib.plan.world.simulated_device import register_device
 from recipe_lib.plan.world.simulated_world import pin_kernels
 from tests.plan.apart import apart
 
-# Operators that torch takes apart on a device without a kernel of its own, and that autograd has a formula for where
-# there is one: those that CUDA has a kernel for are pinned, the formulas of the others are for nested tensors or CPUs.
+# Operators that torch takes apart on a device without a kernel of its own, and that autograd has a
+# formula for where there is one: those that CUDA has a kernel for are pinned, the formulas of the
+# others are for nested tensors or CPUs.
 PINNED = {"_fused_rms_norm", "silu_backward", "mish_backward"}
 APART_ON_CUDA_TOO = {
     "chunk",
@@ -29,7 +32,17 @@ APART_ON_CUDA_TOO = {
 
 
 # Views, empty tensors, and what autograd copies a gradient with whose strides are not the leaf's.
-LEFT_OUT = {"_unsafe_view", "alias", "copy_", "detach", "device", "empty", "empty_like", "expand", "new_empty_strided"}
+LEFT_OUT = {
+    "_unsafe_view",
+    "alias",
+    "copy_",
+    "detach",
+    "device",
+    "empty",
+    "empty_like",
+    "expand",
+    "new_empty_strided",
+}
 LEFT_OUT |= {"slice", "t", "transpose", "unsqueeze", "view"}
 
 
@@ -52,7 +65,10 @@ def issued() -> dict[str, list[str]]:
     found = {}
     with FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
         for case, (call, shapes, dtype, _) in CASES.items():
-            leaves = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+            leaves = [
+                torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+                for shape in shapes
+            ]
             with Names() as noted:
                 output = call(*leaves)
                 output.backward(torch.empty_like(output))
@@ -65,7 +81,9 @@ def test_no_operator_is_taken_apart_that_cuda_has_whole() -> None:
     found = {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and has(name, "Autograd")
+        if name.startswith("aten::")
+        and has(name, "CompositeImplicitAutograd")
+        and has(name, "Autograd")
     }
     assert found == PINNED | APART_ON_CUDA_TOO
 

@@ -19,7 +19,8 @@ ROWS = "data.max_samples=300"
 def pairs_file(folder: Path) -> Path:
     """Pairs with answers of different sequence_lengths."""
     lines = [
-        f'{{"prompt": "Write {n} in words.", "chosen": "{"one " * (1 + n % 5)}", "rejected": "{"two " * (1 + n % 7)}"}}'
+        f'{{"prompt": "Write {n} in words.", "chosen": "{"one " * (1 + n % 5)}", "rejected":'
+        f' "{"two " * (1 + n % 7)}"}}'
         for n in range(40)
     ]
     (folder / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -36,7 +37,9 @@ def pairs_config(folder: Path, *overrides: str):
 
 
 def widest(cfg, ranks: int) -> tuple[int, int, int]:
-    """(steps, width of the widest micro-batch, rows of a micro-batch), by making every batch of every rank."""
+    """(steps, width of the widest micro-batch, rows of a micro-batch), by making every batch of
+    every rank.
+    """
     rows = build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)
     plan = DataPlan(
         rows, seed=1, slots_per_step=cfg.batch_size * cfg.gradient_accumulation_steps * ranks, shuffle=True,
@@ -51,18 +54,31 @@ def widest(cfg, ranks: int) -> tuple[int, int, int]:
             pack_length=plan.pack_length(step),
         ).micro_batches
     ]  # fmt: skip
-    return plan.total_steps(cfg.epochs, cfg.max_steps), max(width for _, width in shapes), shapes[0][0]
+    return (
+        plan.total_steps(cfg.epochs, cfg.max_steps),
+        max(width for _, width in shapes),
+        shapes[0][0],
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_longest_row_is_the_width_of_the_widest_batch(tmp_path: Path, packing: str, ranks: int):
-    cfg = load(SMALL, ROWS, "batch_size=3", "epochs=2", f"data.packing={packing}", f"data.cache_dir={tmp_path}")
+    cfg = load(
+        SMALL,
+        ROWS,
+        "batch_size=3",
+        "epochs=2",
+        f"data.packing={packing}",
+        f"data.cache_dir={tmp_path}",
+    )
     found = planned_sequence(cfg, "auto", ranks=ranks)
     steps, width, _ = widest(cfg, ranks)
     assert (found.tokens, found.group) == (width, 1)
-    if packing == "true":  # without, the rows that an epoch leaves over may be the longest, and steps be the fewer
+    if (
+        packing == "true"
+    ):  # without, the rows that an epoch leaves over may be the longest, and steps be the fewer
         assert found.documents > 1
     assert found.steps == steps
 
@@ -99,7 +115,9 @@ def test_a_choice_that_needs_no_rows():
     found = planned_sequence(cfg, "auto")
     assert found.tokens == 128
     assert "absent.jsonl: no such file" in found.source
-    with pytest.raises(ConfigError, match=r"^--sequence p99: .*not available \(absent.jsonl: no such file"):
+    with pytest.raises(
+        ConfigError, match=r"^--sequence p99: .*not available \(absent.jsonl: no such file"
+    ):
         planned_sequence(cfg, "p99")
 
 
@@ -116,7 +134,9 @@ def test_beside_a_run_nothing_is_tokenized(tmp_path: Path):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
     assert planned_sequence(cfg, wait=0.0).tokens == cfg.max_seq_len
     assert not list(tmp_path.rglob(MANIFEST))
-    assert planned_sequence(load(SMALL, ROWS, "data.cache=false"), wait=60.0).tokens == cfg.max_seq_len
+    assert (
+        planned_sequence(load(SMALL, ROWS, "data.cache=false"), wait=60.0).tokens == cfg.max_seq_len
+    )
 
 
 def test_without_a_tokenizer_rows_have_no_lengths():
@@ -129,10 +149,15 @@ def test_without_a_tokenizer_rows_have_no_lengths():
 
 @pytest.mark.parametrize("choice", ["0", "-1", "1.5", "p98", "", "longest", "²"])
 def test_no_choice(choice: str):
-    with pytest.raises(ConfigError, match=r"^--sequence: found .*expected auto, max, p50, p90, p99 or a number of tok"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--sequence: found .*expected auto, max, p50, p90, p99 or a number of tok",
+    ):
         planned_sequence(load(SMALL), choice)
 
 
 def test_more_than_a_row_can_have():
-    with pytest.raises(ConfigError, match=r"^--sequence 129: sequences have at most max_seq_len tokens \(128\)"):
+    with pytest.raises(
+        ConfigError, match=r"^--sequence 129: sequences have at most max_seq_len tokens \(128\)"
+    ):
         planned_sequence(load(SMALL), "129")

@@ -11,10 +11,17 @@ from recipe_lib.config import load_config
 from recipe_lib.config.paths import list_configs, list_presets
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.models import preset_config, spec_from_config
-from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, plannable, with_layers
+from recipe_lib.plan.world.shape_only_model import (
+    find_layer_pattern,
+    layer_count,
+    plannable,
+    with_layers,
+)
 from tests.plan.configs import SMALL, load
 
-SHIPPED = sorted({name for names in list_configs().values() for name in names if not name.startswith("demo/")})
+SHIPPED = sorted(
+    {name for names in list_configs().values() for name in names if not name.startswith("demo/")}
+)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -30,7 +37,9 @@ def test_every_preset_has_a_config():
     assert {preset for preset in list_presets() if not preset.startswith("demo/")} <= shipped
 
 
-def test_a_run_that_was_planned_before_it_could_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_was_planned_before_it_could_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """demo/lora goes on from what demo/full trains, which is not there yet."""
     monkeypatch.chdir(tmp_path)
     shaped, _ = plannable(load("demo/lora"))
@@ -40,11 +49,15 @@ def test_a_run_that_was_planned_before_it_could_start(tmp_path: Path, monkeypatc
 def test_config_json_alone_is_enough(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(preset_config("qwen3/0.6B")), encoding="utf-8")
     shaped, assumed = plannable(load(SMALL, "~model.preset", f"model.path={tmp_path}"))
-    assert spec_from_config(preset_config(shaped.model.preset), "") == spec_from_config(preset_config("qwen3/0.6B"), "")
+    assert spec_from_config(preset_config(shaped.model.preset), "") == spec_from_config(
+        preset_config("qwen3/0.6B"), ""
+    )
     assert assumed == []
 
 
-def test_the_hub_cache_goes_before_the_shipped_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_hub_cache_goes_before_the_shipped_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Only config.json needs to be there; what it says counts, even where a preset has that id."""
     from huggingface_hub import constants
 
@@ -53,7 +66,9 @@ def test_the_hub_cache_goes_before_the_shipped_shape(tmp_path: Path, monkeypatch
     (cached / "refs" / "main").write_text("0" * 40, encoding="utf-8")
     (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
     config = preset_config("qwen3/0.6B") | {"num_hidden_layers": 3}
-    (cached / "snapshots" / ("0" * 40) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (cached / "snapshots" / ("0" * 40) / "config.json").write_text(
+        json.dumps(config), encoding="utf-8"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     shaped, assumed = plannable(load_config("qwen3/0.6B_full"))
     assert layer_count(shaped) == 3
@@ -63,8 +78,14 @@ def test_the_hub_cache_goes_before_the_shipped_shape(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("meta-llama/Meta-Llama-3-8B-Instruct", "model.path=meta-llama/Meta-Llama-3-8B if it has the same shape"),
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "-8B if it has the same shape"),  # not a 70B of a name more alike
+        (
+            "meta-llama/Meta-Llama-3-8B-Instruct",
+            "model.path=meta-llama/Meta-Llama-3-8B if it has the same shape",
+        ),
+        (
+            "meta-llama/Meta-Llama-3.1-8B-Instruct",
+            "-8B if it has the same shape",
+        ),  # not a 70B of a name more alike
         ("somebody/something", "tune download somebody/something"),
         ("no/such/folder", "found no folder"),
     ],
@@ -95,7 +116,9 @@ def test_nothing_of_an_earlier_run_is_in_the_way(tmp_path: Path):
     assert plannable(cfg)[0].lora.adapter_path == str(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "period"), [("gemma2/2B_full", 2), ("gemma3/1B_full", 6), ("llama3/8B_full", 1)])
+@pytest.mark.parametrize(
+    ("name", "period"), [("gemma2/2B_full", 2), ("gemma3/1B_full", 6), ("llama3/8B_full", 1)]
+)
 def test_the_period_of_layers_is_that_of_their_windows(name: str, period: int):
     shaped, _ = plannable(load_config(name))
     assert find_layer_pattern(shaped) == (0, period)
@@ -111,7 +134,10 @@ def test_a_model_with_fewer_layers_is_the_beginning_of_it(name: str):
     for layers in (1, whole.num_layers - 1, whole.num_layers):
         cut = spec_from_config(preset_config(with_layers(shaped, layers).model.preset), "")
         assert cut.windows == whole.windows[:layers]
-        assert {key for key in vars(cut) if vars(cut)[key] != vars(whole)[key]} <= {"num_layers", "windows"}
+        assert {key for key in vars(cut) if vars(cut)[key] != vars(whole)[key]} <= {
+            "num_layers",
+            "windows",
+        }
         assert cut.num_layers == layers
     assert layer_count(shaped) == whole.num_layers
 

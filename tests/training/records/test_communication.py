@@ -1,4 +1,6 @@
-"""The share of a step in communication: arithmetic of spans, which events count, and a step of two real ranks."""
+"""The share of a step in communication: arithmetic of spans, which events count, and a step of two
+real ranks.
+"""
 
 import random
 import time
@@ -22,7 +24,10 @@ def test_spans_are_counted_once_however_many_run():
     """Against a picture with a cell for each nanosecond."""
     draw = random.Random(7)
     for _ in range(200):
-        lists = [[(at, at + draw.randint(0, 12)) for at in draw.choices(range(50), k=draw.randint(0, 6))] for _ in "ab"]
+        lists = [
+            [(at, at + draw.randint(0, 12)) for at in draw.choices(range(50), k=draw.randint(0, 6))]
+            for _ in "ab"
+        ]
         cells = [{cell for begin, end in spans for cell in range(begin, end)} for spans in lists]
         assert [measure_covered(spans) for spans in lists] == [len(part) for part in cells]
         found = shares(*lists, 100e-9)
@@ -34,7 +39,9 @@ def test_spans_are_counted_once_however_many_run():
 class Event:
     """What kineto tells of an event, as far as it is asked."""
 
-    def __init__(self, name: str, begin: int, length: int, index: int = -1, annotation: bool = False) -> None:
+    def __init__(
+        self, name: str, begin: int, length: int, index: int = -1, annotation: bool = False
+    ) -> None:
         kinds = torch.autograd.DeviceType
         self.name = lambda: name
         self.device_type = lambda: kinds.CPU if index < 0 else kinds.CUDA
@@ -54,7 +61,11 @@ def test_kernels_of_nccl_are_communication_and_other_kernels_of_the_device_compu
         Event("aten::mm", 0, 99),  # the host's
     ]
     assert spans_of(events, torch.device("cuda", 1)) == ([(0, 10)], [(5, 7), (30, 35)])
-    events = [Event("gloo:all_reduce", 0, 10), Event("c10d::allreduce_", 0, 4), Event("aten::mm", 2, 3)]
+    events = [
+        Event("gloo:all_reduce", 0, 10),
+        Event("c10d::allreduce_", 0, 4),
+        Event("aten::mm", 2, 3),
+    ]
     assert spans_of(events, CPU) == ([(0, 10)], [(2, 5)])
 
 
@@ -114,7 +125,9 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert 0 < line["communication_exposed_share"] <= line["communication_share"] < 1
     assert line["scaling_efficiency"] == 1 - line["communication_exposed_share"]
     (said,) = first["said"]
-    assert said.startswith(f"step 2: {line['communication_share']:.1%} of its time in communication, ")
+    assert said.startswith(
+        f"step 2: {line['communication_share']:.1%} of its time in communication, "
+    )
 
 
 def test_one_rank_measures_nothing_and_a_profiler_at_work_is_no_error():

@@ -84,11 +84,15 @@ def test_truncating_to_zero_starts_over_and_a_missing_file_is_fine(tmp_path: Pat
 
 
 def test_bytes_that_are_no_text_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n[1]\n{"loss": 2}\n{"step": 2}\n')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1}\n\xff\xfe\n[1]\n{"loss": 2}\n{"step": 2}\n'
+    )
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_a_kill_while_truncating_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_truncating_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from recipe_lib import files
 
     metrics = MetricsFile(tmp_path)
@@ -110,7 +114,10 @@ def test_a_disk_that_refuses_is_one_line() -> None:
     metrics = MetricsFile(Path("/proc/self"))
     with pytest.raises(
         StorageError,
-        match=r"^/proc/self/metrics\.jsonl: .*(make the folder|make it writable), or choose another place$",
+        match=(
+            r"^/proc/self/metrics\.jsonl: .*(make the folder|make it writable), or choose another"
+            r" place$"
+        ),
     ):
         metrics.append(line(1))
 
@@ -125,7 +132,10 @@ def test_a_full_disk_is_one_line_and_cuts_no_line(tmp_path: Path) -> None:
         return str(caught.value)
 
     said = call_forked(append_on_a_full_disk, disk_bytes=len(before) + 9)
-    assert said.startswith(f"{tmp_path / 'metrics.jsonl'}: No space left on device (") and "free some space" in said
+    assert (
+        said.startswith(f"{tmp_path / 'metrics.jsonl'}: No space left on device (")
+        and "free some space" in said
+    )
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -140,14 +150,18 @@ def test_the_summary_adds_up_the_run(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     for step in range(1, 6):
         metrics.append(line(step, peak=PEAK | {"active": step * GIB}))
-        metrics.append({"step": step, "validation_loss": abs(step - 3) + 1.0, "validation_tokens": 7})
+        metrics.append(
+            {"step": step, "validation_loss": abs(step - 3) + 1.0, "validation_tokens": 7}
+        )
     settings = {
         "seed": 42,
         "tokenizer": {"path": None},
         "note": "hf_0123456789abcdefghijABCDEFGHIJabcd",
         "lr": math.nan,
     }
-    summary = write_summary(tmp_path, "done", settings, wall_seconds=9.5, total_steps=5, world_size=2)
+    summary = write_summary(
+        tmp_path, "done", settings, wall_seconds=9.5, total_steps=5, world_size=2
+    )
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     expected = {
         "status": "done", "steps": 5, "total_steps": 5, "first_loss": 5.0, "final_loss": 1.0,
@@ -162,7 +176,9 @@ def test_the_summary_adds_up_the_run(tmp_path: Path) -> None:
 
 def test_the_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
     summary = write_summary(tmp_path, "stopped", {}, wall_seconds=1.0, total_steps=5, world_size=1)
-    assert summary["status"] == "stopped" and summary["steps"] == 0 and summary["final_loss"] is None
+    assert (
+        summary["status"] == "stopped" and summary["steps"] == 0 and summary["final_loss"] is None
+    )
 
 
 def test_the_summary_of_a_run_that_diverged_has_no_final_loss(tmp_path: Path) -> None:

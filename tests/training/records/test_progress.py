@@ -46,13 +46,25 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
     with closing(Progress(LogConfig(progress="plain"), 12, MAIN, done=2)) as progress:
         progress.step(line(3))
         progress.step(
-            line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None, noise=0.5, cut_tokens=1234.0), own
+            line(
+                4,
+                memory_kind="resident set",
+                loss=float("nan"),
+                grad_norm=None,
+                noise=0.5,
+                cut_tokens=1234.0,
+            ),
+            own,
         )
     assert said == [
-        "step 3/12  loss 2.3457  grad norm 1.5000  lr 2.00e-05  1.2 K tokens/s/device  labels 25%  peak 1.23 GiB  "
-        "eta 1m30s",
-        "step 4/12  loss not finite  noise 0.5000  cut tokens 1,234  grad norm not finite  lr 2.00e-05  "
-        "1.2 K tokens/s/device  labels 25%  resident 1.23 GiB  eta 2m40s",
+        (
+            "step 3/12  loss 2.3457  grad norm 1.5000  lr 2.00e-05  1.2 K tokens/s/device  labels"
+            " 25%  peak 1.23 GiB  eta 1m30s"
+        ),
+        (
+            "step 4/12  loss not finite  noise 0.5000  cut tokens 1,234  grad norm not finite  lr"
+            " 2.00e-05  1.2 K tokens/s/device  labels 25%  resident 1.23 GiB  eta 2m40s"
+        ),
     ]
 
 
@@ -61,7 +73,12 @@ def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
         for step in range(1, 11):
             progress.step(line(step))
         progress.validation({"step": 10, "validation_loss": 0.5})
-    assert [text.split("  ")[0] for text in said] == ["step 4/10", "step 8/10", "step 10/10", "step 10/10"]
+    assert [text.split("  ")[0] for text in said] == [
+        "step 4/10",
+        "step 8/10",
+        "step 10/10",
+        "step 10/10",
+    ]
     assert said[-1] == "step 10/10  validation loss 0.5000"
 
 
@@ -88,8 +105,12 @@ def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert max(len(bar), len(numbers)) < width
         assert "━━━━" in bar and " eta " in bar and " 0%" in bar
         assert numbers.startswith("loss 2.3457  noise 0.5000")
-        kept = [name for name in ("labels", "lr ", "grad norm", "tokens/s", "GiB") if name in numbers]
-        least = {60: ["GiB"], 80: ["tokens/s", "GiB"]}.get(width, ["labels", "lr ", "grad norm", "tokens/s", "GiB"])
+        kept = [
+            name for name in ("labels", "lr ", "grad norm", "tokens/s", "GiB") if name in numbers
+        ]
+        least = {60: ["GiB"], 80: ["tokens/s", "GiB"]}.get(
+            width, ["labels", "lr ", "grad norm", "tokens/s", "GiB"]
+        )
         assert set(least) <= set(kept)
         progress.validation({"step": 3, "validation_loss": 0.5})
     history = lines_on(terminal.getvalue())

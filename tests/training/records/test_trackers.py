@@ -12,8 +12,17 @@ from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.training.run_log import RunLog
 
-MAIN, OTHER = (SimpleNamespace(is_main=main, size=1, raise_together=nullcontext) for main in (True, False))
-LINE = {"step": 3, "loss": 1.5, "memory_kind": "device", "grad_norm": None, "label_tokens": 7, "flag": True}
+MAIN, OTHER = (
+    SimpleNamespace(is_main=main, size=1, raise_together=nullcontext) for main in (True, False)
+)
+LINE = {
+    "step": 3,
+    "loss": 1.5,
+    "memory_kind": "device",
+    "grad_norm": None,
+    "label_tokens": 7,
+    "flag": True,
+}
 NUMBERS = {"loss": 1.5, "label_tokens": 7.0}
 
 
@@ -45,7 +54,9 @@ class Recorder(ModuleType):
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_run_reaches_the_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reaches_the_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = Recorder(name)
     monkeypatch.setitem(sys.modules, name, library)
     log = open_log(tmp_path / "run7", trackers=[name], project="p")
@@ -58,7 +69,9 @@ def test_a_run_reaches_the_library(name: str, tmp_path: Path, monkeypatch: pytes
     assert library.calls[1][1] == {"metrics": NUMBERS, "step": 3}
 
 
-def test_the_run_name_of_the_config_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_name_of_the_config_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = Recorder("trackio")
     monkeypatch.setitem(sys.modules, "trackio", library)
     open_log(tmp_path, trackers=["trackio"], run_name="mine")
@@ -127,7 +140,10 @@ def test_a_refusal_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
     library.init = refuse  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "wandb", library)
-    expected = r"^log\.trackers: wandb refused to start \(api_key not configured \(no-tty\)\); run `wandb login`, or "
+    expected = (
+        r"^log\.trackers: wandb refused to start \(api_key not configured \(no-tty\)\); run `wandb"
+        r" login`, or "
+    )
     with pytest.raises(SetupError, match=expected):
         open_log(tmp_path, trackers=["wandb"])
 

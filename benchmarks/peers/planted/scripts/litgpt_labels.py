@@ -17,7 +17,10 @@ def main(model: Path, pairs: Path, max_len: int) -> None:
     batch = next(iter(data.train_dataloader()))
     kept = [[token for token in row if token != -100] for row in batch["labels"].tolist()]
     texts = [
-        ["</s>" if token == tokenizer.eos_id else tokenizer.processor.id_to_token(token) for token in row]
+        [
+            "</s>" if token == tokenizer.eos_id else tokenizer.processor.id_to_token(token)
+            for token in row
+        ]
         for row in kept
     ]
     print(json.dumps(texts))

@@ -1,4 +1,6 @@
-"""Run by LitGPT's own interpreter: its two documented commands, with a model of these sizes in its list."""
+"""Run by LitGPT's own interpreter: its two documented commands, with a model of these sizes in its
+list.
+"""
 
 import json
 import sys
@@ -6,11 +8,17 @@ from pathlib import Path
 
 
 def main(folder: Path, words: list[str]) -> None:
-    """Converts the Hugging Face folder where that has not been done, then runs the command that the words say."""
+    """Converts the Hugging Face folder where that has not been done, then runs the command that the
+    words say.
+    """
     from litgpt import config
     from litgpt.__main__ import main as litgpt
 
-    if not words or not words[0].startswith("finetune_") or words[0] in ("finetune_full", "finetune_lora"):
+    if (
+        not words
+        or not words[0].startswith("finetune_")
+        or words[0] in ("finetune_full", "finetune_lora")
+    ):
         sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config.name_to_config["planted"] = {
             "name": "planted", "hf_config": {}, "block_size": sizes["max_position_embeddings"],

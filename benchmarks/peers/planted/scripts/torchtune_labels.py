@@ -1,4 +1,6 @@
-"""Run by torchtune's own interpreter: the trained texts of the first rows of a config's dataset, as JSON."""
+"""Run by torchtune's own interpreter: the trained texts of the first rows of a config's dataset, as
+JSON.
+"""
 
 import json
 import sys
@@ -14,7 +16,14 @@ def main(config: str) -> None:
     rows = build.instantiate(cfg.dataset, tokenizer)
     kept = [[int(token) for token in rows[at]["labels"] if token != -100] for at in range(4)]
     end = tokenizer.eos_id
-    print(json.dumps([["</s>" if token == end else tokenizer.decode([token]) for token in row] for row in kept]))
+    print(
+        json.dumps(
+            [
+                ["</s>" if token == end else tokenizer.decode([token]) for token in row]
+                for row in kept
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

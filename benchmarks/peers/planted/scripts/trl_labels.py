@@ -1,11 +1,15 @@
-"""Run by TRL's own interpreter: the trained texts of the first rows of the trainer that a config makes, as JSON."""
+"""Run by TRL's own interpreter: the trained texts of the first rows of the trainer that a config
+makes, as JSON.
+"""
 
 import json
 import sys
 
 
 def main(config: str) -> None:
-    """Makes the trainer as `trl sft` does, and decodes the labels of its first batch, a token at a time."""
+    """Makes the trainer as `trl sft` does, and decodes the labels of its first batch, a token at a
+    time.
+    """
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
@@ -17,7 +21,10 @@ def main(config: str) -> None:
     trainer = SFTTrainer(model=model.model_name_or_path, args=training, train_dataset=rows)
     batch = next(iter(trainer.get_train_dataloader()))
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
-    texts = [[tokenizer.decode([token]) for token in row.tolist() if token != -100] for row in batch["labels"]]
+    texts = [
+        [tokenizer.decode([token]) for token in row.tolist() if token != -100]
+        for row in batch["labels"]
+    ]
     print(json.dumps(texts))
 
 
