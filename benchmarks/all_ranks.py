@@ -35,7 +35,7 @@ PAGE = """# All ranks of a run, planned
 
 Made by `python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md`: Llama 2 7B on two machines of eight
 H100, two pipeline stages, two ranks for each matrix, four shards; 32 micro-batches of 4 sequences of 2048 tokens,
-nothing recomputed. Planned, on a machine without a GPU; [plan.md](../plan.md#all-ranks) has the definitions.
+nothing recomputed. Planned, on a machine without a GPU; [the definitions](../plan_report.md#all-ranks).
 
 ```bash
 {command}

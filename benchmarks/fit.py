@@ -1,12 +1,12 @@
-"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, dense models and mixtures of experts, as
-docs/fit.md.
+"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, dense models and mixtures of experts:
+docs/fit.md, docs/fit_large.md and docs/fit_longest.md.
 
     python -m benchmarks.fit --output docs/fit.md [--only 8B]
 
 For a model, a way to train it and a number of cards, the search of `tune plan --search` looks for
-the fastest settings that fit. The last part of the page is of `benchmarks/longest.py`. Needs no
-GPU, no weights and no data. With --only the other lines are kept, so that `--only none` writes the
-page from the kept lines.
+the fastest settings that fit. The last of the pages is of `benchmarks/longest.py`. Needs no GPU, no
+weights and no data. With --only the other lines are kept, so that `--only none` writes the pages
+from the kept lines.
 """
 
 import argparse
@@ -37,6 +37,7 @@ MODELS = {
     "gpt-oss-20b": "gpt_oss/20B",
     "Qwen3-30B-A3B": "qwen3_moe/30B",
 }
+LARGE = ("32B", "70B", "gpt-oss-20b", "Qwen3-30B-A3B")  # on a page of their own
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
 # Another way to train, for cards on which nothing fits but parameters in host memory: no clipping,
@@ -75,7 +76,7 @@ def main() -> None:
         "--output",
         type=Path,
         required=True,
-        help="the page; its lines are kept beside it, as .json",
+        help="the first page; the others and the lines, as .json, are beside it",
     )
     parser.add_argument(
         "--only", default="", help="lines whose config has this in it, such as 8B_full"
@@ -101,7 +102,9 @@ def main() -> None:
             kept.write_text(text + "\n")
             print(line, file=sys.stderr, flush=True)
     far = longest.read(arguments.output.with_name("longest.json"))
-    arguments.output.write_text(page([lines[cell] for cell in cells if cell in lines], far))
+    pages = write_pages([lines[cell] for cell in cells if cell in lines], far)
+    for name, text in pages.items():
+        arguments.output.with_name(name).write_text(text)
 
 
 def plan_line(cell: tuple[str, str, int]) -> Line:
@@ -133,29 +136,36 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     return line
 
 
-def page(lines: list[Line], far: list[longest.Longest]) -> str:
-    """The page. far: the longest sequences."""
-    parts = [TEXT.format(command=COMMAND, torch=torch.__version__)]
-    for model, config in MODELS.items():
-        for method, title in METHODS.items():
-            found = [line for line in lines if (line.model, line.method) == (model, method)]
-            if found:
-                cfg = load_config(
-                    f"{config}_{method}", (), recipe_for(f"{config}_{method}").schema()
-                )
-                rows = (
-                    f"{cfg.batch_size * cfg.gradient_accumulation_steps} sequences of"
-                    f" {cfg.max_seq_len} tokens"
-                )
-                recipe = recipe_for(f"{config}_{method}").name
-                command = (
-                    f"tune run --nproc_per_node CARDS {recipe} --config {config}_{method} SETTINGS"
-                )
-                parts.append(
-                    f"## {model}, {title}\n\n`{command}`, {rows} per rank and step.\n\n"
-                    + table(found)
-                )
-    return "\n\n".join([*parts, longest.section(far)]) + "\n"
+def write_pages(lines: list[Line], far: list[longest.Longest]) -> dict[str, str]:
+    """Return the text of each page by its name. far: the longest sequences."""
+    small = [write_section(lines, model) for model in MODELS if model not in LARGE]
+    large = [write_section(lines, model) for model in LARGE]
+    made_by = MADE_BY.format(command=COMMAND, torch=torch.__version__)
+    return {
+        "fit.md": "\n\n".join([SMALL_TEXT + made_by, *small, HOW]) + "\n",
+        "fit_large.md": "\n\n".join([LARGE_TEXT + made_by, *large]) + "\n",
+        "fit_longest.md": longest.write_page(far) + "\n",
+    }
+
+
+def write_section(lines: list[Line], model: str) -> str:
+    """Return the tables of a model, one for each method."""
+    parts = [f"## {model}"]
+    for method, title in METHODS.items():
+        of_method = [line for line in lines if (line.model, line.method) == (model, method)]
+        if not of_method:
+            continue
+        config = f"{MODELS[model]}_{method}"
+        recipe = recipe_for(config)
+        cfg = load_config(config, (), recipe.schema())
+        sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+        command = f"tune run --nproc_per_node CARDS {recipe.name} --config {config} SETTINGS"
+        parts += [
+            f"### {model}, {title}",
+            f"`{command}`, {sequences} sequences of {cfg.max_seq_len} tokens per rank and step.",
+            table(of_method),
+        ]
+    return "\n\n".join(parts)
 
 
 def table(lines: list[Line]) -> str:
@@ -178,32 +188,68 @@ def table(lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
-TEXT = """# Recommended settings for 1-8 x 24 GB
+MADE_BY = (
+    """Nothing here was measured. The tables were generated by `{command}` with torch {torch}."""
+)
 
-Generated by `{command}` with torch {torch}.
+SMALL_TEXT = """# Recommended settings for 1-8 x 24 GB
 
-Nothing here was measured: each line is the fastest that `tune plan --search` finds, confirmed by a whole plan. Searched
-are, with the sequences of a step as the config has them: DDP and FSDP, with copies of the model, with weights or
-gradients kept whole through a step (ZeRO-1), and pipelines with the schedules `1f1b` and `zbv`; checkpointing `none`,
-`selective` and `full`; every size of micro-batch. Only where none of them fits, optimizer states of full fine-tuning
-have 8 bits or are in host memory; and where that does not fit, parameters are in host memory. There full fine-tuning is
-also stepped in backward, without clipping and with one sequence a step, and the faster of both is the line. The last
-column has how many settings were estimated, and how many were ruled out without a simulation: what parameters,
-gradients, states and kept activations alone take is too much, or their operations alone take longer than the fastest.
+For those who want a command for a dense model of 1 to 14 billion parameters on 1, 2, 4 or 8 cards of 24 GB.
 
-Active and reserved are bytes of the heaviest rank, host those of one rank, which holds them pinned. Sequences are as
-long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and [rates of
-kernels](measurements/planned_times.md), those of an RTX 3090. 24GB is a card of which CUDA reports 23.5 GiB; context,
-NCCL and reserved headroom are subtracted. `fits` leaves 3 % of the card; `risky` leaves less, or needs
-`PYTORCH_ALLOC_CONF=expandable_segments:True`.
+```bash
+tune plan --fit 1x24GB --config llama3/8B_qlora
+```
 
-The longest sequences are at the end of the page.
+Above each table is its command: put the cards of a line in place of CARDS, its settings in place of SETTINGS. \
+[Larger models and mixtures of experts](fit_large.md) and [the longest sequences](fit_longest.md) have pages of their \
+own. [Which memory lever to pull](memory_levers.md) explains the settings.
 
-Times of mixtures of experts are those of even loads. Their experts on the host are not searched: [moe.md](moe.md).
+"""
 
-Each table's command is above it. `tune plan` instead of `tune run` shows what such a run takes, byte by byte;
-`tune plan --config CONFIG --search --fit 4x24GB` says all settings that were tried.
-[Which memory lever to pull](memory_levers.md) explains the settings."""
+LARGE_TEXT = """# Recommended settings for large models on 1-8 x 24 GB
+
+For those who want a command for a model of 32 or 70 billion parameters, or for a mixture of experts, on 1, 2, 4 or 8 \
+cards of 24 GB.
+
+```bash
+tune plan --fit 4x24GB --config qwen2_5/32B_qlora
+```
+
+Above each table is its command: put the cards of a line in place of CARDS, its settings in place of SETTINGS. \
+[Recommended settings](fit.md#how-to-read-a-line) explains the columns.
+Times of mixtures of experts are those of even loads; their experts in host memory are not searched: [moe.md](moe.md).
+
+"""
+
+HOW = """## How to read a line
+
+| column | what it has |
+|---|---|
+| settings | the fastest that `tune plan --search` finds, confirmed by a whole plan |
+| tokens/s | of all cards; by the data sheet and [rates of kernels](measurements/planned_times.md) of an RTX 3090 |
+| active, reserved | bytes of the heaviest rank |
+| host | pinned host memory of one rank |
+| verdict | `fits` leaves 3 % of the card; `risky` leaves less, or needs `PYTORCH_ALLOC_CONF=expandable_segments:True` |
+| tried | how many settings were estimated, and how many were ruled out without a simulation |
+
+`tune plan` instead of `tune run` shows what such a run takes, byte by byte. `tune plan --config CONFIG --search --fit \
+4x24GB` prints all settings that were tried.
+
+24GB is a card of which CUDA reports 23.5 GiB; context, NCCL and reserved headroom are subtracted. Sequences are as \
+long as the config's `max_seq_len`, and as many to a step as the config has.
+
+## What was searched
+
+- DDP and FSDP, with copies of the model, with weights or gradients kept whole through a step (ZeRO-1).
+- Pipelines with the schedules `1f1b` and `zbv`.
+- Checkpointing `none`, `selective` and `full`.
+- Every size of micro-batch.
+- Only where none of them fits: optimizer states of full fine-tuning in 8 bits or in host memory.
+- Where that does not fit either: parameters in host memory. There full fine-tuning is also stepped in backward, \
+without clipping and with one sequence a step, and the faster of both is the line.
+
+A setting is ruled out without a simulation where parameters, gradients, states and kept activations alone take too \
+much, or their operations alone take longer than the fastest."""
 
 
 if __name__ == "__main__":

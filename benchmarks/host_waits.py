@@ -1,6 +1,7 @@
 """How often the host waits for the device in a step of each recipe, with each value of each lever.
 
-python -m benchmarks.host_waits --output docs/host_waits.json, then python -m benchmarks.levers --output docs/levers.md
+python -m benchmarks.host_waits --output docs/host_waits.json
+python -m benchmarks.levers --output docs/measurements/levers.md
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for, as the last
-part of docs/fit.md.
+"""The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for:
+docs/fit_longest.md.
 
     python -m benchmarks.longest --output docs/longest.json [--only '70B.* 8x80GB'] [--processes 2]
-    python -m benchmarks.fit --output docs/fit.md --only none          writes the page with it
+    python -m benchmarks.fit --output docs/fit.md --only none          writes the page from it
 
 One sequence at a time, with every exact lever on that makes long sequences cheap, shared by all
 cards. Lengths are looked for by estimates, and each line is a whole plan that fits: of the next
@@ -24,7 +24,6 @@ from pathlib import Path
 from benchmarks.fastest_settings import prepared
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
-from recipe_lib.config import load_config
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import make_plan
 from recipe_lib.plan.result import FITS
@@ -210,36 +209,45 @@ def _planned(
     )
 
 
-TITLE = """## The longest sequences
+TITLE = """# The longest sequences on 1-8 cards
 
-Of one sequence at a time on 1, 2, 4 and 8 cards of 24 GB and of 80 GB (`python -m benchmarks.longest --output
-docs/longest.json`): every line is a whole plan that fits, with 3 % of the card to spare and without expandable
-segments, and has no tensor of 2^31 elements, at which FlashAttention 2 fails: that is what bounds an 8B on 80 GB.
-Lengths are powers of two and quarters between them, from {shortest:,} to {longest:,}. The cards share every sequence
-(`parallel.context`), and what layers keep is in host memory; of 65,536 tokens on 4 cards the settings are
+For those who train on long documents and want to know how many tokens of one sequence their cards hold, of 24 GB or
+of 80 GB.
 
-{settings}
+```bash
+tune plan llama3/8B_full --fit 4x24GB {settings}
+```
 
-Where sequences can be half as long again so, or nothing fits else, parameters and states are in host memory too (`p`),
-or frozen layers, streamed from there (`s`). Times are those of the rates that the tables above have, for 80 GB an
-A100's. Host memory is that of all ranks together, sent what one rank sends to others in a step. That a length fits does
-not say that a model understands it: a model knows the positions it was trained with."""
+Nothing here was measured. Every line is a whole plan that fits, with 3 % of the card to spare and without expandable
+segments, by `python -m benchmarks.longest --output docs/longest.json`. That a length fits does not say that a model
+understands it: a model knows the positions it was trained with.
+
+| column | what it has |
+|---|---|
+| longest sequence | one at a time; powers of two and quarters between them, from {shortest:,} to {longest:,} |
+| `p` | parameters and states in host memory too, where sequences can be half as long again so, or nothing fits else |
+| `s` | frozen layers streamed from host memory, likewise |
+| host | of all ranks together |
+| sent | what one rank sends to others in a step |
+| step | by the rates of [Recommended settings](fit.md#how-to-read-a-line); for 80 GB an A100's |
+
+The command above has the settings of 65,536 tokens on 4 cards. The cards share every sequence (`parallel.context`), and
+what layers keep is in host memory. No line has a tensor of 2^31 elements, at which FlashAttention 2 fails: that is what
+bounds an 8B on 80 GB. [Long sequences](long_sequences.md) explains the levers."""
 MARKS = {"memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
 
 
-def section(lines: list[Longest]) -> str:
-    """The part of the page."""
-    words = " ".join(f"`{word}`" for word in settings_of((), 2**16, 4))
-    parts = [TITLE.format(shortest=LENGTHS[0], longest=LENGTHS[-1], settings=words)]
+def write_page(lines: list[Longest]) -> str:
+    """Return the text of docs/fit_longest.md."""
+    settings = " ".join(settings_of((), 2**16, 4))
+    parts = [TITLE.format(shortest=LENGTHS[0], longest=LENGTHS[-1], settings=settings)]
     for model, method in product_of_methods():
-        found = [line for line in lines if (line.model, line.method) == (model, method)]
-        if found:
-            load_config(
-                f"{MODELS[model]}_{method}", (), recipe_for(f"{MODELS[model]}_{method}").schema()
-            )
-            parts.append(
-                f"### {model}, {METHODS[method]}: `{MODELS[model]}_{method}`\n\n{_table(found)}"
-            )
+        of_method = [line for line in lines if (line.model, line.method) == (model, method)]
+        if of_method:
+            parts += [
+                f"## {model}, {METHODS[method]}: `{MODELS[model]}_{method}`",
+                _table(of_method),
+            ]
     return "\n\n".join(parts)
 
 

@@ -2,8 +2,8 @@
 together.
 
 `test_levers` runs what is made from this table: each value, and few runs of many levers at once in
-which every pair of values that is not refused meets. `docs/levers.md` shows it (`python -m
-benchmarks.levers --output docs/levers.md`).
+which every pair of values that is not refused meets. `docs/measurements/levers.md` shows it (`python -m
+benchmarks.levers --output docs/measurements/levers.md`).
 """
 
 from dataclasses import dataclass
