@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="first_rows_of_a_fused_matrix",
-        path="recipe_lib/checkpoint/weights_in.py",
+        path="recipe_lib/checkpoint/weight_loading.py",
         old="(offsets[0] + entry.start, *offsets[1:])",
         new="(offsets[0], *offsets[1:])",
         harm="keys and values of Phi 3 are loaded with the weights of queries",
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="random_numbers_begin_anew",
-        path="recipe_lib/checkpoint/state.py",
+        path="recipe_lib/checkpoint/resumable_state.py",
         old="if manifest.world_size == world.size:",
         new="if manifest.world_size != world.size:",
         harm="a resumed run with dropout is not the uninterrupted one",

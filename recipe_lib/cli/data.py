@@ -249,13 +249,13 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
     untrained = None
     if source is not None and source.folder is not None:
-        from recipe_lib.checkpoint.weights_in import untrained_embeddings
+        from recipe_lib.checkpoint.weight_loading import find_untrained_embeddings
 
         special = special_tokens(tokenizer)
         used = sorted(special.keys() & ids_used(dataset, validation))
         untrained = [
             special[token]
-            for token in untrained_embeddings(source.spec, source.folder, used, special)
+            for token in find_untrained_embeddings(source.spec, source.folder, used, special)
         ]
     found = inspect(dataset, validation, cfg.max_seq_len, untrained)
     faults = [finding for finding in found.findings if finding.name not in arguments.allow]

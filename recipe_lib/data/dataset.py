@@ -283,7 +283,7 @@ def check_vocabulary(
         )
     for dataset in datasets:
         if dataset is not None and dataset.largest_id >= model_vocab_size:
-            token = tokenizer.token_bytes(dataset.largest_id).decode(errors="replace")
+            token = tokenizer.get_token_bytes(dataset.largest_id).decode(errors="replace")
             raise DataError(
                 f"{dataset.report.source}: found the token {token!r} with the id"
                 f" {dataset.largest_id}, expected ids below the model's"

@@ -293,7 +293,7 @@ def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     special = np.isin(ids, list(special_tokens(tokenizer)))
     kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
     for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):
-        text = b"".join(tokenizer.token_bytes(number) for number, *_ in run).decode(
+        text = b"".join(tokenizer.get_token_bytes(number) for number, *_ in run).decode(
             "utf-8", errors="replace"
         )
         yield Piece(text, is_trained, is_special)

@@ -282,7 +282,9 @@ class Template:
         self.is_chat = is_chat
         # It is written, so that what follows is encoded as it is after BOS.
         self._bos = bos_text(tokenizer, add_bos)
-        self.stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
+        self.stops = {
+            tokenizer.get_token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids
+        }
 
     @cached_property
     def end(self) -> TurnEnd:
@@ -370,7 +372,7 @@ class RenderedChat:
         """Return a text as tokens, for error lines."""
         tokenizer = self.template.tokenizer
         ids = encode_escaped(tokenizer, [text], self.escape)[0]
-        return [tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
+        return [tokenizer.get_token_bytes(i).decode(errors="replace") for i in ids]
 
 
 def require_text(rendering: str | DataError) -> str:
@@ -496,7 +498,7 @@ def eos_text(tokenizer: Tokenizer) -> str:
             f"{tokenizer.place}: the tokenizer has no EOS token to end an answer with; "
             "set eos_token in tokenizer_config.json"
         )
-    return tokenizer.token_bytes(tokenizer.eos_id).decode()
+    return tokenizer.get_token_bytes(tokenizer.eos_id).decode()
 
 
 def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
@@ -505,7 +507,7 @@ def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
     """
     if not add_bos or tokenizer.bos_id is None or not tokenizer.add_bos_by_default:
         return ""
-    bos = tokenizer.token_bytes(tokenizer.bos_id).decode(errors="replace")
+    bos = tokenizer.get_token_bytes(tokenizer.bos_id).decode(errors="replace")
     return bos if tokenizer.encode_pieces([bos])[0] == [tokenizer.bos_id] else ""
 
 

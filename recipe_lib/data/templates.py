@@ -541,7 +541,7 @@ class Encoder:
         turn_tokens = (
             set(self._ends)
             if bos is None
-            else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
+            else {*self._ends, self.tokenizer.get_token_bytes(bos).decode()}
         )
         for messages in _PROBES:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)

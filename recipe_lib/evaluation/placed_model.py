@@ -12,9 +12,9 @@ from torch import nn
 
 from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.checkpoint.verify import adapter_settings_of
+from recipe_lib.checkpoint.verify import make_adapter_settings
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.generation.source import GenerationSource
@@ -68,7 +68,7 @@ def place_model(
     if source.adapter is not None:
         held = read_adapter(source.adapter)
         check_fits(held, spec)
-        lora = adapter_settings_of(held, spec)
+        lora = make_adapter_settings(held, spec)
         kept = replace(lora, quantize_base=storage, dtype=None if cfg.dtype == "fp64" else "fp32")
         assert isinstance(cfg, LoraFinetuneConfig)
         cfg = replace(cfg, lora=kept)

@@ -274,7 +274,7 @@ def rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
 
 
 def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
-    """The weight as `recipe_lib.checkpoint.merged` merges it: in fp32, then in the weight's
+    """The weight as `recipe_lib.checkpoint.adapter_merging` merges it: in fp32, then in the weight's
     type.
     """
     if not adapter:

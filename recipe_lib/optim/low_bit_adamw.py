@@ -454,7 +454,7 @@ class StateChunk:
 class ChunkedOptimizer(Optimizer):
     """An optimizer whose step goes through a rank's part of each parameter piece by piece.
 
-    `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for
+    `optimizer.state[parameter]` has `step`, a number, and the tensors of `make_states`; a step for
     any of the parameters alone is as good as one for all.
     """
 
@@ -487,7 +487,7 @@ class ChunkedOptimizer(Optimizer):
         if owner in self._starts:
             self._starts[parameter] = self._starts[owner]
 
-    def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros for every state tensor of a parameter, by their keys; sharded as it is."""
         found = layouts(
             parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
@@ -554,7 +554,7 @@ class ChunkedOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            state |= self.new_states(parameter)
+            state |= self.make_states(parameter)
             if MASTER in state:
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1

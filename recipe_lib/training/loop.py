@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import BEST_RECORD, read_manifest
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches

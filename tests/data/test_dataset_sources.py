@@ -25,7 +25,7 @@ def refused(line, tokenizer, max_seq_len=64, **settings):
 def answers(dataset, tokenizer, row):
     """The trained text of a row, runs of it put together."""
     labels = dataset[row].labels
-    return b"".join(tokenizer.token_bytes(int(label)) for label in labels[labels >= 0]).decode()
+    return b"".join(tokenizer.get_token_bytes(int(label)) for label in labels[labels >= 0]).decode()
 
 
 PAIRS = [

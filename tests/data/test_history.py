@@ -145,7 +145,7 @@ def check_answer(
     stop = (template.call_end if is_call else "") or template.end
     special = [i for i in ids[start:end] if tokenizer.is_special(i)]
     assert trained.rstrip().endswith(stop)
-    assert tokenizer.token_bytes(special[-1]).decode() == oracle.tokenizer.tokenize(stop)[-1]
+    assert tokenizer.get_token_bytes(special[-1]).decode() == oracle.tokenizer.tokenize(stop)[-1]
     finished = oracle.render(messages[: number + 1], tools, False)
     if not finished.startswith(given):
         assert trained == thought_ended(oracle, (messages, tools), number, finished, given)
@@ -193,7 +193,7 @@ def test_tags_that_are_special_tokens_stay_tags_around_a_thought_alone(
     for row in (Conversation(messages), plain):
         for encoded in encoder.encode_sample(row).sequences:
             texts = [
-                encoder.tokenizer.token_bytes(i)
+                encoder.tokenizer.get_token_bytes(i)
                 for i in encoded.ids
                 if encoder.tokenizer.is_special(i)
             ]

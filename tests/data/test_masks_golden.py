@@ -146,7 +146,7 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
         str(folder_of(name) if has_json else real_folder("gpt2"))
     )
     if not has_json:  # only the text can be compared: the special tokens that templates ask for
-        special = {role: tokenizer.token_bytes(i).decode() for role, i in
+        special = {role: tokenizer.get_token_bytes(i).decode() for role, i in
                    (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)) if i is not None}  # fmt: skip
         reference.add_special_tokens(special)
     compared = 0
