@@ -129,8 +129,8 @@ MUTATIONS = [
     Mutation(
         name="newest_state_by_name",
         path="recipe_lib/checkpoint/run_files.py",
-        old="return sorted(found, key=lambda item: item[1].sequence, reverse=True)",
-        new="return sorted(found, key=lambda item: item[0].name, reverse=True)",
+        old="return sorted(states, key=lambda item: item[1].sequence, reverse=True)",
+        new="return sorted(states, key=lambda item: item[0].name, reverse=True)",
         harm="resume=latest goes back from step 10 to step 9",
         tests=("tests/checkpoint/test_state.py", "-k", "keep_and_order"),
     ),

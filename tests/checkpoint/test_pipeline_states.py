@@ -223,7 +223,7 @@ def test_names_are_in_the_order_of_the_whole_model() -> None:
             with staged(name, spec_of(CONFIG)) as (model, world):
                 holders = find_holders(model, world)
                 assert holders.first["model.layers.0.mlp.up_proj.weight"] == 0
-                assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.own == 0)
+                assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.leader == 0)
                 orders.append(list(holders.first))
         return orders
 
