@@ -304,8 +304,8 @@ MUTATIONS = [
     Mutation(
         name="space_after_a_special_token",
         path="recipe_lib/tokenizers/tokenizer.py",
-        old="place, strip_next = TextPosition.AFTER_SPECIAL, token.rstrip",
-        new="place, strip_next = TextPosition.INSIDE, token.rstrip",
+        old="position = TextPosition.AFTER_SPECIAL\n",
+        new="position = TextPosition.INSIDE\n",
         harm="the first word after a special token has other ids than in transformers",
         tests=("tests/tokenizers/test_made.py",),
     ),

@@ -63,7 +63,7 @@ FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, and what
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What an adapter's file has of one tensor of the base. None: that is not in the file."""
+    """The parts that an adapter's file has of one tensor of the base. None: not in the file."""
 
     copy: FileTensorName | None = None  # in the base's place
     frozen: FileTensorName | None = None  # a copy that PEFT saves though it was not trained
@@ -95,16 +95,16 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
 class SavedWeights:
     """The saved tensors of an adapter by the parameters of the model that they are for."""
 
+    # Of the adapter's file.
     path: Path
-    """Of the adapter's file."""
+    # Of the base with them: they may resize its vocabulary, and tell embedding and head apart.
     spec: ModelSpec
-    """Of the base with them: they may resize its vocabulary, and tell embedding and head apart."""
+    # Our parameter -> what is saved of it, and the row of that at which it begins.
     parts: Mapping[str, tuple[SavedTensor, int]] = field(default_factory=dict)
-    """Our parameter -> what is saved of it, and the row of that at which it begins."""
+    # Our parameter -> the tokens whose rows are saved, in the order of the rows.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Our parameter -> the tokens whose rows are saved, in the order of the rows."""
+    # Our bias -> factor of the bias that is added to it.
     scalings: Mapping[str, float] = field(default_factory=dict)
-    """Our bias -> factor of the bias that is added to it."""
 
     def read_rows(
         self, name: str, start: int, stop: int, read_base: Callable[[], Tensor]
@@ -208,8 +208,8 @@ _NOTHING = SavedTensor()
 class _BaseTensor:
     """A tensor of the base under the name that PEFT has for it."""
 
+    # Our parameters in it.
     entries: tuple[WeightEntry, ...]
-    """Our parameters in it."""
     shape: tuple[int, ...]
 
 
@@ -311,8 +311,8 @@ def _list_name_faults(
             unknown.append(file_name)
     if without_base:
         faults.append(
-            f"{adapter.path}: {without_base[0]} is a bias of an adapter (lora_bias), and that linear of"
-            " the base has none to take it up, in PEFT's merge either; use it with PEFT as it is,"
+            f"{adapter.path}: {without_base[0]} is a bias of an adapter (lora_bias), and that linear"
+            " of the base has none to take it up, in PEFT's merge either; use it with PEFT as it is,"
             " or train one with lora_bias=False"
         )
     if unknown:

@@ -100,31 +100,31 @@ _REPEATED = ("pissa", "olora")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What of an `adapter_config.json` decides what the adapter computes."""
+    """The values of an `adapter_config.json` that decide what the adapter computes."""
 
     rank: int
     alpha: float
+    # Scaled by alpha / sqrt(rank).
     rslora: bool
-    """Scaled by alpha / sqrt(rank)."""
     dora: bool
+    # Name of the model that it was trained on.
     base: str = ""
-    """Name of the model that it was trained on."""
+    # Pattern of a module's or parameter's name -> its own rank.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    """Pattern of a module's or parameter's name -> its own rank."""
+    # Pattern of a module's or parameter's name -> its own alpha.
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    """Pattern of a module's or parameter's name -> its own alpha."""
+    # Ends of the names of parameters that have an adapter by themselves, as experts' have.
     parameters: tuple[str, ...] = ()
-    """Ends of the names of parameters that have an adapter by themselves, as experts' have."""
+    # Ends of the names of modules that are in the file as a whole (modules_to_save).
     saved: tuple[str, ...] = ()
-    """Ends of the names of modules that are in the file as a whole (modules_to_save)."""
+    # End of a module's name, empty for the embedding -> rows of its weight that are in the file.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """End of a module's name, empty for the embedding -> rows of its weight that are in the file."""
+    # B has a bias (lora_bias).
     biases: bool = False
-    """B has a bias (lora_bias)."""
+    # Values of the keys SELECTING.
     selection: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the keys SELECTING."""
+    # The file, named in errors.
     path: Path = Path(CONFIG_FILE)
-    """The file, named in errors."""
     # Key of the file, name of a module -> the number of the pattern that matches it.
     _matches: dict[tuple[str, str], int | None] = field(
         default_factory=dict, compare=False, repr=False
@@ -232,7 +232,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _find_start_fault(path: Path, start: Any) -> str | None:
-    """Return why an adapter that began like this does not fit its base; None if it does."""
     if start in _STARTS and type(start) is not int:  # 1 == True
         return None
     remedy = (

@@ -108,8 +108,7 @@ def export_adapter(
     holders = find_holders(model, world)
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     # Of all ranks: one of a pipeline may have no adapter.
-    planned_adapters = plan_tensors(adapters, holders, world)
-    dtype = next(iter(planned_adapters.values())).dtype
+    dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype
     plan: list[PlannedTensor] = []
     for module in modules:
         prefix = f"{PREFIX}{file_name(module.name, is_multimodal)}"
@@ -194,7 +193,7 @@ def _list_targets(module: FileModule, cfg: LoraConfig) -> list[str]:
 def _choose_target_modules(
     modules: list[FileModule], spec: ModelSpec, is_multimodal: bool
 ) -> list[str] | str:
-    """Return target_modules for PEFT: the last parts of the modules' names, wherever that is clear."""
+    """Return target_modules for PEFT: the last parts of the modules' names, where that is clear."""
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
@@ -251,7 +250,6 @@ def _gather_pieces(
 
 
 def _get_factor_names(module: FileModule) -> tuple[str, str]:
-    """Return the names of A and B in a module of ours."""
     return (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
 
 

@@ -78,14 +78,14 @@ class AdapterFile:
 
     folder: Path
     config: AdapterConfig
+    # Module as files name it -> suffix of the tensor's name -> (name in the file, header).
     tensors: Mapping[str, Mapping[str, FileTensorName]]
-    """Module as files name it -> suffix of the tensor's name -> (name in the file, header)."""
+    # Of the tensor file.
     metadata: Mapping[str, str]
-    """Of the tensor file."""
+    # Our name -> a parameter that a recipe added to the model, or a score head's weight.
     extras: Mapping[str, FileTensorName] = field(default_factory=dict)
-    """Our name -> a parameter that a recipe added to the model, or a score head's weight."""
+    # PEFT's name -> a weight of the base that the file has.
     saved: Mapping[str, SavedTensor] = field(default_factory=dict)
-    """PEFT's name -> a weight of the base that the file has."""
 
     @property
     def path(self) -> Path:
@@ -173,7 +173,6 @@ def read_score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
 def _check_contents(
     path: Path, header: Header, *, unknown: list[str], extras: Collection[str]
 ) -> None:
-    """Raise CheckpointError for tensors that are no adapter's, and for types that cannot be read."""
     faults = []
     if unknown:
         faults.append(
@@ -224,9 +223,9 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     if single_experts and has_experts:
         faults.append(
             f"{adapter.path}: adapts the linears of each expert ({single_experts[0]}), as"
-            " transformers 4 has them; expected mlp.experts.gate_up_proj and mlp.experts.down_proj, in each of which"
-            " all experts of a layer are one parameter; merge it with transformers 4 and PEFT, or"
-            " train it again"
+            " transformers 4 has them; expected mlp.experts.gate_up_proj and"
+            " mlp.experts.down_proj, in each of which all experts of a layer are one parameter;"
+            " merge it with transformers 4 and PEFT, or train it again"
         )
     elif unknown_names & modules:
         named = name_first(unknown_names & modules, "is", "are")
@@ -242,8 +241,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             f"{adapter.path}: {named} no module of this model; the adapter was made for another"
             f" base{base}"
         )
-    adapted = adapter.list_modules(saved.spec)
-    linears = [module for module in adapted if not module.experts]
+    linears = [module for module in adapter.list_modules(saved.spec) if not module.experts]
     faults.append(_find_unselected_fault(adapter, linears))
     for name in sorted(adapter.tensors.keys() - unknown_names):
         module_fault = _find_module_fault(adapter, known_modules[name])
@@ -272,7 +270,6 @@ def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> s
 
 
 def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
-    """Return what is wrong with the tensors of one module's adapter, or None."""
     config = adapter.config
     tensors = adapter.tensors[module.name]
     expected = module.shapes(config.get_rank(module), config.dora)
@@ -336,7 +333,7 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
 
 
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
-    """Raise CheckpointError if the adapter was trained on other weights, as far as its file tells."""
+    """Raise CheckpointError if the adapter's file tells that it was trained on other weights."""
     fingerprint = adapter.metadata.get(BASE_FINGERPRINT)
     if fingerprint is not None and fingerprint != compute_base_fingerprint(spec, base):
         base_name = f", {adapter.config.base}" if adapter.config.base else ""
@@ -356,7 +353,6 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
 
 
 def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
-    """Return a line for an adapter that is DoRA or rsLoRA where the run's is not, or None."""
     config = adapter.config
     changes = []
     if config.dora != cfg.dora:
@@ -374,7 +370,6 @@ def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
 
 
 def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    """Return a line for an adapter of other modules than the run adapts, or None."""
     expected = {module.name: module for module in adapted_modules(spec, cfg)}
     modules = {
         module.name: find_used_parts(adapter, module) for module in adapter.list_modules(spec)
@@ -451,9 +446,7 @@ def is_stacked(adapter: AdapterFile, module: FileModule, parts: int, rank: int) 
     second = adapter.read(module.name, SECOND)
     for number, part in enumerate(find_used_parts(adapter, module).parts):
         rows = second[part.start : part.start + part.rows]
-        before = rows[:, : number * rank]
-        after = rows[:, (number + 1) * rank :]
-        if before.any() or after.any():
+        if rows[:, : number * rank].any() or rows[:, (number + 1) * rank :].any():
             return False
     return True
 

@@ -87,7 +87,6 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
 
 
 def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
-    """Fill the parameters that a recipe added to the model, and the weight of a score head."""
     file_extras = {
         name: FileTensor(adapter.path, entry, extra=True)
         for name, (_, entry) in adapter.extras.items()

@@ -79,15 +79,15 @@ _PIECE_ELEMENTS = 2**24  # elements of the weight that are computed at a time: 6
 class Update:
     """The adapter of a weight `[n, m]`: LoRA adds `scaling * second @ first` to it."""
 
+    # LoRA's A, `[r, m]`.
     first: Tensor
-    """LoRA's A, `[r, m]`."""
+    # LoRA's B, `[n, r]`.
     second: Tensor
-    """LoRA's B, `[n, r]`."""
     scaling: float
+    # DoRA's magnitudes, of the n rows, or with `by_column` of the m columns. None: LoRA.
     lengths: Tensor | None = None
-    """DoRA's magnitudes, of the n rows, or with `by_column` of the m columns. None: LoRA."""
+    # True for an embedding, whose adapter PEFT makes for the transposed weight.
     by_column: bool = False
-    """True for an embedding, whose adapter PEFT makes for the transposed weight."""
 
     def slice_rows(self, start: int, stop: int) -> "Update":
         """Return the update of these rows of the weight; not for one with lengths by column."""
@@ -212,16 +212,7 @@ def merge_adapter(
     # Embedding and head differ as soon as one of them has an adapter.
     is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
     merged_spec = replace(saved.spec, tied=is_tied)
-    parameters = {
-        name: PlannedTensor(name, file_dtype, shape)
-        for name, shape in parameter_shapes(merged_spec).items()
-    }
-    for name, (_, entry) in adapter.extras.items():
-        # A recipe's tables of integers keep their type.
-        extra_dtype = DTYPES[entry.dtype]
-        if extra_dtype.is_floating_point:
-            extra_dtype = file_dtype
-        parameters[name] = PlannedTensor(name, extra_dtype, entry.shape)
+    parameters = _plan_parameters(merged_spec, adapter, file_dtype)
     shards = plan_shards(
         merged_spec, parameters, max_shard_bytes=max_shard_bytes, extras=adapter.extras
     )
@@ -274,6 +265,22 @@ def merge_adapter(
         run_on_all_ranks(ranks, write)
 
 
+def _plan_parameters(
+    spec: DecoderSpec, adapter: AdapterFile, file_dtype: torch.dtype
+) -> dict[str, PlannedTensor]:
+    """Return the parameters of the merged model, and the extra ones that the adapter has."""
+    parameters = {
+        name: PlannedTensor(name, file_dtype, shape)
+        for name, shape in parameter_shapes(spec).items()
+    }
+    for name, (_, entry) in adapter.extras.items():
+        # A recipe's tables of integers keep their type.
+        dtype_in_file = DTYPES[entry.dtype]
+        extra_dtype = file_dtype if dtype_in_file.is_floating_point else dtype_in_file
+        parameters[name] = PlannedTensor(name, extra_dtype, entry.shape)
+    return parameters
+
+
 def _read_checked(
     base_folder: Path, adapter_folder: Path, implementation: str | None
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
@@ -314,7 +321,7 @@ class _MergedWeights:
         """Keep the files of the base and of the adapter, of which nothing is read yet.
 
         spec: of the merged model. saved: the base's weights that the adapter has. tensors, entries:
-        of the base's files. quantize, dtype: how the run kept the base. file_dtype: of what is read.
+        of the base's files. quantize, dtype: how the run kept the base. file_dtype: of the pieces.
         """
         self._adapter = adapter
         self._saved = saved
@@ -330,7 +337,7 @@ class _MergedWeights:
             self._modules |= {part.module: (module, part) for part in module.parts}
 
     def read(self, name: str) -> Iterator[Tensor]:
-        """Yield a parameter in consecutive pieces of rows; that of a layer's experts in one piece."""
+        """Yield a parameter in consecutive pieces of rows, that of a layer's experts whole."""
         if name in self._adapter.extras:
             extra = self._adapter.read_extra(name)
             yield extra.to(self._file_dtype) if extra.is_floating_point() else extra
@@ -398,9 +405,8 @@ class _MergedWeights:
         first = self._adapter.read(module.name, FIRST)
         second = self._adapter.read(module.name, SECOND)
         scaling = self._adapter.config.compute_scaling(module)
-        merged = weight  # in place, where the type stays
-        if self._file_dtype != self._dtype:
-            merged = torch.empty_like(weight, dtype=self._file_dtype)
+        is_same_dtype = self._file_dtype == self._dtype  # then it is merged in place
+        merged = weight if is_same_dtype else torch.empty_like(weight, dtype=self._file_dtype)
         all_factors = zip(*expert_factors(first, second, module.experts), strict=True)
         for number, factors in enumerate(all_factors):
             merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
@@ -454,8 +460,7 @@ def _merge_external(
                 merged = _merge_matrix(weight.t() if is_transposed else weight, update)
                 weight = merged.t().contiguous() if is_transposed else merged
         parameter.data = weight.to(file_dtype) if weight.is_floating_point() else weight
-    source_config = read_config(base_folder)
-    export_model(model, spec, source_config, out, world=SingleRank(), **export_options)
+    export_model(model, spec, read_config(base_folder), out, world=SingleRank(), **export_options)
 
 
 def _merge_matrix(weight: Tensor, update: Update) -> Tensor:

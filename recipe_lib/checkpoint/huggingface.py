@@ -65,7 +65,7 @@ def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False)
         if not is_preset:
             return find_checkpoint(name)
     except CheckpointError as error:
-        # A preset's name, or a config.json that somebody has written: both stand for random weights.
+        # The name of a preset or of a config.json: both stand for random weights.
         if name not in list_presets() and not name.endswith(".json"):
             raise CheckpointError(
                 f"{show(str(folder))}: its base is {error}, or say where it is with --base"

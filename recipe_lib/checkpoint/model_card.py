@@ -94,7 +94,6 @@ def _read_license(folder: Path | None) -> str | None:
 
 
 def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
-    """Return the hub's tags for the kind of training."""
     kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
     if cfg is None:
         return kinds
@@ -111,7 +110,6 @@ def _write_sections(
     lora: LoraConfig | None,
     is_adapter: bool,
 ) -> Iterator[str]:
-    """Yield title, first sentence, data and settings."""
     kind = "full fine-tuning"
     if lora is not None:
         kind = "DoRA" if lora.dora else "LoRA"

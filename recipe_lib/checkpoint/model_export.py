@@ -329,18 +329,18 @@ class TensorPieces:
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What stands beside the weights of an exported folder."""
+    """The files beside the weights of an exported folder."""
 
+    # Where its files are copied from: a folder, or a tokenizer file. None: no tokenizer.
     tokenizer_folder: Path | None
-    """Where its files are copied from: a folder, or a tokenizer file. None: no tokenizer."""
+    # A template's text or file, in the place of the tokenizer's own.
     chat_template: str | Path | None = None
-    """A template's text or file, in the place of the tokenizer's own."""
+    # Ids that end an answer, for generation_config.json.
     stop_ids: Collection[int] = ()
-    """Ids that end an answer, for generation_config.json."""
+    # Text of README.md.
     card: str | None = None
-    """Text of README.md."""
+    # Of a model with a score head, the id that its config.json takes for padding.
     pad_id: int | None = None
-    """Of a model with a score head, the id that its config.json takes for padding."""
 
 
 @contextmanager

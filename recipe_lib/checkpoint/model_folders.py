@@ -61,7 +61,7 @@ def find_weights(folder: Path) -> dict[str, str]:
 
 
 def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
-    """Return the names of the folder's files with weights, of any format, that are not in `read`."""
+    """Return the names of the folder's files with weights, of any format, but for those `read`."""
     return [name for name in list_weight_files(folder) if name not in read]
 
 

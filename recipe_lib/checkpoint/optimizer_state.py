@@ -78,7 +78,6 @@ def get_parameter_name(full_name: str) -> str:
 def _map_parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter. ValueError for one of the optimizer that is none."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -142,7 +141,6 @@ def gather_optimizer_settings(
 
 
 def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return groups and plain states of this rank's optimizer, as `gather_optimizer_settings`."""
     names = _map_parameter_names(model, optimizer)
     groups = [
         {
@@ -169,7 +167,6 @@ def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _convert_to_json(value: Any) -> Any:
-    """Return a value of an optimizer's group or state as JSON has it. ValueError: it has none."""
     if isinstance(value, torch.Tensor):  # a learning rate may be held in a tensor
         return float(value)
     if isinstance(value, (tuple, list)):
@@ -284,7 +281,6 @@ def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 def _make_empty_state(
     parameter: torch.Tensor, *, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Return an empty state of one of torch's optimizers; None for a shape that it cannot have."""
     if shape and shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     if not shape:

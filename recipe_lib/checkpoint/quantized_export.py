@@ -40,16 +40,16 @@ _LENGTH = 32  # of the prompt that both models are compared on
 
 @dataclass(frozen=True)
 class QuantizedReport:
-    """How the quantized model compares with the model, on a fixed prompt of random tokens."""
+    """Comparison of a quantized model with the model, on a fixed prompt of random tokens."""
 
+    # How many were quantized.
     linears: int
-    """How many were quantized."""
+    # Mean KL divergence of the next token's probabilities from the model's, in nats.
     divergence: float
-    """Mean KL divergence of the next token's probabilities from the model's, in nats."""
+    # Largest difference of logits.
     difference: float
-    """Largest difference of logits."""
+    # Largest logit of the model.
     largest: float
-    """Largest logit of the model."""
 
     @property
     def check(self) -> str:
@@ -136,7 +136,6 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
 
 
 def _import_transformers() -> Any:
-    """Return the package. Raises SetupError if it is not installed."""
     silence_torchao()  # before transformers imports it
     try:
         import transformers
@@ -179,7 +178,6 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
 
 
 def _open(folder: Path, **more: Any) -> Any:
-    """Return transformers' model of a folder. Raises CheckpointError if it does not open it."""
     try:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""What checkpoints need of several ranks: run an action together, gather, and write from rank 0.
+"""Run checkpoint work on several ranks: act together, gather, and write from rank 0.
 
 `run_on_all_ranks` and `run_on_rank_0` raise a fault of any rank on all of them, so that none waits
 for another forever. `find_holders` says which ranks have which parameters: all of them all, or, in
@@ -61,15 +61,12 @@ class SingleRank:
     device = torch.device("cpu")
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `fn(...)`."""
         return fn(*args, **kwargs)
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """Return the value."""
         return value
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return the value, alone in a list."""
         return [value]
 
 
@@ -146,16 +143,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Holders:
-    """Which ranks have which parameters and buffers of the whole model."""
+    """The ranks that have each parameter and buffer of the whole model."""
 
+    # This process.
     rank: int
-    """This process."""
+    # Of every rank, the first rank of its group.
     leaders: tuple[int, ...]
-    """Of every rank, the first rank of its group."""
+    # Name, in the order of the whole model -> the first rank that has it.
     first: dict[str, int]
-    """Name, in the order of the whole model -> the first rank that has it."""
+    # Name -> TRAINED, FROZEN or BUFFER.
     kinds: dict[str, str]
-    """Name -> TRAINED, FROZEN or BUFFER."""
 
     @property
     def leader(self) -> int:
@@ -225,7 +222,7 @@ class Holders:
 
 
 def find_holders(model: nn.Module, world: RankGroup) -> Holders:
-    """Return which ranks have which parameters. Collective in a pipeline; elsewhere all have all."""
+    """Return which ranks have which parameters. Collective in a pipeline."""
     kinds_here = {
         name: TRAINED if parameter.requires_grad else FROZEN
         for name, parameter in model.named_parameters()
@@ -244,8 +241,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     kinds: dict[str, str] = {}
     sort_keys: dict[str, tuple[int, int, int]] = {}
     for rank, part in enumerate(parts):
-        part_names = [name for name, _ in part or []]
-        part_keys = _find_sort_keys(part_names)
+        part_keys = _find_sort_keys([name for name, _ in part or []])
         for (name, kind), sort_key in zip(part or [], part_keys, strict=True):
             if name not in first:
                 first[name] = rank
@@ -277,7 +273,6 @@ def _find_sort_keys(names: list[str]) -> list[tuple[int, int, int]]:
 
 
 def _send(piece: torch.Tensor) -> None:
-    """Send a tensor to rank 0, each chunk of bytes after its size."""
     for chunk in copy_to_host(piece):
         dist.send(torch.tensor([len(chunk)]), dst=0)
         dist.send(torch.frombuffer(chunk, dtype=torch.uint8), dst=0)

@@ -201,14 +201,14 @@ SHARDING = "DCP_SHARDING_INFO"
 
 @dataclass(frozen=True)
 class _Shard:
-    """What a rank writes of a state."""
+    """One rank's part of a state, to be written."""
 
+    # Its parts of tensors, with the parts' shapes.
     planned: list[PlannedTensor]
-    """Its parts of tensors, with the parts' shapes."""
+    # Tensor -> `saved_offsets`, where its part begins, and `global_shape`.
     sharding: dict[str, dict[str, list[int]]]
-    """Tensor -> `saved_offsets`, where its part begins, and `global_shape`."""
+    # The parts' data, each taken when it is written.
     pieces: Iterator[torch.Tensor]
-    """The parts' data, each taken when it is written."""
 
 
 def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
@@ -319,7 +319,6 @@ def verify_state(path: Path, world: RankGroup) -> str | None:
 
 
 def _find_missing_files(path: Path) -> str | None:
-    """Return what names and sizes show to be wrong with a state's folder, or None."""
     if not path.is_dir():
         return "no such folder"
     try:
@@ -334,7 +333,6 @@ def _find_missing_files(path: Path) -> str | None:
 
 
 def _read_whole_manifest(path: Path) -> Manifest:
-    """Return the manifest of a state that has all its files. Raises CheckpointError."""
     try:
         manifest = check_presence(path)
         if all(record.name != STATE for record in manifest.files):
@@ -408,7 +406,6 @@ def has_adapters(path: Path) -> bool:
 
 
 def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
-    """Return state.json. CheckpointError where an optimizer is asked for and it has none."""
     saved = read_state_json(path)
     if with_optimizer and saved.get("optimizer") is None:
         raise CheckpointError(
@@ -420,7 +417,7 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
-    """Return of each tensor type, global shape, and the file of each part, by the files' headers."""
+    """Return type, global shape and parts of each tensor, and which files have them."""
     tensors: dict[str, TensorStorageMetadata] = {}
     file_names: dict[MetadataIndex, str] = {}
     for file_name in names:
@@ -459,7 +456,7 @@ def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tenso
 def _reorder_fused(
     targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module
 ) -> None:
-    """Put the rows of fused matrices into the order in which this run's ranks keep them. Collective.
+    """Put the rows of fused matrices into the order of this run's ranks. Collective.
 
     Another tensor parallel size has saved them in another order.
 
@@ -547,7 +544,7 @@ def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
-    """Set this rank's generators as they were saved; a device without a saved state is left alone."""
+    """Set this rank's generators as they were saved, its device's if it has a saved state."""
     with safe_open(str(folder / _get_rng_file_name(rank)), framework="pt") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if device.type != "cpu" and device.type in file.keys():

@@ -53,15 +53,15 @@ class DamagedState(Exception):  # noqa: N818
 class Manifest:
     """One saved state."""
 
+    # Optimizer steps done.
     step: int
-    """Optimizer steps done."""
+    # Counts the saves of a run, so that the newest is known without a clock.
     sequence: int
-    """Counts the saves of a run, so that the newest is known without a clock."""
+    # Ranks that saved it.
     world_size: int
-    """Ranks that saved it."""
     files: tuple[FileRecord, ...]
+    # Of torch and Python, for people.
     versions: dict[str, str]
-    """Of torch and Python, for people."""
 
 
 def write_manifest(
@@ -108,7 +108,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_manifest(fields: dict[str, Any]) -> Manifest:
-    """Return the manifest that a JSON object holds. Raises DamagedState for other contents."""
     if not isinstance(fields.get("files"), list):
         raise DamagedState(f"{MANIFEST} lists no files")
     try:
@@ -184,27 +183,25 @@ _STATE_FILE = re.compile(
 )
 _MAX_RECORD_BYTES = 64 * MIB
 # A larger file is known by blocks of it: a model of 100 GB is not read whole at each publication.
-_WHOLE_BYTES = 4 * MIB
-_BLOCKS = 64
-_BLOCK_BYTES = 2**16
+_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 4 * MIB, 64, 2**16
 
 Listing = dict[str, str]  # file name -> "size:hash"
 
 
 @dataclass
 class OutputRecord:
-    """What runs have written into an output folder. The fields are the keys of `written.json`."""
+    """The record of an output folder. The fields are the keys of `written.json`."""
 
+    # Name -> listings of what was published under it; two only around an exchange.
     folders: dict[str, list[Listing]] = field(default_factory=dict)
-    """Name -> listings of what was published under it; two only around an exchange."""
+    # Names of published folders that are of a run which another one replaces.
     earlier: list[str] = field(default_factory=list)
-    """Names of published folders that are of a run which another one replaces."""
+    # Folders with that run's states and records.
     kept: list[str] = field(default_factory=list)
-    """Folders with that run's states and records."""
+    # Files that trackers have written, by their paths in `trackers/`.
     trackers: list[str] = field(default_factory=list)
-    """Files that trackers have written, by their paths in `trackers/`."""
+    # config.yaml, metrics.jsonl and their like as the run left them; empty while one goes on.
     records: Listing = field(default_factory=dict)
-    """config.yaml, metrics.jsonl and their like as the run left them; empty while one goes on."""
 
 
 def read_record(root: Path) -> OutputRecord | None:
@@ -270,7 +267,7 @@ def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
 
 
 def is_as_listed(path: Path, listing: Listing) -> bool:
-    """Return True if a file is what a listing has under its name; one that cannot be read is not."""
+    """Return True if a file can be read and is what a listing has under its name."""
     try:
         return path.name in listing and describe_file(path) == listing[path.name]
     except OSError:
@@ -389,7 +386,7 @@ PREFIX = "step_"
 
 
 def list_readable_states(root: Path) -> list[tuple[Path, Manifest]]:
-    """Return the folders of states whose manifest can be read, newest first, with their manifests."""
+    """Return the folders of states with a readable manifest, newest first, and the manifests."""
     states = []
     for path in list_state_folders(root):
         try:
@@ -429,7 +426,6 @@ def prune_states(root: Path, keep: int) -> None:
 
 
 def _remove_state(path: Path) -> None:
-    """Remove a state, unless there is a file in it that is not its own."""
     try:
         unrecorded = find_unrecorded_in_state(path)
         if unrecorded is None:
@@ -478,7 +474,7 @@ def read_best_name(state: Path) -> str | None:
 def copy_best_state(state: Path, root: Path, name: str) -> str:
     """Make sure that the best step that `state` names is in `root/best`; return its name there.
 
-    Its weights are copied where the state is another run's. Raises CheckpointError if they are gone.
+    Its weights are copied where the state is another run's. CheckpointError if they are gone.
     """
     source = state.parent / BEST_FOLDER / name
     best = root / BEST_FOLDER
@@ -502,7 +498,7 @@ def copy_best_state(state: Path, root: Path, name: str) -> str:
 
 
 def find_best_state(root: Path) -> Path | None:
-    """Return the folder with the weights of the best step of the run in `root`; None if it has none.
+    """Return the folder with the weights of the best step of the run in `root`, or None.
 
     It is the one that the newest state names; without a state, the newest.
     """

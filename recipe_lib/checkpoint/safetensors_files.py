@@ -50,7 +50,7 @@ _COMPARED_ROWS = 4096  # of two tensors, at a time
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a file's header says of one tensor."""
+    """One tensor in a file's header."""
 
     dtype: str  # the format's name of the type, such as BF16
     shape: tuple[int, ...]
@@ -268,9 +268,9 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
 
 
 def copy_to_host(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order, each piece copied to the host when it is asked for.
+    """Yield a tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES.
 
-    A piece has at most CHUNK_BYTES.
+    A piece is copied to the host when it is asked for.
     """
     flat = tensor.detach().contiguous().view(-1)
     for piece in flat.split(max(1, CHUNK_BYTES // flat.element_size())):

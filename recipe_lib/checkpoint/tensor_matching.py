@@ -81,9 +81,8 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     ]
     if missing_names:
         first = min(missing_names)
-        more = ""
-        if len(missing_names) > 1:
-            more = f" (and {len(missing_names) - 1} more such names)"
+        num_more = len(missing_names) - 1
+        more = f" (and {num_more} more such names)" if num_more else ""
         raise CheckpointError(
             f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{more};"
             " download the folder again"
@@ -376,9 +375,8 @@ def _find_conversion_fault(
     for entry in entries:
         if entry.made is not None:
             converted_shapes = entry.made.shapes(lambda name: tensors[name].entry.shape)
-            shape = None  # where the tensors do not go together
-            if converted_shapes:
-                shape = get_converted(converted_shapes, entry.our_name)
+            # None where the tensors do not go together.
+            shape = get_converted(converted_shapes, entry.our_name) if converted_shapes else None
             if shape != shapes[entry.our_name]:
                 misfits.append((entry, entry.made.names(), shape))
     if not misfits:
@@ -452,7 +450,6 @@ def describe_foreign_tensors(
 
 
 def _describe_foreign(spec: ModelSpec, name: str) -> str:
-    """Return what a tensor is that the model has not, and what to do."""
     layer = _LAYER.search(name)
     if layer and int(layer[1]) >= spec.num_layers:
         return _BEYOND
@@ -462,7 +459,7 @@ def _describe_foreign(spec: ModelSpec, name: str) -> str:
 def find_quantized_fault(
     spec: ModelSpec, folder: Path, tensors: Mapping[str, FileTensor]
 ) -> str | None:
-    """Return a line for codes that config.json does not declare, and for codes without their scales.
+    """Return a line for codes that config.json does not declare, and for codes without scales.
 
     None if there is no such fault. Tensors that are no codes are not looked at.
     """

@@ -136,7 +136,7 @@ def _write_settings(
     template: str | None,
     pad_id: int | None,
 ) -> None:
-    """Write tokenizer_config.json with what transformers needs, and tokenizer.json if there is none.
+    """Write tokenizer_config.json with what transformers needs, and a missing tokenizer.json.
 
     source: the tokenizer's own tokenizer_config.json; None: it has none.
     """
@@ -236,8 +236,7 @@ def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
-            left = piece[:cut]
-            right = piece[cut:]
+            left, right = piece[:cut], piece[cut:]
             if left in ids and right in ids:
                 merges.append((-score, ids[left], ids[right], left, right))
     merges.sort(key=lambda merge: merge[:3])
@@ -253,7 +252,7 @@ def _has_bytes(model: SentencePieceProcessor) -> bool:
 
 
 def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
-    """Set where a space is put before a text: nowhere, at its start, or after special tokens too."""
+    """Set where a space is put: nowhere, at the start of a text, or after special tokens too."""
     spaces = [tokenizers.normalizers.Replace(" ", _SPACE)]
     if vocabulary.collapses_spaces:
         spaces.insert(0, tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "))

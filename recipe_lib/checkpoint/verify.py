@@ -51,14 +51,14 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the logits of an exported model differ from those of the trained one."""
+    """The difference of an exported model's logits from those of the trained one."""
 
+    # Largest difference.
     difference: float
-    """Largest difference."""
+    # Largest logit.
     largest: float
-    """Largest logit."""
+    # How much the adapters change the base's logits at most; None: there are none.
     change: float | None
-    """How much the adapters change the base's logits at most; None: there are none."""
 
     def is_within_rounding(self, dtype: torch.dtype) -> bool:
         """Return True if rounding explains the difference. NaN never is."""
@@ -141,7 +141,7 @@ def load_model_with_adapter(
 
 
 def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
-    """Return the fixed prompt of random tokens `[2, 32]`, shorter for a model of fewer positions."""
+    """Return the fixed prompt of random tokens `[2, 32]`, shorter where positions are fewer."""
     shape = (_ROWS, min(_LENGTH, max_positions))
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
@@ -214,9 +214,10 @@ def check_with_peft(
                 model = open_model(base, dtype, device)
             vocab_size = trained[0].shape[-1]
             is_resized = vocab_size != model.config.get_text_config().vocab_size
-            base_logits = trained[1]  # without a comparison, where the prompt has new tokens
-            if not is_resized:
-                base_logits = compute_logits(model, vocab_size, spec.max_positions)
+            # Not computed where the prompt may have tokens that the base lacks.
+            base_logits = (
+                trained[1] if is_resized else compute_logits(model, vocab_size, spec.max_positions)
+            )
         except (ImportError, *_FAULTS) as error:
             return (
                 "note: not opened with PEFT: transformers does not open the base"

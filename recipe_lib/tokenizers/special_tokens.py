@@ -21,15 +21,15 @@ ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 class AddedToken:
     """A token added to the vocabulary. The fields are named as in tokenizer.json."""
 
+    # Its text.
     content: str
-    """Its text."""
     id: int
+    # Text never turns into it unless asked to.
     special: bool = True
-    """Text never turns into it unless asked to."""
+    # It swallows the white space before it.
     lstrip: bool = False
-    """It swallows the white space before it."""
+    # It swallows the white space after it.
     rstrip: bool = False
-    """It swallows the white space after it."""
 
     @staticmethod
     def read(entry: Any, where: str, id: int | None = None) -> "AddedToken":
@@ -57,28 +57,28 @@ class AddedToken:
 
 @dataclass
 class Settings:
-    """What the files in a tokenizer's folder say."""
+    """The settings in a tokenizer's folder, of all its files."""
 
+    # `bos_token` etc. -> its text; None: said to have none.
     roles: dict[str, str | None] = field(default_factory=dict)
-    """`bos_token` etc. -> its text; None: said to have none."""
+    # Text -> token, of added_tokens.json, which knows no more than ids.
     listed: dict[str, AddedToken] = field(default_factory=dict)
-    """Text -> token, of added_tokens.json, which knows no more than ids."""
+    # Text -> token, of the other files.
     added: dict[str, AddedToken] = field(default_factory=dict)
-    """Text -> token, of the other files."""
+    # Texts begin with BOS; None: not said.
     add_bos: bool | None = None
-    """Texts begin with BOS; None: not said."""
+    # Text after a special token begins like a new text (Llama 2's sentencepiece).
     legacy: bool = True
-    """Text after a special token begins like a new text (Llama 2's sentencepiece)."""
+    # Ids at which generation stops.
     stop_ids: set[int] = field(default_factory=set)
-    """Ids at which generation stops."""
     eos_id: int | None = None
     bos_id: int | None = None
+    # Jinja source.
     chat_template: str | None = None
-    """Jinja source."""
+    # File and key that the template came from, for errors.
     chat_template_place: str = ""
-    """File and key that the template came from, for errors."""
+    # What to do about a template that is of no use, for errors.
     template_remedy: str = OTHER_TEMPLATE
-    """What to do about a template that is of no use, for errors."""
 
 
 def read_json(path: Path) -> Any:
@@ -123,7 +123,6 @@ def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settin
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if there is no such file. Raises DataError."""
     if not os.path.lexists(path):
         return {}
     content = read_json(path)

@@ -123,7 +123,7 @@ def _raise_exception(message: str) -> NoReturn:
 def _dump_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    """Return JSON as text for a model: unlike with Jinja's own filter nothing is escaped for HTML."""
+    """Return JSON as text for a model: nothing is escaped for HTML, as Jinja's own filter does."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -150,8 +150,8 @@ class Renderer:
         except TemplateSyntaxError as error:
             message = " ".join((error.message or "").split())
             raise TemplateFault(
-                f"line {error.lineno}: the chat template is not valid Jinja ({message}); correct it,"
-                f" or {remedy}"
+                f"line {error.lineno}: the chat template is not valid Jinja ({message});"
+                f" correct it, or {remedy}"
             ) from None
         except RecursionError:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
@@ -299,7 +299,6 @@ def _answer_request(request: Any, renderers: dict[str, Renderer]) -> Any:
 
 
 def _serve() -> None:
-    """Answer the requests of standard input until it ends."""
     renderers: dict[str, Renderer] = {}
     _warm_up()
     _limit_process()

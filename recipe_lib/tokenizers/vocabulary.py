@@ -31,7 +31,7 @@ from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
 
 class TextPosition(Enum):
-    """Where a piece of ordinary text stands.
+    """The position of a piece of ordinary text.
 
     Some vocabularies put a space before the first word of a text.
     """
@@ -49,12 +49,12 @@ class Vocabulary(ABC):
     matches_added = False  # encode() finds added tokens that are not special by itself
     eats_first_space = False  # encode() begins a text with a space that is not in it
     eats_space_after_special = False  # and also after a special token
-    bos_id: int | None = None  # what the file itself says
-    eos_id: int | None = None
-    _bytes: list[bytes]  # what each id stands for
+    bos_id: int | None = None  # as the file itself says
+    eos_id: int | None = None  # as the file itself says
+    _bytes: list[bytes]  # bytes that each id stands for
 
     @abstractmethod
-    def encode(self, text: str, place: TextPosition) -> list[int]:
+    def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
 
     @abstractmethod
@@ -118,18 +118,20 @@ class SentencePieceVocabulary(Vocabulary):
         """The model as the file has it."""
         return self._first
 
-    def encode(self, text: str, place: TextPosition) -> list[int]:
+    def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _break_matches(text, self._breakable):
-            is_after_special = place is TextPosition.AFTER_SPECIAL
-            if place is TextPosition.START or (is_after_special and self.eats_space_after_special):
+            is_after_special = position is TextPosition.AFTER_SPECIAL
+            if position is TextPosition.START or (
+                is_after_special and self.eats_space_after_special
+            ):
                 ids += self._first.encode(part)
             else:
                 # NO_PREFIX also takes away that the model makes several spaces one.
                 text_inside = re.sub(" {2,}", " ", part) if self.collapses_spaces else part
                 ids += self._inner.encode(text_inside)
-            place = TextPosition.INSIDE
+            position = TextPosition.INSIDE
         return ids
 
     def find(self, piece: str) -> int | None:
@@ -168,7 +170,7 @@ class TiktokenVocabulary(Vocabulary):
             "llama3", pat_str=self.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
-    def encode(self, text: str, place: TextPosition) -> list[int]:
+    def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
         ids: list[int] = []
@@ -197,7 +199,7 @@ class JsonVocabulary(Vocabulary):
         text = content.decode("utf-8", errors="replace")
         try:
             fields = parse_json(text)
-            # Before the library sees it: it may take all memory for the file's own added tokens.
+            # Before the library sees the file, which may make it take all memory.
             self._growth = read_growth(path, fields)
             with _catch_panics(path):
                 self._first = _build_tokenizer(text)
@@ -233,12 +235,12 @@ class JsonVocabulary(Vocabulary):
             self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
         self._to_bytes = _make_piece_decoder(fields.get("decoder"))
 
-    def encode(self, text: str, place: TextPosition) -> list[int]:
+    def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text.
 
         Added tokens that are not special are found in it.
         """
-        tokenizer = self._variants[place]
+        tokenizer = self._variants[position]
         with _catch_panics(self._path):
             check_length(self._path, tokenizer, text=text, growth=self._growth)
             # Without offsets, which makes it a sixth faster.
@@ -313,14 +315,12 @@ def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> bool:
 
 
 def _drops_first_space(decoder: dict[str, Any]) -> bool:
-    """Return True if a decoder takes away a text's first space."""
     if decoder.get("type") == "Strip":
         return decoder.get("content") == " " and decoder.get("start", 0) > 0
     return decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme", "always") != "never"
 
 
 def _list_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a tokenizer.json's decoder."""
     if not decoder:
         return []
     return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
@@ -364,7 +364,6 @@ def _build_byte_level_table() -> dict[str, int]:
 
 
 def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return piece -> rank, which is its id. Raises DataError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
@@ -436,20 +435,18 @@ _GROWTH = {
 
 
 def read_growth(path: Path, content: Any) -> float:
-    """Return the characters that a tokenizer.json's normalizers make of one at most. DataError for
-    one that has no bound.
+    """Return the characters that a tokenizer.json's normalizers make of one at most.
+
+    Raises DataError for a file that has no bound.
     """
     content = content if isinstance(content, dict) else {}
     growth = math.prod(map(_compute_step_growth, _list_steps(content.get("normalizer"))))
-    added = sum(
-        len(token["content"]) for token in content.get("added_tokens") or []
-    )  # these are normalized too
-    if growth > MOST_GROWTH or growth * added > max(MOST_CHARACTERS, 4 * added):
+    # The added tokens are normalized too.
+    num_added = sum(len(token["content"]) for token in content.get("added_tokens") or [])
+    if growth > MOST_GROWTH or growth * num_added > max(MOST_CHARACTERS, 4 * num_added):
         raise _make_growth_fault(path, "normalizers that make a text longer without bound")
-    if (
-        math.prod(map(_compute_step_growth, _list_steps(content.get("pre_tokenizer"))))
-        > _MOST_CUT_GROWTH
-    ):
+    cut_growth = math.prod(map(_compute_step_growth, _list_steps(content.get("pre_tokenizer"))))
+    if cut_growth > _MOST_CUT_GROWTH:
         raise _make_growth_fault(path, "pre-tokenizers that make a text longer without bound")
     for step in _list_steps(content.get("post_processor")):
         _check_template(path, step)

@@ -67,16 +67,16 @@ _WIDE_SCALE = {"gemma2": 46, "gemma3": 62}
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp is to know of a model."""
+    """A model's architecture, as llama.cpp is to know it."""
 
+    # llama.cpp's name of the architecture.
     name: str
-    """llama.cpp's name of the architecture."""
+    # By the format's keys without the architecture's name.
     metadata: dict[str, Any]
-    """By the format's keys without the architecture's name."""
+    # What llama.cpp does not compute as the model was trained, a line each.
     notes: tuple[str, ...] = ()
-    """What llama.cpp does not compute as the model was trained, a line each."""
+    # Tensors of the file with the rotary embedding's factors, by name.
     rope_tables: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Tensors of the file with the rotary embedding's factors, by name."""
 
     @property
     def is_permuted(self) -> bool:
@@ -143,7 +143,7 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
 
 
 def _find_unsupported(spec: DecoderSpec) -> str | None:
-    """Return what of the model llama.cpp does not compute, as `found ...`; None if it computes all."""
+    """Return what of the model llama.cpp does not compute, as `found ...`, or None."""
     family = spec.family
     pattern = _PATTERNS.get(family, 1)
     expected_windows = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
@@ -267,7 +267,6 @@ def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
 
 
 def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
-    """Return what llama.cpp computes otherwise for long texts, a line each."""
     if spec.rope.kind == "longrope":
         first = int(spec.rope.numbers["original_positions"])
         return (
@@ -296,14 +295,14 @@ _LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and share
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written and read back."""
+    """Summary of a file that was written and read back."""
 
+    # What differs from the model in use, a line each.
     notes: tuple[str, ...]
-    """What differs from the model in use, a line each."""
+    # Type -> number of tensors.
     types: Counter[str]
-    """Type -> number of tensors."""
+    # Of the metadata.
     num_fields: int
-    """Of the metadata."""
 
     @property
     def check(self) -> str:

@@ -119,12 +119,12 @@ class GgufTensor:
     """A tensor of the file."""
 
     name: str
+    # In the file, rows first.
     shape: tuple[int, ...]
-    """In the file, rows first."""
+    # The format's name of its type.
     kind: str
-    """The format's name of its type."""
+    # Returns its values as they are in the model.
     read: Callable[[], Tensor]
-    """Returns its values as they are in the model."""
 
 
 def import_gguf() -> Any:
@@ -166,7 +166,6 @@ def write_gguf(
 
 
 def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
-    """Give the package's writer the metadata, by the types of their values."""
     add_by_type = {
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -183,7 +182,6 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
 def _write_all(
     writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]
 ) -> None:
-    """Write the head of the file, then the tensors, and flush it to the disk."""
     writer.write_header_to_file(temporary)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -264,7 +262,6 @@ def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTenso
 
 
 def _is_same_field(contents: Any, value: Any) -> bool:
-    """Return True if a file's field has the value that was written, as the format rounds it."""
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float32).item() == contents
     if isinstance(value, list) and value and isinstance(value[0], float):
@@ -434,7 +431,7 @@ def _encode_symmetric_blocks(blocks: Tensor) -> Tensor:
 
 
 def _fit_symmetric(parts: Tensor) -> Tensor:
-    """Return the scale of each part `[n, 16, 16]`, by least squares weighted with squared weights."""
+    """Return the scale of each part `[n, 16, 16]`, by least squares, squared weights as weights."""
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
     importance = parts.square()
     best_scale = torch.zeros_like(extreme)

@@ -49,32 +49,32 @@ class PieceKind(IntEnum):
 
 @dataclass
 class GgufVocabulary:
-    """What a GGUF file says of its tokenizer."""
+    """A tokenizer as a GGUF file has it."""
 
+    # `gpt2` (byte-level merges) or `llama` (sentencepiece).
     model: str
-    """`gpt2` (byte-level merges) or `llama` (sentencepiece)."""
+    # Name of the way in which text is cut, see `find_pre_tokenizer`.
     pre: str
-    """Name of the way in which text is cut, see `find_pre_tokenizer`."""
+    # Piece of each id.
     tokens: list[bytes]
-    """Piece of each id."""
+    # PieceKind of each id.
     kinds: list[int]
-    """PieceKind of each id."""
+    # Score of each id, of `llama` alone.
     scores: list[float] | None = None
-    """Score of each id, of `llama` alone."""
+    # Pairs of pieces, of `gpt2` alone.
     merges: list[str] | None = None
-    """Pairs of pieces, of `gpt2` alone."""
+    # Role, such as `bos` -> id.
     ids: dict[str, int] = field(default_factory=dict)
-    """Role, such as `bos` -> id."""
+    # Texts begin with BOS.
     add_bos: bool = False
-    """Texts begin with BOS."""
+    # Texts begin with a space that is put there. None: not said.
     add_space: bool | None = None
-    """Texts begin with a space that is put there. None: not said."""
+    # Chat template.
     template: str | None = None
-    """Chat template."""
+    # Special tokens drop white space after them.
     strips: bool = False
-    """Special tokens drop white space after them."""
+    # What llama.cpp does otherwise than the tokenizer, a line each.
     notes: list[str] = field(default_factory=list)
-    """What llama.cpp does otherwise than the tokenizer, a line each."""
 
     def choose_name(self, name: str) -> str:
         """Return the model's name in the file.
@@ -169,7 +169,6 @@ def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
 def _convert_sentencepiece(
     tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int
 ) -> GgufVocabulary:
-    """Return pieces and scores of a sentencepiece model. CheckpointError: it is not one of BPE."""
     model = vocabulary.model
     converted = _make_empty("llama", "default", size)
     converted.scores = [_UNUSED_SCORE] * size
@@ -200,7 +199,6 @@ def _convert_sentencepiece(
 
 
 def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
-    """Set whether a space is put before a text, and note what llama.cpp does otherwise."""
     vocabulary = tokenizer.vocabulary
     converted.add_space = vocabulary.eats_first_space
     if isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.collapses_spaces:
@@ -217,10 +215,6 @@ def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
 def _convert_json(
     tokenizer: Tokenizer, content: dict[str, Any], *, size: int, pre: str | None
 ) -> GgufVocabulary:
-    """Return pieces and merges, or scores, of a tokenizer.json. CheckpointError: it is not BPE.
-
-    content: of the file.
-    """
     path = Path(tokenizer.place)
     model = content.get("model") or {}
     if model.get("type", "BPE") != "BPE":
@@ -284,14 +278,14 @@ def _make_cased_word_pattern(digits: str, end: str) -> str:
 class PreTokenizer:
     """One way of cutting text that llama.cpp has."""
 
+    # llama.cpp's.
     name: str
-    """llama.cpp's."""
+    # Patterns, or kinds of steps (`digits`, `words`), in their order.
     steps: tuple[str, ...]
-    """Patterns, or kinds of steps (`digits`, `words`), in their order."""
+    # Words of the vocabulary are taken without merging. None: that does not matter.
     whole_words: bool | None = None
-    """Words of the vocabulary are taken without merging. None: that does not matter."""
+    # Its type in tokenizer.json.
     normalizer: str | None = None
-    """Its type in tokenizer.json."""
 
 
 _KNOWN = (
@@ -336,7 +330,8 @@ def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | Non
             return known.name
     raise CheckpointError(
         f"{where}: its pre_tokenizer is none of those known here ({', '.join(known_names)}), and a"
-        " wrong one gives other tokens; name the one of llama.cpp that cuts text as it does with --pre"
+        " wrong one gives other tokens; name the one of llama.cpp that cuts text as it does with"
+        " --pre"
     )
 
 
