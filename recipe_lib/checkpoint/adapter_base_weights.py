@@ -226,11 +226,12 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         return SavedWeights(adapter.path, base)
     base_tensors = _list_base_tensors(base)
     saved = _drop_untrained(adapter, base_tensors)
-    faults: list[str | None] = []
-    faults += _list_name_faults(adapter, base, base_tensors)
     can_resize = not isinstance(base, ExternalSpec)
-    faults.append(_find_misfit(adapter, saved, base_tensors=base_tensors, can_resize=can_resize))
-    faults += _list_missing(adapter, saved, base_tensors)
+    faults = [
+        *_list_name_faults(adapter, base, base_tensors),
+        _find_misfit(adapter, saved, base_tensors=base_tensors, can_resize=can_resize),
+        *_list_missing(adapter, saved, base_tensors),
+    ]
     raise_faults(CheckpointError, faults)
     saved, spec = _settle_vocabulary(adapter, saved, base)
     modules = file_modules(base)
@@ -311,9 +312,9 @@ def _list_name_faults(
             unknown.append(file_name)
     if without_base:
         faults.append(
-            f"{adapter.path}: {without_base[0]} is a bias of an adapter (lora_bias), and that linear"
-            " of the base has none to take it up, in PEFT's merge either; use it with PEFT as it is,"
-            " or train one with lora_bias=False"
+            f"{adapter.path}: {without_base[0]} is a bias of an adapter (lora_bias), and that"
+            " linear of the base has none to take it up, in PEFT's merge either; use it with PEFT"
+            " as it is, or train one with lora_bias=False"
         )
     if unknown:
         faults.append(

@@ -218,8 +218,9 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     faults: list[str | None] = []
     single_experts = sorted(name for name in unknown_names if _SINGLE_EXPERT.search(name))
     modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
-    has_experts = getattr(spec, "mixture", None) is not None
-    has_experts |= any(name.endswith(".experts") for name in modules)
+    has_experts = getattr(spec, "mixture", None) is not None or any(
+        name.endswith(".experts") for name in modules
+    )
     if single_experts and has_experts:
         faults.append(
             f"{adapter.path}: adapts the linears of each expert ({single_experts[0]}), as"
@@ -228,18 +229,16 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             " merge it with transformers 4 and PEFT, or train it again"
         )
     elif unknown_names & modules:
-        named = name_first(unknown_names & modules, "is", "are")
         faults.append(
-            f"{adapter.path}: {named} no linear of this model,"
-            " and linears alone may have an adapter with model.implementation=transformers; merge"
-            " it with PEFT (merge_and_unload)"
+            f"{adapter.path}: {name_first(unknown_names & modules, 'is', 'are')} no linear of this"
+            " model, and linears alone may have an adapter with"
+            " model.implementation=transformers; merge it with PEFT (merge_and_unload)"
         )
     elif unknown_names:
-        named = name_first(unknown_names, "is", "are")
         base = f" ({adapter.config.base})" if adapter.config.base else ""
         faults.append(
-            f"{adapter.path}: {named} no module of this model; the adapter was made for another"
-            f" base{base}"
+            f"{adapter.path}: {name_first(unknown_names, 'is', 'are')} no module of this model; the"
+            f" adapter was made for another base{base}"
         )
     linears = [module for module in adapter.list_modules(saved.spec) if not module.experts]
     faults.append(_find_unselected_fault(adapter, linears))
@@ -324,8 +323,9 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
             f" are trained further; merge it into its base first (tune export {folder} --merge),"
             " and train the merged model"
         )
-    kind_faults = [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
-    raise_faults(CheckpointError, kind_faults)
+    raise_faults(
+        CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
+    )
     # Only then: the rank of an adapter with other targets or of another kind says nothing.
     raise_faults(CheckpointError, [_find_rank_fault(adapter, spec, cfg)])
     if base is not None:
@@ -361,9 +361,7 @@ def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
         changes.append(f"lora.rslora={str(config.rslora).lower()}")
     if not changes:
         return None
-    kind = "DoRA" if config.dora else "LoRA"
-    if config.rslora:
-        kind += " scaled by rsLoRA"
+    kind = ("DoRA" if config.dora else "LoRA") + (" scaled by rsLoRA" if config.rslora else "")
     return (
         f"{adapter.folder}: holds {kind}, the config asks for another kind; set {' '.join(changes)}"
     )

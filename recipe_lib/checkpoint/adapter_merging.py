@@ -174,11 +174,9 @@ def merge_adapter(
     out to the ranks, which need a disk in common; a model of another library is merged by the first
     rank, in its host memory.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter.
-    implementation: of the base, see `read_trained_spec`.
-    out_dtype: of the files, if another one than `dtype`.
-    tokenizer_folder (default: the base's), chat_template, stop_ids, max_shard_bytes, card: as for
-        `export_model`.
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of
+    the files, if another one. implementation: of the base, see `read_trained_spec`. The others are
+    as for `export_model`; tokenizer_folder is by default the base's.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
@@ -187,7 +185,7 @@ def merge_adapter(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
     if ranks.rank == 0:
-        log_left_out(spec, base_folder, "export")
+        log_left_out(spec, base_folder, what="export")
     tokenizer_folder = tokenizer_folder or base_folder
     if isinstance(spec, ExternalSpec):
         merge = partial(
@@ -381,9 +379,8 @@ class _MergedWeights:
                 return rows.to(self._dtype)
 
         target = target_of(name.removesuffix(".weight"))
-        is_unquantized = target in (None, "router", "embedding", "head")
-        is_unquantized |= not name.endswith(".weight")
-        if is_unquantized or name in self._saved.parts or not self._is_rounded(*shape):
+        is_linear = name.endswith(".weight") and target not in (None, "router", "embedding", "head")
+        if not is_linear or name in self._saved.parts or not self._is_rounded(*shape):
             return read
         # The whole matrix at once, as the run quantized it.
         weight = dequantized(read(0, shape[0]), self._quantize)
@@ -402,8 +399,7 @@ class _MergedWeights:
             weight = dequantized(weight.flatten(0, 1), self._quantize).view_as(weight)
         if module is None:
             return weight.to(self._file_dtype)
-        first = self._adapter.read(module.name, FIRST)
-        second = self._adapter.read(module.name, SECOND)
+        first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
         scaling = self._adapter.config.compute_scaling(module)
         is_same_dtype = self._file_dtype == self._dtype  # then it is merged in place
         merged = weight if is_same_dtype else torch.empty_like(weight, dtype=self._file_dtype)

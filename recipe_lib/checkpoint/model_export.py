@@ -196,10 +196,10 @@ def plan_tensors(
     In a pipeline other ranks have other tensors.
     """
     rows = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
-    planned: dict[str, PlannedTensor] = {}
-    for name, dtype, shape in chain.from_iterable(holders.gather(rows, world)):
-        planned[name] = PlannedTensor(name, DTYPES[dtype], tuple(shape))
-    return planned
+    return {
+        name: PlannedTensor(name, DTYPES[dtype], tuple(shape))
+        for name, dtype, shape in chain.from_iterable(holders.gather(rows, world))
+    }
 
 
 def plan_shards(
@@ -473,6 +473,8 @@ def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
     Readers before transformers 5 know the older names alone.
     """
-    if isinstance(spec, ExternalSpec):
-        return spec.spell_config(config)
-    return spell_native(config, spec.family)
+    return (
+        spec.spell_config(config)
+        if isinstance(spec, ExternalSpec)
+        else spell_native(config, spec.family)
+    )

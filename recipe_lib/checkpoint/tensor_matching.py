@@ -146,10 +146,9 @@ def match_tensors(
             for name, form in entry.view.tensors().items():
                 expected[name] = form.shape
                 readable[name] = form.dtypes
-    conversion_inputs: set[str] = set()
-    for entry in entries:
-        if entry.made is not None:
-            conversion_inputs.update(entry.made.names())
+    conversion_inputs = set[str]().union(
+        *(entry.made.names() for entry in entries if entry.made is not None)
+    )
     copies = find_tied_copies(spec, entries, tensors)
     expected |= {
         copy: expected[entry.file_name]
@@ -167,19 +166,18 @@ def match_tensors(
         if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)
     }
     with_shapes = {name: tensors[name] for name in tensors.keys() - unreadable}
-    faults: list[str | None] = []
-    faults += describe_foreign_tensors(
-        spec,
-        folder,
-        missing=expected.keys() - tensors.keys(),
-        foreign={name for name, reason in unused.items() if reason is None},
-    )
-    faults.append(
-        _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable)
-    )
-    # The shape of a tensor of another type says nothing: packed codes have fewer columns.
-    faults.append(find_shape_fault(folder, expected, with_shapes))
-    faults.append(_find_conversion_fault(folder, entries, shapes=shapes, tensors=tensors))
+    faults = [
+        *describe_foreign_tensors(
+            spec,
+            folder,
+            missing=expected.keys() - tensors.keys(),
+            foreign={name for name, reason in unused.items() if reason is None},
+        ),
+        _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable),
+        # The shape of a tensor of another type says nothing: packed codes have fewer columns.
+        find_shape_fault(folder, expected, with_shapes),
+        _find_conversion_fault(folder, entries, shapes=shapes, tensors=tensors),
+    ]
     raise_faults(CheckpointError, faults)
     for copy, entry in copies.items():
         _check_copy(folder, copy, entry=entry, tensors=tensors)
@@ -441,11 +439,14 @@ def describe_foreign_tensors(
     lines = []
     if missing_names:
         remedy = _UNTIED if missing_names[0].endswith("lm_head.weight") else ""
-        named = name_first(missing_names, "is", "are")
-        lines.append(f"{folder}: {named} missing; download the folder again{remedy}")
+        lines.append(
+            f"{folder}: {name_first(missing_names, 'is', 'are')} missing; download the folder"
+            f" again{remedy}"
+        )
     for remedy, names in names_by_remedy.items():
-        named = name_first(names, "belongs", "belong")
-        lines.append(f"{folder}: {named} to no part of this model{remedy}")
+        lines.append(
+            f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{remedy}"
+        )
     return lines
 
 

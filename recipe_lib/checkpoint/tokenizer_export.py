@@ -305,11 +305,9 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
 
 def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield all ordinary pieces as text, some thousand at a time."""
-    words = []
-    for token in range(tokenizer.vocab_size):
-        text = tokenizer.get_token_bytes(token).decode(errors="ignore")
-        # The unknown token's text, ⁇, is encoded as other pieces.
-        if text and not tokenizer.is_special(token) and "⁇" not in text:
-            words.append(text)
+    ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
+    texts = [tokenizer.get_token_bytes(token).decode(errors="ignore") for token in ids]
+    # The unknown token's text, ⁇, is encoded as other pieces.
+    words = [text for text in texts if text and "⁇" not in text]
     for start in range(0, len(words), 4096):
         yield "".join(words[start : start + 4096])

@@ -401,11 +401,9 @@ def find_untrained_embeddings(
             if token < num_rows
         }
     row_counts = Counter(row.numpy().tobytes() for row in rows.values())
-    untrained = []
-    for token in sorted(tokens):
-        if token not in rows:
-            continue
-        is_tiny = rows[token].norm() < TINY * usual_norm
-        if is_tiny or row_counts[rows[token].numpy().tobytes()] > 1:
-            untrained.append(token)
-    return untrained
+    untrained = {
+        token
+        for token, row in rows.items()
+        if row.norm() < TINY * usual_norm or row_counts[row.numpy().tobytes()] > 1
+    }
+    return sorted(token for token in tokens if token in untrained)

@@ -372,8 +372,8 @@ def list_model_tensors(
             spec, architecture, name=usual_name, tensor=tensor, file_name=file_name
         )
         shapes[name] = tensor.entry.shape
-    is_large = architecture.name in _LARGE and spec.num_layers == 80
-    is_large &= spec.num_heads != spec.num_kv_heads or architecture.name != "llama"
+    shares_heads = spec.num_heads != spec.num_kv_heads or architecture.name != "llama"
+    is_large = architecture.name in _LARGE and spec.num_layers == 80 and shares_heads
     types = choose_types(shapes, kind, spec.num_layers, large=is_large)
     return [GgufTensor(name, shapes[name], types[name], readers[name]) for name in shapes]
 
@@ -554,8 +554,7 @@ def _read_factors(
         first = adapter.read(module.name, EMBEDDING_FIRST).T
         second = adapter.read(module.name, EMBEDDING_SECOND)
     else:
-        first = adapter.read(module.name, FIRST)
-        second = adapter.read(module.name, SECOND)
+        first, second = (adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
     if architecture.is_permuted:
         # The rows of the weight are permuted, and so are those of what is added to it.
         second = permute_rows(second, spec, f"{module.name}.lora_b")
