@@ -74,7 +74,7 @@ def _read_index(path: Path) -> dict[str, str]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
     is_map = isinstance(weight_map, dict) and bool(weight_map)
     if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
