@@ -129,8 +129,8 @@ MUTATIONS = [
     Mutation(
         name="newest_state_by_name",
         path="recipe_lib/checkpoint/run_files.py",
-        old="return sorted(found, key=lambda item: item[1].sequence, reverse=True)",
-        new="return sorted(found, key=lambda item: item[0].name, reverse=True)",
+        old="return sorted(states, key=lambda item: item[1].sequence, reverse=True)",
+        new="return sorted(states, key=lambda item: item[0].name, reverse=True)",
         harm="resume=latest goes back from step 10 to step 9",
         tests=("tests/checkpoint/test_state.py", "-k", "keep_and_order"),
     ),
@@ -304,8 +304,8 @@ MUTATIONS = [
     Mutation(
         name="space_after_a_special_token",
         path="recipe_lib/tokenizers/tokenizer.py",
-        old="place, strip_next = TextPosition.AFTER_SPECIAL, token.rstrip",
-        new="place, strip_next = TextPosition.INSIDE, token.rstrip",
+        old="position = TextPosition.AFTER_SPECIAL\n",
+        new="position = TextPosition.INSIDE\n",
         harm="the first word after a special token has other ids than in transformers",
         tests=("tests/tokenizers/test_made.py",),
     ),

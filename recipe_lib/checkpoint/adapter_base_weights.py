@@ -1,9 +1,9 @@
-"""Weights of the base that an adapter's file brings along: PEFT puts them in the place of the
-base's own.
+"""Find and read the weights of the base that an adapter's file brings along.
 
-PEFT saves whole tensors (`modules_to_save`, trained biases, the embedding and head of a resized
-vocabulary), rows of some tokens (`trainable_token_indices`), and with `lora_bias` a bias of B,
-which is added to the base's.
+PEFT puts them in the place of the base's own. It saves whole tensors (`modules_to_save`, trained
+biases, the embedding and head of a resized vocabulary), rows of some tokens
+(`trainable_token_indices`), and with `lora_bias` a bias of B, which is added to the base's.
+`find_saved` matches them with a base; `SavedWeights` reads them.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,33 +42,28 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import name_first
 
-EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBEDDING}.weight", f"{HEAD}.weight"
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
+HEAD_WEIGHT = f"{HEAD}.weight"
 VOCABULARY = {EMBEDDING_WEIGHT, HEAD_WEIGHT}
 # What follows a module's name -> what follows it in the base, and the field of SavedTensor. The
 # first that fits counts.
 _ENDINGS = {
-    ".token_adapter.trainable_tokens_delta": (
-        ".weight",
-        "rows",
-    ),  # rows themselves, not what is added to them
+    # The rows themselves, though called a delta: not what is added to them.
+    ".token_adapter.trainable_tokens_delta": (".weight", "rows"),
     ".token_adapter.base_layer.weight": (".weight", "frozen"),
-    ".modules_to_save.weight": (
-        ".weight",
-        "again",
-    ),  # these two stand beside the weight of a resized vocabulary, which
-    ".original_module.weight": (".weight", "again"),  # PEFT then saves three times
+    # These two stand beside the weight of a resized vocabulary: PEFT then saves it three times.
+    ".modules_to_save.weight": (".weight", "again"),
+    ".original_module.weight": (".weight", "again"),
     ".lora_B.bias": (".bias", "added"),
     ".base_layer.bias": (".bias", "copy"),
     ".base_layer.weight": (".weight", "frozen"),
 }
-FileTensorName = tuple[str, TensorEntry]
+FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, and what its header says
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a file has of one tensor of the base; each is its name there and its header, None: it is
-    not there.
-    """
+    """The parts that an adapter's file has of one tensor of the base. None: not in the file."""
 
     copy: FileTensorName | None = None  # in the base's place
     frozen: FileTensorName | None = None  # a copy that PEFT saves though it was not trained
@@ -78,8 +73,9 @@ class SavedTensor:
 
 
 def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> bool:
-    """Add a tensor that is no adapter's under the base's name for it; False: it cannot be one of
-    the base.
+    """Add a tensor that is no adapter's to `saved`, under the base's name for it.
+
+    Return False if it cannot be one of the base.
     """
     if not name.startswith(PREFIX):
         return False
@@ -99,46 +95,46 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
 class SavedWeights:
     """The saved tensors of an adapter by the parameters of the model that they are for."""
 
-    path: Path  # of the file
-    # Of the base with them: they may resize its vocabulary, and tell its embedding and head apart.
+    # Of the adapter's file.
+    path: Path
+    # Of the base with them: they may resize its vocabulary, and tell embedding and head apart.
     spec: ModelSpec
-    # Our parameter -> what is saved of it, and the row of that where it begins.
+    # Our parameter -> what is saved of it, and the row of that at which it begins.
     parts: Mapping[str, tuple[SavedTensor, int]] = field(default_factory=dict)
     # Our parameter -> the tokens whose rows are saved, in the order of the rows.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Our bias -> what the bias that is added to it is multiplied with.
+    # Our bias -> factor of the bias that is added to it.
     scalings: Mapping[str, float] = field(default_factory=dict)
 
     def read_rows(
         self, name: str, start: int, stop: int, read_base: Callable[[], Tensor]
     ) -> Tensor:
-        """Return rows `[start, stop)` of a parameter as the adapter has them. read_base: returns
-        the base's.
+        """Return rows `[start, stop)` of a parameter, with what the adapter has of them.
+
+        read_base: returns these rows of the base; called only where they are needed.
         """
         if name == HEAD_WEIGHT and getattr(self.spec, "tied", False):
             name = EMBEDDING_WEIGHT
         if name not in self.parts:
             return read_base()
         tensor, offset = self.parts[name]
-        whole = tensor.copy is not None and not tensor.copy[1].shape  # a number has no rows
-        in_file = ... if whole else slice(offset + start, offset + stop)
+        is_number = tensor.copy is not None and not tensor.copy[1].shape  # which has no rows
+        file_rows = ... if is_number else slice(offset + start, offset + stop)
         with safe_open(str(self.path), framework="pt") as file:
-            rows = read_base() if tensor.copy is None else file.get_slice(tensor.copy[0])[in_file]
+            rows = read_base() if tensor.copy is None else file.get_slice(tensor.copy[0])[file_rows]
             if tensor.rows is not None:
                 rows = rows.clone()  # they may be the base's own
                 for number, row in enumerate(self.token_rows[name]):
                     if start <= row < stop:
                         rows[row - start] = file.get_slice(tensor.rows[0])[number].to(rows)
             if tensor.added is not None:
-                rows = (
-                    rows + file.get_slice(tensor.added[0])[in_file].to(rows) * self.scalings[name]
-                )
+                added = file.get_slice(tensor.added[0])[file_rows].to(rows)
+                rows = rows + added * self.scalings[name]
         return rows
 
     @torch.no_grad()
     def put_into(self, model: LanguageModel) -> None:
-        """Give the model these weights, and keep the base's for `adapters_off`. It is whole, on one
-        device.
+        """Give a whole model on one device these weights, and keep the base's for `adapters_off`.
 
         Raises CheckpointError for a model that ranks share, and for a weight that is kept in 4 or 8
         bits.
@@ -162,12 +158,14 @@ class SavedWeights:
                 )
             num_rows = shapes[name][0] if shapes[name] else 1
             rows = self.read_rows(name, start=0, stop=num_rows, read_base=parameter.cpu)
-            new = rows.to(parameter, copy=True)
-            before = new.clone()  # of rows that the base has not got, the adapter's
-            common = slice(min(len(parameter), len(new))) if parameter.dim() else ...
-            before[common] = parameter[common]
-            base[name] = nn.Parameter(before, requires_grad=False)
-            _set_weight(model, name, new)
+            # A copy, since the rows may be the base's own, which are read again without adapters.
+            weight = rows.to(parameter, copy=True)
+            # Of rows that the base has not got, as of new tokens, it gets the adapter's.
+            base_weight = weight.clone()
+            common_rows = slice(min(len(parameter), len(weight))) if parameter.dim() else ...
+            base_weight[common_rows] = parameter[common_rows]
+            base[name] = nn.Parameter(base_weight, requires_grad=False)
+            _set_weight(model, name, weight)
         if self.spec.tied and EMBEDDING_WEIGHT in base:
             base[HEAD_WEIGHT] = base[EMBEDDING_WEIGHT]
             _set_weight(model, HEAD_WEIGHT, model.get_parameter(EMBEDDING_WEIGHT))
@@ -180,17 +178,13 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     is_resized = owner.get_parameter(leaf).shape != value.shape
-    setattr(
-        owner,
-        leaf,
-        value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False),
-    )
+    if not isinstance(value, nn.Parameter):  # a tied head is given the embedding's own
+        value = nn.Parameter(value, requires_grad=False)
+    setattr(owner, leaf, value)
     if not is_resized:
         return
-    row_dims = {
-        EMBEDDING_FIRST: 1,
-        SECOND: 0,
-    }  # of the adapter's tensors, the dimension that is the matrix's rows
+    # Of the adapter's tensors, the dimension that is the matrix's rows.
+    row_dims = {EMBEDDING_FIRST: 1, SECOND: 0}
     if name != EMBEDDING_WEIGHT:
         row_dims[LENGTHS] = 0
     for inner_name, adapter in list(owner.named_parameters()):
@@ -198,12 +192,8 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
             shape = list(adapter.shape)
             shape[row_dims[inner_name]] = len(value)
             inner_owner, _, inner_leaf = inner_name.rpartition(".")
-            room = nn.Parameter(adapter.new_zeros(shape), requires_grad=adapter.requires_grad)
-            setattr(owner.get_submodule(inner_owner), inner_leaf, room)
-
-
-# The saved weights in an adapter's file beside a base: of which tensors, of what shape, and what
-# stays tied.
+            resized = nn.Parameter(adapter.new_zeros(shape), requires_grad=adapter.requires_grad)
+            setattr(owner.get_submodule(inner_owner), inner_leaf, resized)
 
 
 if TYPE_CHECKING:
@@ -216,30 +206,30 @@ _NOTHING = SavedTensor()
 
 @dataclass(frozen=True)
 class _BaseTensor:
-    """A tensor of the base under the name that PEFT has for it: our parameters in it, and its
-    shape.
-    """
+    """A tensor of the base under the name that PEFT has for it."""
 
+    # Our parameters in it.
     entries: tuple[WeightEntry, ...]
     shape: tuple[int, ...]
 
 
 def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
-    """Return what an adapter's file has of the weights of a base. Raises CheckpointError, all
-    faults at once.
+    """Return what an adapter's file has of the weights of a base.
 
-    base: the spec of the base as it is. A name that the base lacks, another shape, and what the
-    config says otherwise are refused.
+    Raises CheckpointError, all faults at once, for a name that the base lacks, for another shape,
+    and for what the config says otherwise.
+
+    base: the spec of the base as it is.
     """
-    if not (
-        adapter.saved or adapter.config.saved or adapter.config.token_rows or adapter.config.biases
-    ):
+    config = adapter.config
+    if not (adapter.saved or config.saved or config.token_rows or config.biases):
         return SavedWeights(adapter.path, base)
     base_tensors = _list_base_tensors(base)
     saved = _drop_untrained(adapter, base_tensors)
+    can_resize = not isinstance(base, ExternalSpec)
     faults = [
         *_list_name_faults(adapter, base, base_tensors),
-        _find_misfit(adapter, saved, base_tensors, can_resize=not isinstance(base, ExternalSpec)),
+        _find_misfit(adapter, saved, base_tensors=base_tensors, can_resize=can_resize),
         *_list_missing(adapter, saved, base_tensors),
     ]
     raise_faults(CheckpointError, faults)
@@ -254,20 +244,20 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
             if tensor.rows is not None:
                 token_rows[entry.our_name] = _find_token_rows(adapter, name) or ()
             if tensor.added is not None:
-                scalings[entry.our_name] = adapter.config.compute_scaling(
-                    modules[name.removesuffix(".bias")]
-                )
+                module = modules[name.removesuffix(".bias")]
+                scalings[entry.our_name] = config.compute_scaling(module)
     return SavedWeights(
         path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings
     )
 
 
 def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
-    """Return what may be saved of a base, by PEFT's names."""
+    """Return the tensors of a base that an adapter's file may have, by PEFT's names."""
     if isinstance(base, ExternalSpec):
         shapes = parameter_shapes(base)
         names = shapes.keys() - buffer_names(base)
         return {name: _BaseTensor((WeightEntry(name, name),), shapes[name]) for name in names}
+    # Untied, since a file may have the head of a tied model for itself.
     spec = base if has_score_head(base) else replace(base, tied=False)
     entries = [
         entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE
@@ -276,9 +266,8 @@ def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
     base_tensors: dict[str, _BaseTensor] = {}
     for entry in entries:
         name = entry.file_name
-        if (
-            ".mlp.router." in entry.our_name
-        ):  # PEFT has the name of the module, files may have an older one
+        if ".mlp.router." in entry.our_name:
+            # PEFT has the name of the module; files may have an older one.
             name = entry.our_name.replace(".mlp.router.", f".mlp.{router_name(spec)}.")
         before = base_tensors[name].entries if name in base_tensors else ()
         base_tensors[name] = _BaseTensor((*before, entry), shapes[entry.file_name])
@@ -288,45 +277,44 @@ def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
 def _drop_untrained(
     adapter: "AdapterFile", base_tensors: Mapping[str, _BaseTensor]
 ) -> dict[str, SavedTensor]:
-    """Return what changes the base: of the copies that PEFT saves untrained, those with another
-    number of rows.
+    """Return what of the saved tensors changes the base.
+
+    A copy that PEFT saves untrained does so only if its number of rows is another one.
     """
-    changing = {}
+    changes = {}
     for name, tensor in adapter.saved.items():
         frozen = tensor.frozen if name in base_tensors else None
         if frozen is not None and frozen[1].shape != base_tensors[name].shape:
             tensor = replace(tensor, copy=tensor.copy or frozen)
         if tensor.copy or tensor.rows or tensor.added:
-            changing[name] = tensor
-    return changing
+            changes[name] = tensor
+    return changes
 
 
 def _list_name_faults(
     adapter: "AdapterFile", base: ModelSpec, base_tensors: Mapping[str, _BaseTensor]
 ) -> list[str]:
-    """Return what is wrong with the names of the tensors that are saved, a line for each kind of
-    fault.
-    """
+    """Return what is wrong with the names of the saved tensors, a line for each kind of fault."""
     faults: list[str] = []
     unknown: list[str] = []
-    homeless: list[str] = []
+    without_base: list[str] = []  # biases of B whose linear in the base has none
     tied = base.layout().tied_names() if isinstance(base, ExternalSpec) else set()
     for name, tensor in sorted(adapter.saved.items()):
         parts = (tensor.copy, tensor.rows, tensor.added, tensor.frozen, tensor.again)
         file_name = next(part for part in parts if part)[0]
         if tensor.added is not None and name not in base_tensors:
-            homeless.append(file_name)
+            without_base.append(file_name)
         elif name in tied and (tensor.copy or tensor.rows):
             faults.append(
                 f"{adapter.path}: {file_name} is one of two tied matrices of the base; {_REMEDY}"
             )
         elif name not in base_tensors or not _is_where_peft_looks(adapter, name, tensor):
             unknown.append(file_name)
-    if homeless:
+    if without_base:
         faults.append(
-            f"{adapter.path}: {homeless[0]} is a bias of an adapter (lora_bias), and that linear of"
-            " the base has none to take it up, in PEFT's merge either; use it with PEFT as it is,"
-            " or train one with lora_bias=False"
+            f"{adapter.path}: {without_base[0]} is a bias of an adapter (lora_bias), and that"
+            " linear of the base has none to take it up, in PEFT's merge either; use it with PEFT"
+            " as it is, or train one with lora_bias=False"
         )
     if unknown:
         faults.append(
@@ -338,22 +326,26 @@ def _list_name_faults(
 
 
 def _is_where_peft_looks(adapter: "AdapterFile", name: str, tensor: SavedTensor) -> bool:
-    """Return whether a copy has the name that it has beside an adapter, or the plain one where
-    there is none.
+    """Return True if a copy has the name under which PEFT looks for it.
+
+    Beside an adapter that is `base_layer`'s, else the plain one.
     """
     if tensor.copy is None:
         return tensor.again is None
-    return (".base_layer." in tensor.copy[0]) == (name.rpartition(".")[0] in adapter.tensors)
+    has_adapter = name.rpartition(".")[0] in adapter.tensors
+    return (".base_layer." in tensor.copy[0]) == has_adapter
 
 
 def _find_misfit(
     adapter: "AdapterFile",
     saved: Mapping[str, SavedTensor],
+    *,
     base_tensors: Mapping[str, _BaseTensor],
     can_resize: bool,
 ) -> str | None:
-    """Return what is wrong with the first tensor of another shape than expected; the others have
-    the same cause.
+    """Return what is wrong with the first tensor that does not fit the base, or None.
+
+    One is enough: the others have the same cause.
 
     can_resize: the vocabulary can have another size.
     """
@@ -376,7 +368,7 @@ def _find_misfit(
                     f" adapter_config.json make it {list(expected_shape)}; the adapter was made for"
                     " another base"
                 )
-        # PEFT leaves the bias of such a linear out (0.21): no merged weights compute what was
+        # PEFT 0.21 leaves the bias of such a linear out: no merged weights compute what was
         # trained.
         has_bias = name.removesuffix("weight") + "bias" in base_tensors
         if tensor.rows is not None and (has_bias or len(base_tensors[name].entries) > 1):
@@ -399,9 +391,7 @@ def _list_missing(
     saved: Mapping[str, SavedTensor],
     base_tensors: Mapping[str, _BaseTensor],
 ) -> list[str]:
-    """Return a line for tensors that the config promises, and for those that it does not know
-    of.
-    """
+    """Return lines for tensors that the config promises, and for those that it does not name."""
     faults = []
     for name in sorted(base_tensors):
         if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name):
@@ -426,20 +416,24 @@ def _list_missing(
     biased = {
         name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None
     }
-    unlike_config = adapter.tensors.keys() - biased if adapter.config.biases else biased
-    if unlike_config:
-        has, said = ("has no", "true") if adapter.config.biases else ("has", "false")
-        first = min(unlike_config)
+    if adapter.config.biases and adapter.tensors.keys() - biased:
+        first = min(adapter.tensors.keys() - biased)
         faults.append(
-            f"{adapter.path}: {has} {first}.lora_B.bias, lora_bias is {said} in its config;"
+            f"{adapter.path}: has no {first}.lora_B.bias, lora_bias is true in its config;"
+            f" {_DOWNLOAD}"
+        )
+    elif biased and not adapter.config.biases:
+        faults.append(
+            f"{adapter.path}: has {min(biased)}.lora_B.bias, lora_bias is false in its config;"
             f" {_DOWNLOAD}"
         )
     return faults
 
 
 def _is_listed(adapter: "AdapterFile", name: str) -> bool:
-    """Return whether modules_to_save names the module of a tensor, or one that it is in, as PEFT
-    compares names.
+    """Return True if modules_to_save names the module of a tensor, or one that it is in.
+
+    PEFT compares the ends of names.
     """
     module = name.rpartition(".")[0].split(".")
     ends = tuple(map(extra_name, adapter.config.saved))
@@ -447,18 +441,21 @@ def _is_listed(adapter: "AdapterFile", name: str) -> bool:
 
 
 def _is_named_by(name: str, end: str) -> bool:
-    """Return whether a name in trainable_token_indices is that of a tensor's module; empty: the
-    embedding's.
+    """Return True if a tensor's module is named by `end`, a key of trainable_token_indices.
+
+    An empty one names the embedding, and a head that is tied to it.
     """
     module = name.rpartition(".")[0]
     return module.endswith(extra_name(end)) if end else module in (EMBEDDING, HEAD)
 
 
 def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:
-    """Return the tokens whose rows are saved; those of a tied head are the embedding's unless it
-    has its own.
+    """Return the tokens whose rows of a weight are saved, or None.
+
+    Those of a tied head are the embedding's unless it has its own.
     """
-    for row_name in [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]:
+    names = [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]
+    for row_name in names:
         for end, tokens in adapter.config.token_rows.items():
             if _is_named_by(row_name, end):
                 return tokens
@@ -468,23 +465,19 @@ def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | Non
 def _settle_vocabulary(
     adapter: "AdapterFile", saved: dict[str, SavedTensor], base: ModelSpec
 ) -> tuple[dict[str, SavedTensor], ModelSpec]:
-    """Return what is saved, and the spec of the base with it: of another vocabulary, or no longer
-    tied.
+    """Return what is saved, and the spec of the base with it.
 
-    As in PEFT and transformers, a matrix that is saved for itself is no longer the other's, unless
-    both are the same.
+    The base may get another vocabulary, or no longer be tied: as in PEFT and transformers, a matrix
+    that is saved for itself is no longer the other's, unless both are the same.
     """
     if isinstance(base, ExternalSpec):
         return saved, base
     embedding = saved.get(EMBEDDING_WEIGHT, _NOTHING)
     head = saved.get(HEAD_WEIGHT, _NOTHING)
-    tied = base.tied
-    if tied and (head != _NOTHING or _is_listed(adapter, EMBEDDING_WEIGHT)):
-        is_listed = (
-            _is_listed(adapter, EMBEDDING_WEIGHT)
-            or _is_listed(adapter, HEAD_WEIGHT)
-            or head.rows is not None
-        )
+    is_tied = base.tied
+    if is_tied and (head != _NOTHING or _is_listed(adapter, EMBEDDING_WEIGHT)):
+        is_listed = _is_listed(adapter, EMBEDDING_WEIGHT) or _is_listed(adapter, HEAD_WEIGHT)
+        is_listed = is_listed or head.rows is not None
         is_same = _have_same_numbers(adapter, embedding, head)
         if not (is_listed or is_same or _NOTHING in (embedding, head)):
             raise CheckpointError(
@@ -492,8 +485,8 @@ def _settle_vocabulary(
                 " of the base, and modules_to_save names neither; name both in"
                 f" {adapter.config.path}, or {_DOWNLOAD}"
             )
-        tied = is_same or not is_listed
-    if tied:
+        is_tied = is_same or not is_listed
+    if is_tied:
         embedding = head if embedding == _NOTHING else embedding
         saved = {name: tensor for name, tensor in saved.items() if name not in VOCABULARY}
         if embedding != _NOTHING:
@@ -501,7 +494,7 @@ def _settle_vocabulary(
     copies = [tensor.copy for tensor in (embedding, head) if tensor.copy is not None]
     vocab_size = copies[0][1].shape[0] if copies else base.vocab_size
     matrices = {EMBEDDING_WEIGHT: embedding}
-    if not (tied or has_score_head(base)):
+    if not (is_tied or has_score_head(base)):
         matrices[HEAD_WEIGHT] = head
     for name, tensor in matrices.items():
         num_rows = tensor.copy[1].shape[0] if tensor.copy is not None else base.vocab_size
@@ -511,16 +504,16 @@ def _settle_vocabulary(
                 " vocabulary was resized, and one of its two matrices is not in the file; save the"
                 " adapter again with save_embedding_layers=True"
             )
-    return saved, replace(base, vocab_size=vocab_size, tied=tied)
+    return saved, replace(base, vocab_size=vocab_size, tied=is_tied)
 
 
 def _have_same_numbers(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
-    """Return whether both matrices are saved with the same numbers."""
+    """Return True if embedding and head are saved with the same numbers."""
     with safe_open(str(adapter.path), framework="pt") as file:
-        for of_embedding, of_head in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
-            if of_embedding is None or of_head is None:
-                if of_embedding is not of_head:
+        for first, second in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
+            if first is None or second is None:
+                if first is not second:
                     return False
-            elif not have_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
+            elif not have_same_numbers(file.get_slice(first[0]), file.get_slice(second[0])):
                 return False
     return _find_token_rows(adapter, EMBEDDING_WEIGHT) == _find_token_rows(adapter, HEAD_WEIGHT)

@@ -1,5 +1,7 @@
-"""`adapter_config.json` as PEFT writes it: what of it changes what an adapter computes, and what we
-refuse by name.
+"""Read and make PEFT's `adapter_config.json`.
+
+Every key of the file is one that is read, one that changes nothing of what an adapter computes, or
+one that is refused by name: none is dropped without a word.
 """
 
 import json
@@ -21,14 +23,16 @@ from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import SCORE
 from recipe_lib.reading import describe_fault, read_json
 
-CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
 MAX_RANK = 2**20
 MAX_ROWS = 2**31  # of a vocabulary
+# Keys that say which modules have an adapter.
 SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 PATTERN_REMEDY = "write the modules' names in its place"
 _TYPE_REMEDY = "correct the key, or take the file from where the adapter was trained"
-_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")  # with which an unread key is harmless
 # Keys that change nothing of what a trained adapter computes: who made it, how it began, how PEFT
 # is to run it.
 IRRELEVANT = {
@@ -76,9 +80,8 @@ REFUSED = {
     "alora_invocation_tokens": _AGAIN,
     "arrow_config": _AGAIN,
     "kasa_config": _WITH_PEFT,
-    "layer_replication": (
-        _AGAIN
-    ),  # PEFT merges it into layers that share their weights, which it cannot save
+    # PEFT merges it into layers that share their weights, which it cannot save
+    "layer_replication": _AGAIN,
     "megatron_config": _AGAIN,
     "monteclora_config": _WITH_PEFT,
     "use_bdlora": _WITH_PEFT,
@@ -97,27 +100,30 @@ _REPEATED = ("pissa", "olora")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The numbers of an adapter."""
+    """The values of an `adapter_config.json` that decide what the adapter computes."""
 
     rank: int
     alpha: float
+    # Scaled by alpha / sqrt(rank).
     rslora: bool
     dora: bool
-    base: str = ""  # the name of the model that it was trained on
-    # Pattern of a module's or parameter's name -> its own rank or alpha.
+    # Name of the model that it was trained on.
+    base: str = ""
+    # Pattern of a module's or parameter's name -> its own rank.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    # Pattern of a module's or parameter's name -> its own alpha.
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    parameters: tuple[
-        str, ...
-    ] = ()  # ends of the names of those with an adapter by themselves, as experts'
-    saved: tuple[str, ...] = ()  # ends of the names of modules that are in the file as a whole
-    # End of a module's name -> the rows of its weight that are in the file; of the embedding under
-    # an empty name.
+    # Ends of the names of parameters that have an adapter by themselves, as experts' have.
+    parameters: tuple[str, ...] = ()
+    # Ends of the names of modules that are in the file as a whole (modules_to_save).
+    saved: tuple[str, ...] = ()
+    # End of a module's name, empty for the embedding -> rows of its weight that are in the file.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    biases: bool = False  # B has a bias
-    selection: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the keys that say which modules have an adapter
+    # B has a bias (lora_bias).
+    biases: bool = False
+    # Values of the keys SELECTING.
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    # The file, named in errors.
     path: Path = Path(CONFIG_FILE)
     # Key of the file, name of a module -> the number of the pattern that matches it.
     _matches: dict[tuple[str, str], int | None] = field(
@@ -130,15 +136,13 @@ class AdapterConfig:
 
     def compute_scaling(self, module: FileModule) -> float:
         """Return what the product of a module's two matrices is multiplied by."""
-        return compute_scaling(
-            self._find_number("alpha_pattern", module, self.alpha),
-            self.get_rank(module),
-            self.rslora,
-        )
+        alpha = self._find_number("alpha_pattern", module, self.alpha)
+        return compute_scaling(alpha, self.get_rank(module), self.rslora)
 
     def match_patterns(self, modules: Iterable[FileModule]) -> None:
-        """Match all modules at once, so that `get_rank` need not start a process for each. Raises
-        CheckpointError.
+        """Match the names of all modules at once. Raises CheckpointError for what is no pattern.
+
+        Patterns are matched in a separate process: `get_rank` need not ask it for each module.
         """
         names = [name for module in modules for name in self._list_spellings(module)]
         for key in ("rank_pattern", "alpha_pattern"):
@@ -152,8 +156,9 @@ class AdapterConfig:
             )
 
     def _list_spellings(self, module: FileModule) -> list[str]:
-        """Return the names that PEFT compares patterns with: of the parameter, where that has the
-        adapter.
+        """Return the names that PEFT compares patterns with.
+
+        Where a parameter has the adapter by itself, they are the parameter's.
         """
         parameter = module.full_name if module.parameter else f"{module.name}.weight"
         is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
@@ -167,6 +172,7 @@ class AdapterConfig:
         self.match_patterns([module])
         pattern_numbers = [self._matches[key, name] for name in self._list_spellings(module)]
         matched = [number for number in pattern_numbers if number is not None]
+        # As in PEFT the first pattern counts, in the order of the file.
         return list(patterns.values())[min(matched)] if matched else default
 
 
@@ -176,8 +182,9 @@ def compute_scaling(alpha: float, rank: int, rslora: bool) -> float:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read and check the file. Raises CheckpointError, all faults at once, also for what PEFT has
-    and we have not.
+    """Read and check an adapter's config.
+
+    Raises CheckpointError, all faults at once, also for features of PEFT that we do not have.
     """
     path = folder / CONFIG_FILE
     fields = _read_json(path, folder)
@@ -194,16 +201,17 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         _find_start_fault(path, fields.get("init_lora_weights", True)),
         _find_layers_fault(path, fields),
     ]
-    for key, test, expected in _TYPES:
-        if key in fields and not test(fields[key]):
+    for key, is_valid, expected in _TYPES:
+        if key in fields and not is_valid(fields[key]):
             faults.append(
                 f"{path}: {key}: found {_show(fields[key])}, expected {expected}; {_TYPE_REMEDY}"
             )
         elif key in ("r", "lora_alpha") and key not in fields:
             faults.append(f"{path}: {key}: found no such key, expected {expected}; {_TYPE_REMEDY}")
     raise_faults(CheckpointError, faults)
-    indices = fields.get("trainable_token_indices") or {}
-    token_rows = indices if isinstance(indices, dict) else {"": indices}
+    token_indices = fields.get("trainable_token_indices") or {}
+    # A list without a name is of the embedding.
+    token_rows = token_indices if isinstance(token_indices, dict) else {"": token_indices}
     config = AdapterConfig(
         rank=fields["r"],
         alpha=fields["lora_alpha"],
@@ -219,7 +227,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         selection={key: fields.get(key) for key in SELECTING},
         path=path,
     )
-    config.match_patterns([])  # which sees what is no pattern
+    config.match_patterns([])  # refuses what is no pattern, though no module is asked for yet
     return config
 
 
@@ -239,7 +247,7 @@ def _find_start_fault(path: Path, start: Any) -> str | None:
 
 
 def _find_layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
-    """Return what PEFT refuses to load about the layers; None: nothing."""
+    """Return what about the keys of layers makes PEFT refuse the file; None if it loads it."""
     keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
     if keys and isinstance(fields.get("target_modules"), str):
         return (
@@ -247,9 +255,8 @@ def _find_layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
             f" remove {keys[0]}"
         )
     pattern = fields.get("layers_pattern")
-    is_well_typed = isinstance(pattern, str) or _is_list_with(
-        pattern, _is_name
-    )  # else another line says so
+    # Another type is a fault of its own, told by another line.
+    is_well_typed = isinstance(pattern, str) or _is_list_with(pattern, _is_name)
     if pattern and is_well_typed and "layers_to_transform" not in keys:
         return (
             f"{path}: layers_pattern: found no layers_to_transform, whose numbers it is for; remove"
@@ -263,12 +270,14 @@ def _show(value: Any) -> str:
 
 
 def list_saved_names(header: Header) -> set[str]:
-    """Return the tensors of an adapter's file that are no adapter's: extra parameters, and the
-    weight of a score head.
+    """Return the names of the tensors in an adapter's file that are saved whole.
 
-    PEFT writes the latter without a mark.
+    They are a recipe's extra parameters, and the weight of a score head.
     """
-    return list_extra_names(header) | ({SCORE} if f"{PREFIX}{SCORE}" in header.tensors else set())
+    names = list_extra_names(header)
+    if f"{PREFIX}{SCORE}" in header.tensors:  # which PEFT writes without a mark
+        names.add(SCORE)
+    return names
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
@@ -288,7 +297,8 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _find_key_fault(path: Path, key: str, value: Any) -> str | None:
-    """Return why a key that is not read is refused; None: with this value it changes nothing."""
+    """Return why a key that is not read is refused; None if its value changes nothing."""
+    # By type too: 0 == False, and a number may well change something.
     if any(value is empty or (value == empty and type(value) is type(empty)) for empty in _EMPTY):
         return None
     if key in REFUSED:
@@ -301,9 +311,8 @@ def _find_key_fault(path: Path, key: str, value: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        type(value) in (int, float) and 0 < value <= sys.float_info.max
-    )  # JSON has integers too large for a float
+    # JSON has integers too large for a float, and infinity.
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def _is_rank(value: Any) -> bool:
@@ -326,8 +335,8 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+", value) is not None
 
 
-def _is_list_with(value: Any, test: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(test, value))
+def _is_list_with(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_valid, value))
 
 
 def _is_module_selection(value: Any) -> bool:
@@ -344,10 +353,23 @@ def _is_token_rows(value: Any) -> bool:
     return value is None or _is_token_list(value)
 
 
-def _is_pattern_map(value: Any, test: Callable[[Any], bool]) -> bool:
-    return value is None or isinstance(value, dict) and all(map(test, value.values()))
+def _is_pattern_map(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return value is None or isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
+def _is_parameter_list(value: Any) -> bool:
+    return not isinstance(value, str) and _is_module_selection(value)
+
+
+def _is_layer_selection(value: Any) -> bool:
+    return value is None or _is_count(value) or _is_list_with(value, _is_count)
+
+
+def _is_layer_pattern(value: Any) -> bool:
+    return not value or _is_name(value) or _is_list_with(value, _is_name)
+
+
+# Key of the file, what its value must satisfy, and how a message says that.
 _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("r", _is_rank, "a positive integer"),
     ("lora_alpha", _is_number, "a number above 0"),
@@ -358,40 +380,49 @@ _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ensure_weight_tying", _is_flag, "true or false"),
     ("fan_in_fan_out", _is_flag, "true or false"),
     ("bias", lambda value: value in (None, "none", "all", "lora_only"), "none, all or lora_only"),
-    ("target_parameters", lambda value: not isinstance(value, str) and _is_module_selection(value),
-     "a list of parameters' names"),
+    ("target_parameters", _is_parameter_list, "a list of parameters' names"),
     ("target_modules", _is_module_selection, "a list of modules' names, or a pattern"),
     ("exclude_modules", _is_module_selection, "a list of modules' names, or a pattern"),
-    ("modules_to_save", lambda value: value is None or _is_list_with(value, _is_name), "a list of modules' names"),
-    ("layers_to_transform", lambda value: value is None or _is_count(value) or _is_list_with(value, _is_count),
-     "numbers of layers"),
-    ("layers_pattern", lambda value: not value or _is_name(value) or _is_list_with(value, _is_name),
-     "names of lists of layers"),
+    (
+        "modules_to_save",
+        lambda value: value is None or _is_list_with(value, _is_name),
+        "a list of modules' names",
+    ),
+    ("layers_to_transform", _is_layer_selection, "numbers of layers"),
+    ("layers_pattern", _is_layer_pattern, "names of lists of layers"),
     ("trainable_token_indices", _is_token_rows, "numbers of tokens, none twice"),
-    ("rank_pattern", lambda value: _is_pattern_map(value, _is_rank), "patterns with positive integers"),
-    ("alpha_pattern", lambda value: _is_pattern_map(value, _is_number), "patterns with numbers above 0"),
-)  # fmt: skip
+    (
+        "rank_pattern",
+        lambda value: _is_pattern_map(value, _is_rank),
+        "patterns with positive integers",
+    ),
+    (
+        "alpha_pattern",
+        lambda value: _is_pattern_map(value, _is_number),
+        "patterns with numbers above 0",
+    ),
+)
 
 
 def make_config_fields(
     cfg: LoraConfig,
     base: str,
-    modules: Mapping[str, int],
+    *,
+    ranks: Mapping[str, int],
     target_modules: list[str] | str,
     parameters: Collection[str] = (),
     saved: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the file's contents.
+    """Return the contents of the config of an adapter that is exported.
 
-    modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
-    parameters: ends of names of those that have an adapter by themselves. saved: modules that are
-    in the file as they are.
+    base: name of the model that it was trained on. ranks: of each module's adapter, by name; fused
+    modules have their parts' ranks together. parameters: ends of names of those that have an
+    adapter by themselves. saved: modules that are in the file as they are.
     """
-    rank = max(
-        modules.values()
-    )  # servers make room for the file's `r`; scaling is the same everywhere
+    # The largest: servers make room for the file's `r`. The scaling is the same everywhere.
+    rank = max(ranks.values())
     rank_pattern = {
-        name.rsplit(".", 1)[-1]: lower for name, lower in modules.items() if lower != rank
+        name.rsplit(".", 1)[-1]: lower for name, lower in ranks.items() if lower != rank
     }
     return {
         "peft_type": "LORA",
@@ -401,9 +432,8 @@ def make_config_fields(
         "lora_alpha": _scale_alpha(cfg, rank),
         "use_rslora": cfg.rslora,
         "use_dora": cfg.dora,
-        "lora_dropout": (
-            0.0 if parameters else cfg.dropout
-        ),  # PEFT refuses to open any other with target_parameters
+        # PEFT refuses to open any other than 0 with target_parameters.
+        "lora_dropout": 0.0 if parameters else cfg.dropout,
         "target_modules": target_modules,
         "target_parameters": sorted(set(parameters)) or None,
         "rank_pattern": rank_pattern,
@@ -421,4 +451,5 @@ def make_config_fields(
 def _scale_alpha(cfg: LoraConfig, rank: int) -> float:
     """Return the alpha with which an adapter of this rank is scaled as one of `cfg.rank` is."""
     alpha = cfg.alpha * (math.sqrt(rank / cfg.rank) if cfg.rslora else rank / cfg.rank)
+    # As PEFT writes it: 16, not 16.0.
     return int(alpha) if alpha == int(alpha) else alpha

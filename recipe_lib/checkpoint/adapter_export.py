@@ -1,4 +1,8 @@
-"""A model's adapters as a PEFT folder, which PEFT, vLLM and we ourselves read."""
+"""Export a model's adapters as a PEFT folder, which PEFT, vLLM and we ourselves read.
+
+`export_adapter` writes adapter_config.json and adapter_model.safetensors. One parameter at a time
+is gathered and streamed to the disk, as for a whole model.
+"""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -78,78 +82,106 @@ def export_adapter(
     save_extra: bool = False,
     card: str | None = None,
 ) -> None:
-    """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names
-    them. Collective.
+    """Write the folder `out`: adapter_config.json and adapter_model.safetensors. Collective.
 
     One parameter at a time is gathered, by the ranks that have it, and streamed to the disk by rank
-    0. base: the name or folder that loads the frozen weights. base_folder: where they are here; a
-    mark of them goes into the file, and another base is refused when the adapter is read again.
-    source_config: the base's config.json. tokenizer_folder, chat_template, stop_ids: as for
-    `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a
-    larger rank. save_extra, card: as for `export_model`; PEFT calls such modules modules_to_save.
-    An `out` that a run published is replaced when the new one is whole. Raises StorageError or
-    CheckpointError on every rank; then `out` is as it was.
+    0. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a larger rank.
+    An `out` that a run published is replaced when the new one is whole.
+
+    base: the name or folder that loads the frozen weights.
+    base_folder: where they are here; a fingerprint of them goes into the file, and another base is
+        refused when the adapter is read again.
+    source_config: the base's config.json.
+    tokenizer_folder, chat_template, stop_ids, save_extra, card: as for `export_model`; PEFT calls
+        modules with extra parameters modules_to_save.
+
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards
     model.state_dict()
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_list_targets(module, cfg)) for module in modules}
-    multimodal = (
+    # Of Gemma 3 we train the language model, which is a part of the files' multimodal one.
+    is_multimodal = (
         isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
     )
     holders = find_holders(model, world)
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    dtype = next(
-        iter(plan_tensors(adapters, holders, world).values())
-    ).dtype  # a rank of a pipeline may have none
-    plan = [
-        PlannedTensor(f"{PREFIX}{file_name(module.name, multimodal)}.{suffix}", dtype, shape)
-        for module in modules
-        for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
-    ]
+    # Of all ranks: one of a pipeline may have no adapter.
+    dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype
+    plan: list[PlannedTensor] = []
+    for module in modules:
+        prefix = f"{PREFIX}{file_name(module.name, is_multimodal)}"
+        for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items():
+            plan.append(PlannedTensor(f"{prefix}.{suffix}", dtype, shape))
     whole_tensors = saved_whole(model)  # a score head among them, which is trained whole
     extras = plan_tensors(whole_tensors, holders, world)
-    added = [name for name in extras if name != SCORE]
-    if added and not save_extra:
-        raise CheckpointError(f"{out}: {describe_extra_fault(added)}")
+    recipe_extras = [name for name in extras if name != SCORE]
+    if recipe_extras and not save_extra:
+        raise CheckpointError(f"{out}: {describe_extra_fault(recipe_extras)}")
     plan += [
-        replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}")
+        replace(extra, name=f"{PREFIX}{file_name(name, is_multimodal)}")
         for name, extra in extras.items()
     ]
-    saved = dict.fromkeys(
-        module for part in holders.gather(extra_modules(model), world) for module in part
-    )
+    # A dict keeps the model's order and has each name once.
+    saved_modules: dict[str, None] = {}
+    for group_modules in holders.gather(extra_modules(model), world):
+        saved_modules |= dict.fromkeys(group_modules)
     if has_score_head(spec):
-        saved[SCORE.removesuffix(".weight")] = None
+        saved_modules[SCORE.removesuffix(".weight")] = None
     fields = make_config_fields(
         cfg,
         base,
-        ranks,
-        target_modules=_choose_target_modules(modules, spec, multimodal),
+        ranks=ranks,
+        target_modules=_choose_target_modules(modules, spec, is_multimodal),
         parameters=[module.parameter for module in modules if module.parameter],
-        saved=[file_name(name, multimodal) for name in saved],
+        saved=[file_name(name, is_multimodal) for name in saved_modules],
     )
-    fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
-    transposed = [
+    if has_score_head(spec):
+        fields["task_type"] = "SEQ_CLS"
+    is_transposed = [
         module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
     ]
-    fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
+    # The bool is for a stage of a pipeline without adapters.
+    fields["fan_in_fan_out"] = bool(is_transposed) and all(is_transposed)
     metadata = run_on_all_ranks(
-        world, lambda: _make_metadata(model, spec, cfg, base_folder, source_config or {})
+        world,
+        lambda: _make_metadata(
+            model, spec, cfg=cfg, base_folder=base_folder, source_config=source_config or {}
+        ),
     )
-    metadata |= make_extra_metadata(added)
-    pad_id = (source_config or {}).get("pad_token_id") if has_score_head(spec) else None
-    beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
-    with stage_folder(out, {TENSOR_FILE: plan}, {CONFIG_FILE: fields}, beside, world) as temporary:
-        of_adapters = (_gather_pieces(model, module, cfg, holders) for module in modules)
-        of_extras = (stream_parameter(model, whole_tensors, holders, name) for name in extras)
-        pieces = chain.from_iterable(chain(of_adapters, of_extras))
-        write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
+    metadata |= make_extra_metadata(recipe_extras)
+    side_files = SideFiles(
+        tokenizer_folder,
+        chat_template=chat_template,
+        stop_ids=stop_ids,
+        card=card,
+        pad_id=(source_config or {}).get("pad_token_id") if has_score_head(spec) else None,
+    )
+    staging = stage_folder(
+        out,
+        shards={TENSOR_FILE: plan},
+        contents={CONFIG_FILE: fields},
+        side_files=side_files,
+        world=world,
+    )
+    with staging as temporary:
+        adapter_pieces = (_gather_pieces(model, module, cfg, holders) for module in modules)
+        extra_pieces = (stream_parameter(model, whole_tensors, holders, name) for name in extras)
+        # Generators in a chain: nothing is gathered before it is written.
+        write_gathered(
+            temporary / TENSOR_FILE,
+            plan,
+            pieces=chain.from_iterable(chain(adapter_pieces, extra_pieces)),
+            metadata=metadata,
+            world=world,
+        )
 
 
 def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
-    """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused
-    projections are stacked.
+    """Return the largest rank in an exported file.
+
+    It is larger than `cfg.rank` where adapters of fused projections are stacked.
     """
     return max(cfg.rank * len(_list_targets(module, cfg)) for module in adapted_modules(spec, cfg))
 
@@ -159,23 +191,19 @@ def _list_targets(module: FileModule, cfg: LoraConfig) -> list[str]:
 
 
 def _choose_target_modules(
-    modules: list[FileModule], spec: ModelSpec, multimodal: bool
+    modules: list[FileModule], spec: ModelSpec, is_multimodal: bool
 ) -> list[str] | str:
-    """What the last parts of names are; in a multimodal model a pattern, as its other part may have
-    the same names.
-
-    The whole names, where a module without an adapter has such a last part too: PEFT would put one
-    there.
-    """
+    """Return target_modules for PEFT: the last parts of the modules' names, where that is clear."""
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
-        if any(
-            name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names
-        ):
+        unadapted_names = set(spec.layout().modules) - names
+        # Whole names, where PEFT would put an adapter on another module with such an end too.
+        if any(name.rpartition(".")[2] in ends for name in unadapted_names):
             return sorted(names)
-    if not multimodal:
+    if not is_multimodal:
         return ends
+    # A pattern, since the other parts of a multimodal model may have the same names.
     head = "|lm_head" if HEAD in ends else ""  # which is beside the language model
     return rf".*\blanguage_model\.(.*\.)?({'|'.join(ends)}){head}"
 
@@ -183,13 +211,14 @@ def _choose_target_modules(
 def _make_metadata(
     model: nn.Module,
     spec: ModelSpec,
+    *,
     cfg: LoraConfig,
     base_folder: Path | None,
     source_config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """What PEFT looks for, and what merging has to know of the base."""
+    """Return the file's metadata: what PEFT looks for, and what merging must know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
-    stored = stored_weights(model)  # what is quantized has its own types
+    stored = stored_weights(model)  # codes and scales have types of their own, not the run's
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -201,23 +230,23 @@ def _make_metadata(
     if base_folder is not None:
         metadata[BASE_FINGERPRINT] = compute_base_fingerprint(spec, base_folder)
     if has_score_head(spec):
-        kept = {name: source_config[name] for name in OF_SCORES if name in source_config}
-        metadata[SCORE_KEYS] = json.dumps(kept)
+        score_keys = {name: source_config[name] for name in OF_SCORES if name in source_config}
+        metadata[SCORE_KEYS] = json.dumps(score_keys)
     return metadata
 
 
 def _gather_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders
 ) -> Iterator[torch.Tensor]:
-    """On rank 0 the data of a module's planned tensors, in their order, a gathered parameter at a
-    time. Collective.
+    """Return an iterator of the data of a module's planned tensors, on rank 0. Collective.
+
+    The tensors are in the order of the plan, gathered one at a time.
     """
     first = _get_factor_names(module)[0]
     names = [f"{part.module}.{first}" for part in module.parts]
-    holder = next(
-        name for name in names if name in holders.first
-    )  # all parts of a module are in one layer
-    return holders.stream_to_rank_0(holder, lambda: _gather_own_pieces(model, module, cfg))
+    # Any part tells the ranks: all parts of a module are in one layer, and so on one stage.
+    name = next(name for name in names if name in holders.first)
+    return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))
 
 
 def _get_factor_names(module: FileModule) -> tuple[str, str]:
@@ -228,20 +257,22 @@ def _get_factor_names(module: FileModule) -> tuple[str, str]:
 def _gather_own_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig
 ) -> Iterator[torch.Tensor]:
-    """What `_gather_pieces` gives, on the ranks that have the module. Collective."""
-    held = [(part, model.get_submodule(part.module)) for part in module.parts]
+    """Yield what `_gather_pieces` does, on the ranks that have the module. Collective."""
+    owners = [(part, model.get_submodule(part.module)) for part in module.parts]
     names = _get_factor_names(module)
-    adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
+    adapted = [owner for _, owner in owners if isinstance(owner, AdaptedModule)]
     if module.experts:
-        ((part, owner),) = held
+        ((part, owner),) = owners
         runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
         yield from stacked_factors(*map(ordered, parameters, runs))
         return
+    # A of a fused module: its parts' below each other.
     for owner in adapted:
         yield gather_whole(owner.get_parameter(names[0]).detach())
-    for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
-        if len(held) == 1:
+    # B of a fused module: a block for each of its parts, zeros elsewhere.
+    for part, owner in owners:
+        if len(owners) == 1:
             second = gather_whole(owner.get_parameter(names[1]).detach())
             yield ordered(second, all_runs(model).get(f"{part.module}.{names[1]}"))
             continue
@@ -254,13 +285,14 @@ def _gather_own_pieces(
             ).cpu()
         yield second
     if cfg.dora:
-        for _, owner in held:
+        for _, owner in owners:
             yield _gather_lengths(owner, adapted[0].settings.dtype)
 
 
 def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """DoRA's lengths; of a fused module's part without an adapter those that its rows have.
-    Collective.
+    """Return DoRA's lengths `[out]`. Collective.
+
+    A fused module's part without an adapter has those of its rows, which change nothing.
     """
     if isinstance(module, AdaptedModule):
         return gather_whole(module.get_parameter(LENGTHS).detach())
@@ -268,12 +300,13 @@ def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gather_frozen_weight(module: nn.Module) -> torch.Tensor:
-    """The whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
+    """Return the whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
     if not isinstance(module, QuantizedLinear):
         return gather_whole(module.get_parameter("weight").detach())
     linear = nn.Linear(
         module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
     )
+    # Codes and scales are gathered, not the weight, and dequantized here.
     copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":

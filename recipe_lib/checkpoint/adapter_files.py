@@ -1,10 +1,14 @@
-"""A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and
-a config.
+"""Read a PEFT adapter's files, and check them against a model, a config and a base.
+
+`read_adapter` reads the headers alone. `check_fits` compares names and shapes with a model,
+`check_adapter` also with the section `lora` of a run that is to train on, and `check_base` the
+weights that it was trained on. `find_unselected` does what PEFT does when it loads an adapter.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +61,15 @@ from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
 from recipe_lib.reading import parse_json
 from recipe_lib.units import name_first
 
-# Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was
-# stored.
-BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
-SCORE_KEYS = "tune_score_head"  # what `score_config` adds to a config.json
+# Keys of the metadata of the tensor file that are ours: which base the adapter was trained on, and
+# how the run kept it.
+BASE_FINGERPRINT = "tune_base"
+BASE_DTYPE = "tune_base_dtype"
+BASE_STORAGE = "tune_base_storage"  # the value of lora.quantize_base
+BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not our own decoder
+SCORE_KEYS = "tune_score_head"  # keys of config.json that belong to a score head, as JSON
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
-_EXPERT_APART = re.compile(r"\.experts\.\d+\.")
-BASE_IMPLEMENTATION = (  # of a model that was not the library's own decoder
-    "tune_base_implementation"
-)
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -74,27 +78,27 @@ class AdapterFile:
 
     folder: Path
     config: AdapterConfig
-    # Module as files name it -> what follows its name -> (name in the file, header).
+    # Module as files name it -> suffix of the tensor's name -> (name in the file, header).
     tensors: Mapping[str, Mapping[str, FileTensorName]]
+    # Of the tensor file.
     metadata: Mapping[str, str]
-    extras: Mapping[str, FileTensorName] = field(
-        default_factory=dict
-    )  # by our name, what a recipe added to the model
-    saved: Mapping[str, SavedTensor] = field(
-        default_factory=dict
-    )  # of the base, by the name that PEFT has for each
+    # Our name -> a parameter that a recipe added to the model, or a score head's weight.
+    extras: Mapping[str, FileTensorName] = field(default_factory=dict)
+    # PEFT's name -> a weight of the base that the file has.
+    saved: Mapping[str, SavedTensor] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        """The file with the tensors."""
+        """Path of the file with the tensors."""
         return self.folder / TENSOR_FILE
 
-    def modules(self, spec: ModelSpec) -> list[FileModule]:
-        """Return the modules that have an adapter; all of them are the model's, once `check_fits`
-        has said so.
+    def list_modules(self, spec: ModelSpec) -> list[FileModule]:
+        """Return the modules of a model that have an adapter here.
+
+        After `check_fits` no adapter is of another model's module.
         """
         modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
-        self.config.match_patterns(modules)
+        self.config.match_patterns(modules)  # all at once, for `AdapterConfig.get_rank`
         return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
@@ -109,7 +113,10 @@ class AdapterFile:
 
 
 def read_adapter(folder: Path) -> AdapterFile:
-    """Return the adapter in a folder, checked by itself. Raises CheckpointError."""
+    """Return the adapter in a folder, checked by itself. Raises CheckpointError.
+
+    Its tensors are not read yet.
+    """
     config = read_adapter_config(folder)
     path = folder / TENSOR_FILE
     if not path.is_file():
@@ -133,11 +140,10 @@ def read_adapter(folder: Path) -> AdapterFile:
         elif module_and_suffix is not None and ".token_adapter." not in name:
             module, suffix = module_and_suffix
             tensors.setdefault(in_full(module, config.parameters), {})[suffix] = (name, entry)
-            if suffix == FROZEN:
+            if suffix == FROZEN:  # both: it belongs to the adapter, and may resize the base
                 add_saved(saved, name, entry)
-        elif not add_saved(
-            saved, name, entry
-        ):  # rows of tokens too, which end as a copy beside an adapter does
+        # Rows of tokens too, whose names end as that of a copy beside an adapter does.
+        elif not add_saved(saved, name, entry):
             unknown.append(name)
     _check_contents(path, header, unknown=unknown, extras=extras)
     return AdapterFile(
@@ -151,20 +157,21 @@ def read_adapter(folder: Path) -> AdapterFile:
 
 
 def read_score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of config.json that an adapter with a score head keeps: classes' names,
-    padding.
+    """Return the keys of config.json that an adapter with a score head keeps.
+
+    They are names of classes, and padding.
     """
     try:
         keys = parse_json(metadata.get(SCORE_KEYS, "{}"))
     except ValueError:
         return {}
-    return (
-        {name: keys[name] for name in OF_SCORES if name in keys} if isinstance(keys, dict) else {}
-    )
+    if not isinstance(keys, dict):
+        return {}
+    return {name: keys[name] for name in OF_SCORES if name in keys}
 
 
 def _check_contents(
-    path: Path, header: Header, unknown: list[str], extras: Collection[str]
+    path: Path, header: Header, *, unknown: list[str], extras: Collection[str]
 ) -> None:
     faults = []
     if unknown:
@@ -191,10 +198,10 @@ def _check_contents(
 
 
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
-    """Return what the adapter has of the base's weights. spec: of the base as it is.
+    """Return the base's weights that the adapter has, if it is one for this model.
 
-    Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for
-    this model, and for numbers that are none.
+    spec: of the base as it is. Raises CheckpointError, all faults at once, if names or shapes are
+    not those of an adapter for this model, and for NaN or infinite numbers.
     """
     if SCORE in adapter.extras and not has_score_head(spec):
         raise CheckpointError(
@@ -206,52 +213,46 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     with safe_open(str(adapter.path), framework="pt") as file:
         check_finite(((name, file.get_tensor(name)) for name in file.keys()), adapter.path)
     saved = find_saved(adapter, spec)
-    known = file_modules(saved.spec)
-    strange = adapter.tensors.keys() - known.keys()
+    known_modules = file_modules(saved.spec)
+    unknown_names = adapter.tensors.keys() - known_modules.keys()
     faults: list[str | None] = []
-    apart = sorted(name for name in strange if _EXPERT_APART.search(name))
+    single_experts = sorted(name for name in unknown_names if _SINGLE_EXPERT.search(name))
     modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
     has_experts = getattr(spec, "mixture", None) is not None or any(
         name.endswith(".experts") for name in modules
     )
-    if apart and has_experts:
+    if single_experts and has_experts:
         faults.append(
-            f"{adapter.path}: adapts the linears of each expert ({apart[0]}), as transformers 4 has"
-            " them; expected mlp.experts.gate_up_proj and mlp.experts.down_proj, in each of which"
-            " all experts of a layer are one parameter; merge it with transformers 4 and PEFT, or"
-            " train it again"
+            f"{adapter.path}: adapts the linears of each expert ({single_experts[0]}), as"
+            " transformers 4 has them; expected mlp.experts.gate_up_proj and"
+            " mlp.experts.down_proj, in each of which all experts of a layer are one parameter;"
+            " merge it with transformers 4 and PEFT, or train it again"
         )
-    elif strange & modules:
+    elif unknown_names & modules:
         faults.append(
-            f"{adapter.path}: {name_first(strange & modules, 'is', 'are')} no linear of this model,"
-            " and linears alone may have an adapter with model.implementation=transformers; merge"
-            " it with PEFT (merge_and_unload)"
+            f"{adapter.path}: {name_first(unknown_names & modules, 'is', 'are')} no linear of this"
+            " model, and linears alone may have an adapter with"
+            " model.implementation=transformers; merge it with PEFT (merge_and_unload)"
         )
-    elif strange:
+    elif unknown_names:
+        base = f" ({adapter.config.base})" if adapter.config.base else ""
         faults.append(
-            f"{adapter.path}: {name_first(strange, 'is', 'are')} no module of this model; the"
-            " adapter was made for another base"
-            + (f" ({adapter.config.base})" if adapter.config.base else "")
+            f"{adapter.path}: {name_first(unknown_names, 'is', 'are')} no module of this model; the"
+            f" adapter was made for another base{base}"
         )
-    adapted = adapter.modules(saved.spec)
-    faults.append(
-        _find_unselected_fault(adapter, [module for module in adapted if not module.experts])
-    )
-    module_faults = (
-        _find_module_fault(adapter, known[name])
-        for name in sorted(adapter.tensors.keys() - strange)
-    )
-    faults.append(
-        next(filter(None, module_faults), None)
-    )  # one is enough: the others have the same cause
+    linears = [module for module in adapter.list_modules(saved.spec) if not module.experts]
+    faults.append(_find_unselected_fault(adapter, linears))
+    for name in sorted(adapter.tensors.keys() - unknown_names):
+        module_fault = _find_module_fault(adapter, known_modules[name])
+        if module_fault is not None:
+            faults.append(module_fault)
+            break  # one is enough: the others have the same cause
     raise_faults(CheckpointError, faults)
     return saved
 
 
 def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | None:
-    """Return the first module with an adapter that PEFT leaves out, and the key; None: it takes
-    all.
-    """
+    """Return a line about the first module whose adapter PEFT would drop; None if it takes all."""
     names = []
     for module in modules:
         suffix, (name, _) = next(iter(adapter.tensors[module.name].items()))
@@ -287,11 +288,11 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
             f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora"
             " false; export or download the adapter again"
         )
-    if FROZEN in tensors:
+    if FROZEN in tensors:  # PEFT saves the weight itself with an adapted embedding or head
         expected[FROZEN] = (module.rows, module.columns)
-    strange = tensors.keys() - expected.keys()
-    if strange:
-        name = f"{module.name}.{min(strange)}"
+    unknown_suffixes = tensors.keys() - expected.keys()
+    if unknown_suffixes:
+        name = f"{module.name}.{min(unknown_suffixes)}"
         return (
             f"{adapter.path}: {name} is no tensor of this kind of module; export the adapter again"
         )
@@ -307,12 +308,12 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
 
 
 def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | None = None) -> None:
-    """Raise CheckpointError for what is wrong with going on to train an adapter, before memory is
-    taken.
+    """Raise CheckpointError if a run cannot go on to train an adapter, before memory is taken.
+
+    Headers are read, and little more.
 
     spec, cfg: the model's and the run's. base: the checkpoint that it will be trained on, compared
-    with the one the adapter was trained on where its file says which that was. Reads headers, and
-    little more.
+    with the one the adapter was trained on where its file says which that was.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
@@ -325,24 +326,25 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     raise_faults(
         CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
     )
+    # Only then: the rank of an adapter with other targets or of another kind says nothing.
     raise_faults(CheckpointError, [_find_rank_fault(adapter, spec, cfg)])
     if base is not None:
         check_base(adapter, spec, base)
 
 
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
-    """Raise CheckpointError unless the adapter was trained on these weights, as far as its file can
-    tell.
-    """
-    made_for = adapter.metadata.get(BASE_FINGERPRINT)
-    if made_for is not None and made_for != compute_base_fingerprint(spec, base):
+    """Raise CheckpointError if the adapter's file tells that it was trained on other weights."""
+    fingerprint = adapter.metadata.get(BASE_FINGERPRINT)
+    if fingerprint is not None and fingerprint != compute_base_fingerprint(spec, base):
+        base_name = f", {adapter.config.base}" if adapter.config.base else ""
         raise CheckpointError(
             f"{adapter.folder}: was trained on other weights than those of {base}; use its own base"
-            " model" + (f", {adapter.config.base}" if adapter.config.base else "")
+            f" model{base_name}"
         )
     frozen = {
         name: tensor.frozen for name, tensor in adapter.saved.items() if tensor.frozen is not None
     }
+    # A matrix with other rows is not compared: it takes the base's place.
     resized = {
         name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size
     }
@@ -351,43 +353,43 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
 
 
 def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
-    found = adapter.config
+    config = adapter.config
     changes = []
-    if found.dora != cfg.dora:
-        changes.append(f"lora.dora={str(found.dora).lower()}")
-    if found.rslora != cfg.rslora:
-        changes.append(f"lora.rslora={str(found.rslora).lower()}")
+    if config.dora != cfg.dora:
+        changes.append(f"lora.dora={str(config.dora).lower()}")
+    if config.rslora != cfg.rslora:
+        changes.append(f"lora.rslora={str(config.rslora).lower()}")
     if not changes:
         return None
-    kind = ("DoRA" if found.dora else "LoRA") + (" scaled by rsLoRA" if found.rslora else "")
+    kind = ("DoRA" if config.dora else "LoRA") + (" scaled by rsLoRA" if config.rslora else "")
     return (
         f"{adapter.folder}: holds {kind}, the config asks for another kind; set {' '.join(changes)}"
     )
 
 
 def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    wanted = {module.name: module for module in adapted_modules(spec, cfg)}
-    found = {module.name: find_used_parts(adapter, module) for module in adapter.modules(spec)}
-    extra = {
-        part.target
-        for module in found.values()
-        for part in module.parts
-        if not is_target(part, cfg)
+    expected = {module.name: module for module in adapted_modules(spec, cfg)}
+    modules = {
+        module.name: find_used_parts(adapter, module) for module in adapter.list_modules(spec)
     }
     if isinstance(spec, ExternalSpec):
-        return _find_external_target_fault(adapter, wanted, found)
-    targets = targets_of(found.values())
-    missing = [name for name in wanted if name not in found]
-    partial = [name for name in missing if set(targets_of([wanted[name]])) & set(targets)]
-    if partial:
-        first = wanted[partial[0]]
+        return _find_external_target_fault(adapter, expected, modules)
+    adapted_parts = chain.from_iterable(module.parts for module in modules.values())
+    has_other_targets = any(not is_target(part, cfg) for part in adapted_parts)
+    targets = targets_of(modules.values())
+    missing_names = [name for name in expected if name not in modules]
+    partial_names = [
+        name for name in missing_names if set(targets_of([expected[name]])) & set(targets)
+    ]
+    if partial_names:
+        first = expected[partial_names[0]]
         others = "layers or matrices" if first.experts else "layers"
         return (
             f"{adapter.path}: has no adapter for {first.full_name}, though other {others} have one;"
             f" adapters of some {others} only cannot be trained on: merge it into the base first"
             " (tune export --merge)"
         )
-    if missing or extra:
+    if missing_names or has_other_targets:
         return (
             f"{adapter.folder}: adapts {', '.join(targets)}, found lora.target_modules "
             f"{', '.join(cfg.target_modules)}; set "
@@ -397,14 +399,19 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
 
 
 def _find_external_target_fault(
-    adapter: AdapterFile, wanted: Collection[str], found: Collection[str]
+    adapter: AdapterFile, expected: Collection[str], adapted: Collection[str]
 ) -> str | None:
-    """Of an external model, whose modules have no words."""
-    if set(wanted) == set(found):
+    """Return a line for an adapter of other modules than the run adapts in an external model.
+
+    Its modules have no short names such as ours, so the line tells the ends of their names.
+
+    expected, adapted: names of modules, by the config and in the adapter.
+    """
+    if set(expected) == set(adapted):
         return None
-    first = min(set(wanted) ^ set(found))
-    fault = "has no adapter for" if first in wanted else "adapts"
-    ends = sorted({name.rpartition(".")[2] for name in found})
+    first = min(set(expected) ^ set(adapted))
+    fault = "has no adapter for" if first in expected else "adapts"
+    ends = sorted({name.rpartition(".")[2] for name in adapted})
     return (
         f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set"
         f" lora.target_modules=[{','.join(ends)}]"
@@ -412,8 +419,9 @@ def _find_external_target_fault(
 
 
 def find_used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
-    """The module with only those of its fused parts whose rows the adapter changes (all, if it
-    changes none yet).
+    """Return the module with only those of its fused parts whose rows the adapter changes.
+
+    All of them, if the adapter changes none yet.
     """
     if len(module.parts) == 1:
         return module
@@ -425,41 +433,49 @@ def find_used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
 
 
 def is_stacked(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
-    """Whether a fused module's adapter is that of `parts` adapters of `rank`, one after the other,
-    separate in B.
+    """Return True if a fused module's adapter is a stack of one adapter of `rank` for each part.
+
+    B is block-diagonal then: a part's rows are zero in the columns of the other parts.
+
+    parts: how many of the module's parts are adapted.
     """
     if parts < 2 or adapter.config.get_rank(module) != parts * rank:
         return False
     second = adapter.read(module.name, SECOND)
-    used = find_used_parts(adapter, module).parts
-    return all(
-        not second[part.start : part.start + part.rows, at * rank : (at + 1) * rank].any()
-        for number, part in enumerate(used)
-        for at in range(parts)
-        if at != number
-    )
+    for number, part in enumerate(find_used_parts(adapter, module).parts):
+        rows = second[part.start : part.start + part.rows]
+        if rows[:, : number * rank].any() or rows[:, (number + 1) * rank :].any():
+            return False
+    return True
 
 
 def find_usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
-    """The scaling that the config gives to all modules without a pattern; if there are none, what
-    most of them have.
+    """Return the scaling that the config gives to all modules without a pattern.
+
+    If there are no such modules, the scaling that most of them have.
     """
-    scalings = [adapter.config.compute_scaling(module) for module in adapter.modules(spec)]
+    scalings = [adapter.config.compute_scaling(module) for module in adapter.list_modules(spec)]
     usual = compute_scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
     return usual if usual in scalings else max(set(scalings), key=scalings.count)
 
 
 def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    """Every module has to have lora.rank or less, and the scaling that is usual among them must be
-    the config's.
+    """Return a line for an adapter of another rank or scaling than the run's, or None.
+
+    Every module has to have lora.rank or less, and the scaling that is usual among them must be the
+    config's.
     """
     ranks = []
-    for module in adapter.modules(spec):
-        rank = adapter.config.get_rank(module)
-        targets = sum(is_target(part, cfg) for part in module.parts)
-        ranks.append(cfg.rank if is_stacked(adapter, module, targets, cfg.rank) else rank)
-    rank, usual = max(ranks), find_usual_scaling(adapter, spec)
-    if rank != cfg.rank or abs(usual / compute_scaling(cfg.alpha, cfg.rank, cfg.rslora) - 1) > 1e-6:
+    for module in adapter.list_modules(spec):
+        num_targets = sum(is_target(part, cfg) for part in module.parts)
+        if is_stacked(adapter, module, parts=num_targets, rank=cfg.rank):
+            ranks.append(cfg.rank)
+        else:
+            ranks.append(adapter.config.get_rank(module))
+    rank = max(ranks)
+    usual = find_usual_scaling(adapter, spec)
+    expected = compute_scaling(cfg.alpha, cfg.rank, cfg.rslora)
+    if rank != cfg.rank or abs(usual / expected - 1) > 1e-6:
         alpha = usual / compute_scaling(1.0, rank, cfg.rslora)
         return (
             f"{adapter.folder}: has rank {rank} and alpha {alpha:g}, found lora.rank={cfg.rank} "
@@ -468,38 +484,35 @@ def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> 
     return None
 
 
-# The modules that PEFT puts an adapter on, by the keys of a config: it leaves others out when it
-# loads a file.
-
-
-_ALL_LINEAR = "all-linear"  # but for the head, which is a linear too
+_ALL_LINEAR = "all-linear"  # PEFT's word for every linear but the head
 _NO_LINEARS = ("embed_tokens", "lm_head")
 
 
 def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first module that PEFT would leave out, and the key by which it does; None: it
-    leaves out none.
+    """Return the first module whose adapter PEFT leaves out, and the key by which it does.
+
+    None if PEFT leaves out none: it loads those modules of a file that the keys of the config
+    select. The order of the questions is PEFT's.
 
     names: of modules, as the file has them. Raises CheckpointError for a pattern that cannot be
     matched.
     """
-    excluded = _match(config, "exclude_modules", names)
-    targeted = _match(config, "target_modules", names)
-    chosen: Any = config.selection.get("target_modules")
+    is_excluded = _match(config, "exclude_modules", names)
+    is_targeted = _match(config, "target_modules", names)
+    targets: Any = config.selection.get("target_modules")
     layers: Any = config.selection.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     for number, name in enumerate(names):
         if any(f".{name}.weight".endswith(f".{end}") for end in config.parameters):
             continue  # by its parameter: PEFT asks no other key then
-        if excluded[number]:
+        if is_excluded[number]:
             return name, "exclude_modules"
         if any(f".{saved}." in f".{name}." for saved in config.saved):
             return name, "modules_to_save"
-        if (
-            chosen is not None and not targeted[number]
-        ):  # None: PEFT's own table, or target_parameters
+        # None stands for PEFT's own table of a family's modules, or for target_parameters.
+        if targets is not None and not is_targeted[number]:
             return name, "target_modules"
-        if isinstance(chosen, list) and name in chosen:
+        if isinstance(targets, list) and name in targets:
             continue  # by its whole name, whatever the layers
         if layers and _find_layer(config, name) not in layers:
             return name, "layers_to_transform"
@@ -508,22 +521,22 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
 
 def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     """Return for each name whether a key that takes ends of names or a pattern names it."""
-    chosen: Any = config.selection.get(key)
-    if key == "target_modules" and isinstance(chosen, str) and chosen.lower() == _ALL_LINEAR:
+    value: Any = config.selection.get(key)
+    if key == "target_modules" and isinstance(value, str) and value.lower() == _ALL_LINEAR:
         return [not name.endswith(_NO_LINEARS) for name in names]
-    if isinstance(chosen, str) and chosen:
+    if isinstance(value, str) and value:
         try:
-            return [
-                number is not None for number in first_matches((chosen,), tuple(names), whole=True)
-            ]
+            matches = first_matches((value,), tuple(names), whole=True)
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
-    return [any(f".{name}".endswith(f".{end}") for end in chosen or ()) for name in names]
+        return [number is not None for number in matches]
+    return [any(f".{name}".endswith(f".{end}") for end in value or ()) for name in names]
 
 
 def _find_layer(config: AdapterConfig, name: str) -> int | None:
-    """Return the number of the layer that a module is in; of several numbers in its name the
-    first.
+    """Return the number of the layer that a module is in, or None.
+
+    Of several numbers in its name it is the first, as in PEFT.
     """
     patterns: Any = config.selection.get("layers_pattern")
     if not patterns:

@@ -1,4 +1,8 @@
-"""An adapter from a folder into a model: each rank its own slices."""
+"""Load a PEFT adapter from a folder into a model with adapters.
+
+Each rank reads its own slices. Ranks, scalings and fused modules of the file need not be those of
+the model: what differs is converted while it is read.
+"""
 
 from pathlib import Path
 
@@ -35,16 +39,19 @@ from recipe_lib.models.spec import ModelSpec
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
-    """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how
-    many modules.
+    """Fill the model's adapters from a PEFT adapter; return the number of modules filled.
 
-    model: with adapters, materialized, plain or sharded. An adapter of a lower rank than the
-    model's is filled up with zeros, and stays at its rank: where A and B are both zero, so are
-    their gradients. One that is scaled by another number has the ratio put into B. some: a module
-    that has no adapter in the folder (those of some layers) is left as `init_adapters` made it,
-    which changes nothing; without it that is a fault. Extra parameters, which a recipe added, are
-    read too, and the model must have those that the folder has. Weights of the base that the folder
-    brings along take their places (see `SavedWeights`). Raises CheckpointError.
+    An adapter of a lower rank than the model's is filled up with zeros, and stays at its rank:
+    where A and B are both zero, so are their gradients. One that is scaled by another number has
+    the ratio put into B. Extra parameters, which a recipe added, are read too, and the model must
+    have those that the folder has. Weights of the base that the folder brings along take their
+    places (see `SavedWeights`).
+
+    model: with adapters, materialized, plain or sharded. folder: of an adapter that `check_adapter`
+    has let pass. some: a module that has no adapter in the folder (those of some layers) is left as
+    `init_adapters` made it, which changes nothing; without it that is a fault.
+
+    Raises CheckpointError.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
@@ -53,28 +60,39 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     adapted = {
         name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)
     }
-    filled = set()
-    for module in adapter.modules(spec):
-        used = [part for part in module.parts if part.module in adapted]
-        for number, part in enumerate(used):
-            _fill_module(adapter, module, part, number, len(used), adapted[part.module], model)
-            filled.add(part.module)
+    filled_names = set()
+    modules = adapter.list_modules(spec)
+    for module in modules:
+        # In a pipeline another rank may have the module's layer.
+        parts = [part for part in module.parts if part.module in adapted]
+        for number, part in enumerate(parts):
+            _fill_module(
+                adapter,
+                module,
+                part=part,
+                number=number,
+                num_parts=len(parts),
+                target=adapted[part.module],
+                model=model,
+            )
+            filled_names.add(part.module)
     _fill_extras(adapter, model)
-    if filled != adapted.keys() and not some:
+    if filled_names != adapted.keys() and not some:
+        targets = targets_of(find_used_parts(adapter, module) for module in modules)
         raise CheckpointError(
-            f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.target_modules="
-            f"[{','.join(targets_of(find_used_parts(adapter, module) for module in adapter.modules(spec)))}]"
+            f"{folder}: has no adapter for {min(adapted.keys() - filled_names)};"
+            f" set lora.target_modules=[{','.join(targets)}]"
         )
-    return len(filled)
+    return len(filled_names)
 
 
 def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
-    found = {
+    file_extras = {
         name: FileTensor(adapter.path, entry, extra=True)
         for name, (_, entry) in adapter.extras.items()
     }
     tensors = saved_whole(model)
-    names = find_extras_to_read(model, adapter.folder, found)
+    names = find_extras_to_read(model, adapter.folder, file_extras)
     with safe_open(str(adapter.path), framework="pt") as file:
         for name in names:
             for local, offsets in own_parts(model, name, tensors[name]):
@@ -86,78 +104,93 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
 def _fill_module(
     adapter: AdapterFile,
     module: FileModule,
+    *,
     part: MergedRows,
     number: int,
-    parts: int,
+    num_parts: int,
     target: AdaptedModule,
     model: nn.Module,
 ) -> None:
-    """One module of ours. number, parts: which of the fused module's adapted parts it is, and how
-    many there are.
+    """Fill the adapter of one module of ours from a module of the file.
+
+    part: our module in the file's, which may be fused. number, num_parts: which of the fused
+    module's adapted parts it is, and how many there are.
     """
-    rank, settings = adapter.config.get_rank(module), target.settings
-    stacked = is_stacked(adapter, module, parts, settings.rank)
-    first = number * settings.rank if stacked else 0
-    count = settings.rank if stacked else rank
-    if count > settings.rank:
+    settings = target.settings
+    if is_stacked(adapter, module, parts=num_parts, rank=settings.rank):
+        first = number * settings.rank  # of the stack's ranks, those of this part
+        rank = settings.rank
+    else:
+        first = 0
+        rank = adapter.config.get_rank(module)
+    if rank > settings.rank:
         raise CheckpointError(
-            f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set"
-            f" lora.rank={count}"
+            f"{adapter.folder}: has rank {rank}, found lora.rank={settings.rank}; set"
+            f" lora.rank={rank}"
         )
     ratio = adapter.config.compute_scaling(module) / settings.scaling
     if module.experts:
-        _fill_experts(adapter, module, part.module, count, ratio, target, model)
+        _fill_experts(
+            adapter, module, name=part.module, rank=rank, ratio=ratio, target=target, model=model
+        )
         return
     start = part.start
 
-    def held(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
     suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
+        # A `[r, in]`: rows beyond the file's rank stay zero.
         source = file.get_slice(entries[suffixes[0]][0])
-        for local, (row, column) in held(suffixes[0]):
+        for local, (row, column) in get_local_parts(suffixes[0]):
             local.zero_()
-            rows = source[first + min(row, count) : first + min(row + len(local), count)]
+            rows = source[first + min(row, rank) : first + min(row + len(local), rank)]
             local[: len(rows)].copy_(rows[:, column : column + local.shape[1]])
 
+        # B `[out, r]`: a fused module has the rows of all its parts.
         source = file.get_slice(entries[suffixes[1]][0])
-        for local, (row, _) in held(suffixes[1]):
+        for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
-            rows = source[start + row : start + row + len(local)][:, first : first + count]
-            local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
+            rows = source[start + row : start + row + len(local)][:, first : first + rank]
+            # Multiplied only where needed: an adapter is loaded to the bit where it can be.
+            local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
-            for local, (row,) in held(LENGTHS):
-                local.copy_(
-                    file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)]
-                )
+            source = file.get_slice(entries[LENGTHS][0])
+            for local, (row,) in get_local_parts(LENGTHS):
+                local.copy_(source[start + row : start + row + len(local)])
 
 
 def _fill_experts(
     adapter: AdapterFile,
     module: FileModule,
+    *,
     name: str,
     rank: int,
     ratio: float,
     target: AdaptedModule,
     model: nn.Module,
 ) -> None:
-    """The factors of a layer's experts, which a file has one below, or next to, the other: see
-    `expert_factors`.
+    """Fill the adapters of a layer's experts.
+
+    A file has the factors of the experts one below, or next to, the other: see `expert_factors`.
+
+    name: of our module. rank: of the file. ratio: of the file's scaling to the model's.
     """
     factors = expert_factors(
         adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts
     )
     if abs(ratio - 1) >= 1e-6:
         factors = (factors[0], factors[1].double() * ratio)
-    for suffix, whole, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
+    # A is `[E, r, i]` and B `[E, o, r]`: the rank is dimension 1 or 2.
+    for suffix, factor, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
         for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
             local.zero_()
-            begin, size = offset[dim], local.shape[dim]
-            taken = min(max(rank - begin, 0), size)
-            part = [slice(at, at + each) for at, each in zip(offset, local.shape, strict=True)]
-            part[dim] = slice(begin, begin + taken)
-            local.narrow(dim, 0, taken).copy_(whole[tuple(part)])
+            begin = offset[dim]
+            num_ranks = min(max(rank - begin, 0), local.shape[dim])
+            part = [slice(at, at + size) for at, size in zip(offset, local.shape, strict=True)]
+            part[dim] = slice(begin, begin + num_ranks)
+            local.narrow(dim, 0, num_ranks).copy_(factor[tuple(part)])

@@ -1,8 +1,8 @@
-"""A base and an adapter as one Hugging Face folder: file to file, part of a tensor at a time, each
-rank its files.
+"""Merge a base and an adapter into one Hugging Face folder.
 
-What is merged is what was trained: the base in the type of the run and, if the run kept it in 4 or
-8 bits, with the numbers that these stand for.
+`merge_adapter` works from file to file, a part of a tensor at a time, and each rank writes files of
+its own. What is merged is what was trained: the base in the type of the run and, if the run kept it
+in 4 or 8 bits, with the numbers that these stand for.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +23,7 @@ from recipe_lib.adapters.peft_names import (
     LENGTHS,
     SECOND,
     FileModule,
+    MergedRows,
     expert_factors,
     target_of,
 )
@@ -71,34 +72,32 @@ from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight
 from recipe_lib.ops.fused_kernels import cut_rows
 from recipe_lib.units import GIB
 
-# An adapter added to the weight that it was trained with, some rows at a time.
-
-
 _PIECE_ELEMENTS = 2**24  # elements of the weight that are computed at a time: 64 MiB in fp32
 
 
 @dataclass(frozen=True)
 class Update:
-    """The adapter of a weight `[n, m]`: `scaling * second @ first`, with first `[r, m]` and second
-    `[n, r]`.
+    """The adapter of a weight `[n, m]`: LoRA adds `scaling * second @ first` to it."""
 
-    lengths: DoRA's, of the n rows, or with `by_column` (an embedding) of the m columns. None: LoRA.
-    """
-
+    # LoRA's A, `[r, m]`.
     first: Tensor
+    # LoRA's B, `[n, r]`.
     second: Tensor
     scaling: float
+    # DoRA's magnitudes, of the n rows, or with `by_column` of the m columns. None: LoRA.
     lengths: Tensor | None = None
+    # True for an embedding, whose adapter PEFT makes for the transposed weight.
     by_column: bool = False
 
     def slice_rows(self, start: int, stop: int) -> "Update":
-        """The update of these rows of the weight alone; not for one whose lengths are by column."""
+        """Return the update of these rows of the weight; not for one with lengths by column."""
         lengths = None if self.lengths is None else self.lengths[start:stop]
         return replace(self, second=self.second[start:stop], lengths=lengths)
 
     def add_to(self, rows: Tensor, start: int) -> Tensor:
-        """Rows of the weight, the first of them number `start`, with the update; DoRA's lengths not
-        yet applied.
+        """Return rows of the weight with the update, DoRA's lengths not yet applied.
+
+        start: number of the first of the rows.
         """
         second = self.second[start : start + len(rows)].to(rows.dtype)
         return torch.addmm(rows, second, self.first.to(rows.dtype), alpha=self.scaling)
@@ -108,25 +107,24 @@ class Update:
 def merge_rows(
     read_rows: Callable[[int, int], Tensor], count: int, update: Update | None
 ) -> Iterator[Tensor]:
-    """The merged weight `[count, m]` in consecutive pieces of rows, computed in fp32 (fp64 for a
-    weight of fp64).
+    """Yield the merged weight `[count, m]` in consecutive pieces of rows.
 
-    read_rows: `(start, stop)` to those rows of the weight; it is called twice for an embedding with
-    DoRA, whose lengths are those of whole columns. update: None leaves the weight as it is.
+    It is computed in fp32, in fp64 for a weight of fp64.
+
+    read_rows: `(start, stop)` to those rows of the weight. update: None leaves the weight as it is.
     """
     if update is None:
         for start, stop in _cut_pieces(read_rows, count):
             yield _widen(read_rows(start, stop))
         return
-    factors = (
-        _compute_column_factors(read_rows, count, update)
-        if update.by_column and update.lengths is not None
-        else None
-    )
+    column_factors = None
+    if update.by_column and update.lengths is not None:
+        # The length of a column is known only when all rows have been read: once more for this.
+        column_factors = _compute_column_factors(read_rows, count, update)
     for start, stop in _cut_pieces(read_rows, count):
         rows = update.add_to(_widen(read_rows(start, stop)), start)
-        if factors is not None:
-            rows.mul_(factors)
+        if column_factors is not None:
+            rows.mul_(column_factors)
         elif update.lengths is not None:
             lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
             rows.mul_(update.lengths[start:stop].to(rows.dtype).unsqueeze(1) / lengths)
@@ -136,9 +134,7 @@ def merge_rows(
 def _compute_column_factors(
     read_rows: Callable[[int, int], Tensor], count: int, update: Update
 ) -> Tensor:
-    """Return what each column `[m]` is multiplied by: its trained length over the one it has with
-    the update.
-    """
+    """Return a factor for each column `[m]`: its trained length over its length with the update."""
     squares = sum(
         update.add_to(_widen(read_rows(start, stop)), start).square_().sum(dim=0)
         for start, stop in _cut_pieces(read_rows, count)
@@ -154,9 +150,6 @@ def _widen(rows: Tensor) -> Tensor:
 def _cut_pieces(read_rows: Callable[[int, int], Tensor], count: int) -> list[tuple[int, int]]:
     width = read_rows(0, 1).shape[1] if count else 1
     return cut_rows(count, width, _PIECE_ELEMENTS)
-
-
-# A base and an adapter.
 
 
 def merge_adapter(
@@ -175,98 +168,128 @@ def merge_adapter(
     max_shard_bytes: int = 4 * GIB,
     card: str | None = None,
 ) -> None:
-    """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
+    """Write the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter.
-    implementation: of the base, see `read_trained_spec`. out_dtype: of the files, if another one.
-    tokenizer_folder (default: the base's), chat_template, stop_ids, max_shard_bytes, card: as for
-    `export_model`. A tied model whose embedding or head is adapted is no longer tied in `out`. The
-    files are dealt out to the ranks, which need a disk in common; a model of another library is
-    merged by the first of them, in its host memory. Raises StorageError or CheckpointError on every
-    rank; then `out` is as it was.
+    A tied model whose embedding or head is adapted is no longer tied in `out`. The files are dealt
+    out to the ranks, which need a disk in common; a model of another library is merged by the first
+    rank, in its host memory.
+
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of
+    the files, if another one. implementation: of the base, see `read_trained_spec`. The others are
+    as for `export_model`; tokenizer_folder is by default the base's.
+
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
-    stored = out_dtype or dtype
+    file_dtype = out_dtype or dtype
     adapter, spec, saved = run_on_all_ranks(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
     if ranks.rank == 0:
-        log_left_out(spec, base_folder, "export")
+        log_left_out(spec, base_folder, what="export")
     tokenizer_folder = tokenizer_folder or base_folder
     if isinstance(spec, ExternalSpec):
-        beside = {"tokenizer_folder": tokenizer_folder, "chat_template": chat_template, "stop_ids": stop_ids,
-                  "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip
         merge = partial(
             _merge_external,
             base_folder,
             adapter,
-            saved,
-            spec,
-            out,
-            quantize,
-            dtype,
-            stored,
-            **beside,
+            saved=saved,
+            spec=spec,
+            out=out,
+            quantize=quantize,
+            dtype=dtype,
+            file_dtype=file_dtype,
+            tokenizer_folder=tokenizer_folder,
+            chat_template=chat_template,
+            stop_ids=stop_ids,
+            max_shard_bytes=max_shard_bytes,
+            card=card,
         )
         run_on_rank_0(ranks, merge)
         return
     assert isinstance(saved.spec, DecoderSpec)
     # Embedding and head differ as soon as one of them has an adapter.
-    written = replace(
-        saved.spec, tied=saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
+    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
+    merged_spec = replace(saved.spec, tied=is_tied)
+    parameters = _plan_parameters(merged_spec, adapter, file_dtype)
+    shards = plan_shards(
+        merged_spec, parameters, max_shard_bytes=max_shard_bytes, extras=adapter.extras
     )
-    parameters = {
-        name: PlannedTensor(name, stored, shape)
-        for name, shape in parameter_shapes(written).items()
-    }
-    for name, (_, entry) in adapter.extras.items():
-        kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
-        parameters[name] = PlannedTensor(name, kept, entry.shape)
-    shards = plan_shards(written, parameters, max_shard_bytes, adapter.extras)
     tensors = read_headers(base_folder)
     weights = _MergedWeights(
-        spec=written,
+        spec=merged_spec,
         adapter=adapter,
         saved=saved,
         tensors=tensors,
         entries={entry.our_name: entry for entry in weight_map(spec, tensors)},
-        storage=quantize,
+        quantize=quantize,
         dtype=dtype,
-        stored=stored,
+        file_dtype=file_dtype,
     )
-    config = export_config(
-        read_config(base_folder) | read_score_keys(adapter.metadata), written, stored
-    )
-    if written.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
-        config["vocab_size"] = written.vocab_size
-    contents = list_model_files(shards, config)
+    source_config = read_config(base_folder) | read_score_keys(adapter.metadata)
+    config = export_config(source_config, merged_spec, file_dtype)
+    if merged_spec.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
+        config["vocab_size"] = merged_spec.vocab_size
     side_files = SideFiles(
-        tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config)
+        tokenizer_folder,
+        chat_template=chat_template,
+        stop_ids=stop_ids,
+        card=card,
+        pad_id=find_padding(config),
     )
-    with stage_folder(out, shards, contents, side_files, ranks) as temporary:
+    staging = stage_folder(
+        out,
+        shards=shards,
+        contents=list_model_files(shards, config),
+        side_files=side_files,
+        world=ranks,
+    )
+    with staging as temporary:
 
         def write() -> None:
             check_shared(temporary)
-            pieces = TensorPieces(written, weights.read, parameters, adapter.extras)
+            pieces = TensorPieces(
+                merged_spec, read=weights.read, parameters=parameters, extras=adapter.extras
+            )
             for name in sorted(shards)[ranks.rank :: ranks.size]:
+                # A score head is of the merged model's own family, no extra parameter of it.
                 extras = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
-                metadata = {"format": "pt"} | make_extra_metadata(extras)
                 write_tensor_file(
-                    temporary / name, shards[name], pieces.read_all(shards[name]), metadata
+                    temporary / name,
+                    shards[name],
+                    pieces=pieces.read_all(shards[name]),
+                    metadata={"format": "pt"} | make_extra_metadata(extras),
                 )
 
         run_on_all_ranks(ranks, write)
 
 
+def _plan_parameters(
+    spec: DecoderSpec, adapter: AdapterFile, file_dtype: torch.dtype
+) -> dict[str, PlannedTensor]:
+    """Return the parameters of the merged model, and the extra ones that the adapter has."""
+    parameters = {
+        name: PlannedTensor(name, file_dtype, shape)
+        for name, shape in parameter_shapes(spec).items()
+    }
+    for name, (_, entry) in adapter.extras.items():
+        # A recipe's tables of integers keep their type.
+        dtype_in_file = DTYPES[entry.dtype]
+        extra_dtype = file_dtype if dtype_in_file.is_floating_point else dtype_in_file
+        parameters[name] = PlannedTensor(name, extra_dtype, entry.shape)
+    return parameters
+
+
 def _read_checked(
     base_folder: Path, adapter_folder: Path, implementation: str | None
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
-    """Return the adapter, the spec of the base, and what the adapter has of it. Raises
-    CheckpointError.
+    """Return the adapter, the spec of the base, and the base's weights that the adapter has.
+
+    Raises CheckpointError if they do not go together.
     """
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
-        rows = adapter.extras[SCORE][1].shape[0]
-        spec: ModelSpec = scored_spec(read_config(base_folder), str(base_folder), rows)
+        num_scores = adapter.extras[SCORE][1].shape[0]
+        spec: ModelSpec = scored_spec(read_config(base_folder), str(base_folder), num_scores)
     else:
         spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
     check_weights(spec, base_folder)
@@ -289,31 +312,33 @@ class _MergedWeights:
         saved: SavedWeights,
         tensors: Mapping[str, FileTensor],
         entries: Mapping[str, WeightEntry],
-        storage: str,
+        quantize: str,
         dtype: torch.dtype,
-        stored: torch.dtype,
+        file_dtype: torch.dtype,
     ) -> None:
-        """spec: of the merged model. saved: what the adapter has of the base. tensors, entries: of
-        the base's files.
+        """Keep the files of the base and of the adapter, of which nothing is read yet.
 
-        storage: how the run kept the base, the word of lora.quantize_base. dtype: of the run.
-        stored: of what is read.
+        spec: of the merged model. saved: the base's weights that the adapter has. tensors, entries:
+        of the base's files. quantize, dtype: how the run kept the base. file_dtype: of the pieces.
         """
-        self._adapter, self._saved = adapter, saved
-        self._tensors, self._entries = tensors, entries
-        self._storage, self._dtype, self._stored = storage, dtype, stored
+        self._adapter = adapter
+        self._saved = saved
+        self._tensors = tensors
+        self._entries = entries
+        self._quantize = quantize
+        self._dtype = dtype
+        self._file_dtype = file_dtype
         self._shapes = parameter_shapes(spec)
-        self._modules = {
-            part.module: (module, part) for module in adapter.modules(spec) for part in module.parts
-        }
+        # Our module -> the adapted module of the files, and the part of it that is ours.
+        self._modules: dict[str, tuple[FileModule, MergedRows]] = {}
+        for module in adapter.list_modules(spec):
+            self._modules |= {part.module: (module, part) for part in module.parts}
 
     def read(self, name: str) -> Iterator[Tensor]:
-        """Yield a parameter in consecutive pieces of rows, that of a layer's experts in one
-        piece.
-        """
+        """Yield a parameter in consecutive pieces of rows, that of a layer's experts whole."""
         if name in self._adapter.extras:
             extra = self._adapter.read_extra(name)
-            yield extra.to(self._stored) if extra.is_floating_point() else extra
+            yield extra.to(self._file_dtype) if extra.is_floating_point() else extra
             return
         shape = self._shapes[name]
         adapted = self._modules.get(name.removesuffix(".weight"))
@@ -322,26 +347,25 @@ class _MergedWeights:
             return
         read_rows = self._open(name, shape)
         if len(shape) < 2:
-            yield read_rows(0, shape[0]).to(self._stored)
+            yield read_rows(0, shape[0]).to(self._file_dtype)
             return
         update = None
         if adapted is not None:
             module, part = adapted
             update = _read_update(self._adapter, module)
-            if len(module.parts) > 1:
+            if len(module.parts) > 1:  # a fused module, such as Phi 3's qkv_proj
                 update = update.slice_rows(part.start, part.start + part.rows)
         for piece in merge_rows(read_rows, shape[0], update):
-            yield piece.to(self._stored)
+            yield piece.to(self._file_dtype)
 
     def _open(self, name: str, shape: tuple[int, ...]) -> Callable[[int, int], Tensor]:
-        """Return a reader of rows of a parameter as the run had them: `(start, stop)` to `[stop -
-        start, m]`.
+        """Return a function that reads rows of a parameter as the run had them.
 
-        What the adapter brings along is read as it has it.
+        It takes `(start, stop)` and returns `[stop - start, m]`. Weights that the adapter brings
+        along are read from it.
         """
-        entry = (
-            self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]
-        )  # the head of a base that ties it
+        # The files of a base with a tied head have the embedding alone.
+        entry = self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]
 
         def read(start: int, stop: int) -> Tensor:
             with Reader(self._tensors) as reader:
@@ -355,34 +379,32 @@ class _MergedWeights:
                 return rows.to(self._dtype)
 
         target = target_of(name.removesuffix(".weight"))
-        is_kept = target in (None, "router", "embedding", "head") or not name.endswith(".weight")
-        if is_kept or name in self._saved.parts or not self._is_rounded(*shape):
+        is_linear = name.endswith(".weight") and target not in (None, "router", "embedding", "head")
+        if not is_linear or name in self._saved.parts or not self._is_rounded(*shape):
             return read
-        weight = dequantized(read(0, shape[0]), self._storage)
+        # The whole matrix at once, as the run quantized it.
+        weight = dequantized(read(0, shape[0]), self._quantize)
         return lambda start, stop: weight[start:stop]
 
     def _is_rounded(self, rows: int, columns: int) -> bool:
-        """Return whether the run kept a matrix in 4 or 8 bits."""
-        return self._storage != "none" and can_quantize(columns, rows, self._storage)
+        """Return True if the run kept a matrix in 4 or 8 bits."""
+        return self._quantize != "none" and can_quantize(columns, rows, self._quantize)
 
     def _read_experts(self, name: str, module: FileModule | None) -> Tensor:
-        """Return a parameter `[E, o, i]`; the scales of a quantized one are those of all experts
-        together.
-        """
+        """Return the parameter `[E, o, i]` of a layer's experts, with their adapter if any."""
         with Reader(self._tensors) as reader:
             weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
-            weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)
+            # As the run quantized it: the scales are those of all experts together.
+            weight = dequantized(weight.flatten(0, 1), self._quantize).view_as(weight)
         if module is None:
-            return weight.to(self._stored)
+            return weight.to(self._file_dtype)
         first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
         scaling = self._adapter.config.compute_scaling(module)
-        merged = (
-            weight if self._stored == self._dtype else torch.empty_like(weight, dtype=self._stored)
-        )
-        for number, factors in enumerate(
-            zip(*expert_factors(first, second, module.experts), strict=True)
-        ):
+        is_same_dtype = self._file_dtype == self._dtype  # then it is merged in place
+        merged = weight if is_same_dtype else torch.empty_like(weight, dtype=self._file_dtype)
+        all_factors = zip(*expert_factors(first, second, module.experts), strict=True)
+        for number, factors in enumerate(all_factors):
             merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
         return merged
 
@@ -391,19 +413,21 @@ class _MergedWeights:
 def _merge_external(
     base_folder: Path,
     adapter: AdapterFile,
+    *,
     saved: SavedWeights,
     spec: ExternalSpec,
     out: Path,
     quantize: str,
     dtype: torch.dtype,
-    stored: torch.dtype,
-    **beside: Any,
+    file_dtype: torch.dtype,
+    **export_options: Any,
 ) -> None:
-    """Write the folder `out`: the base with the adapter added, on one rank; the model is in host
-    memory meanwhile.
+    """Write the folder `out` for a model of another library, on one rank.
 
-    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the
-    adapter kept the base. stored: the type of what is written. beside: as for `export_model`.
+    The model is in host memory meanwhile.
+
+    saved: the base's weights that the adapter has. quantize, dtype: how the run that trained the
+    adapter kept the base. file_dtype: of what is written. export_options: as for `export_model`.
     Raises StorageError or CheckpointError; then `out` is as it was.
     """
     if adapter.extras:
@@ -415,26 +439,24 @@ def _merge_external(
     allocate(model, torch.device("cpu"))
     load_weights(model, spec, base_folder)
     layout = spec.layout()
-    adapted = {module.name: module for module in adapter.modules(spec)}
+    adapted = {module.name: module for module in adapter.list_modules(spec)}
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
         num_rows = len(parameter) if parameter.dim() else 1
         weight = saved.read_rows(name, start=0, stop=num_rows, read_base=parameter.detach)
         if module != name and module in layout.linears:
             rows, columns = weight.shape
-            if (
-                quantize != "none"
-                and module in layout.plain
-                and can_quantize(columns, rows, quantize)
-            ):
+            is_rounded = quantize != "none" and module in layout.plain
+            if is_rounded and can_quantize(columns, rows, quantize):
                 weight = dequantized(weight, quantize)
             if module in adapted:
+                # GPT-2's Conv1D has its weight `[in, out]`.
                 is_transposed = module in layout.transposed
                 update = _read_update(adapter, adapted[module])
                 merged = _merge_matrix(weight.t() if is_transposed else weight, update)
                 weight = merged.t().contiguous() if is_transposed else merged
-        parameter.data = weight.to(stored) if weight.is_floating_point() else weight
-    export_model(model, spec, read_config(base_folder), out, world=SingleRank(), **beside)
+        parameter.data = weight.to(file_dtype) if weight.is_floating_point() else weight
+    export_model(model, spec, read_config(base_folder), out, world=SingleRank(), **export_options)
 
 
 def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
@@ -447,10 +469,16 @@ def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
     lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
     scaling = adapter.config.compute_scaling(module)
     if module.is_embedding:  # its matrices are those of the transposed weight
-        first, second = (
-            adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST)
+        return Update(
+            first=adapter.read(module.name, EMBEDDING_SECOND).t(),
+            second=adapter.read(module.name, EMBEDDING_FIRST).t(),
+            scaling=scaling,
+            lengths=lengths,
+            by_column=True,
         )
-        return Update(first, second, scaling, lengths, by_column=True)
     return Update(
-        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), scaling, lengths
+        first=adapter.read(module.name, FIRST),
+        second=adapter.read(module.name, SECOND),
+        scaling=scaling,
+        lengths=lengths,
     )

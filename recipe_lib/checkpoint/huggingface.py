@@ -1,4 +1,7 @@
-"""Hugging Face model folders: found, checked, read and written."""
+"""Find Hugging Face model folders; and the names by which recipes load, check and export them.
+
+A folder is named by its path or by a hub id. Nothing is downloaded here: `tune download` does that.
+"""
 
 from pathlib import Path
 
@@ -29,8 +32,7 @@ __all__ = [
 
 
 def find_checkpoint(path_or_hub_id: str | Path) -> Path:
-    """The folder of a checkpoint: a path, or a hub id that `tune download` has fetched into the
-    local hub cache.
+    """Return the folder of a checkpoint: a path, or a hub id that is in the local hub cache.
 
     Nothing is downloaded. Raises CheckpointError if there is no such folder.
     """
@@ -39,6 +41,7 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
         return folder
     name = str(path_or_hub_id)
     try:
+        # The patterns of a download, so that a snapshot counts as whole without the other files.
         return Path(
             snapshot_download(
                 name,
@@ -52,16 +55,17 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
 
 
 def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False) -> Path:
-    """The folder of the base that an adapter in `folder` names, perhaps by a path of another
-    machine. CheckpointError.
+    """Return the folder of the base that the adapter in `folder` names.
 
-    is_preset: it is known to be an architecture; else that is seen by its name, where no folder has
-    it.
+    name: of the base; a path in it may be one of another machine. is_preset: the base is known to
+    be an architecture with random weights; else its name tells, where there is no such folder.
+    Raises CheckpointError.
     """
     try:
         if not is_preset:
             return find_checkpoint(name)
     except CheckpointError as error:
+        # The name of a preset or of a config.json: both stand for random weights.
         if name not in list_presets() and not name.endswith(".json"):
             raise CheckpointError(
                 f"{show(str(folder))}: its base is {error}, or say where it is with --base"

@@ -1,4 +1,9 @@
-"""A trained model as a Hugging Face folder, written tensor by tensor."""
+"""Export a trained model as a Hugging Face folder, written tensor by tensor.
+
+`export_model` plans the files from the model's shapes (`plan_tensors`, `plan_shards`), gathers one
+parameter at a time, and streams it to the disk from rank 0. The folder is written under a temporary
+name (`stage_folder`) and takes its own when it is whole.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +47,8 @@ from recipe_lib.models.weight_names import weight_map, written_layout
 from recipe_lib.ops.dtensor_shards import gathered
 from recipe_lib.units import MIB, name_first
 
-# They would make another program run code, or look for weights of another kind.
+# Keys of a source's config.json that are left out of ours: they would make another program run
+# code, or look for weights of another kind.
 _DROPPED_KEYS = (
     "auto_map",
     "quantization_config",
@@ -66,18 +72,22 @@ def export_model(
     save_extra: bool = False,
     card: str | None = None,
 ) -> None:
-    """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer
-    files. Collective.
+    """Write the folder `out`: safetensors files, config.json, tokenizer files. Collective.
 
     One parameter at a time is gathered on its device, by the ranks that have it, and streamed to
     the disk by rank 0; from other ranks of a pipeline it comes there in pieces, through the hosts.
-    source_config: the config.json that the spec was read from. tokenizer_folder: its tokenizer
-    files and generation_config.json are copied; or a tokenizer file, which is taken with the
-    settings next to it. chat_template, stop_ids: what the model was trained with, where it differs
-    from those files, so that others prompt it and stop it as we do. save_extra: write extra
-    parameters too, which only a recipe that adds them reads; without it a model that has any is
-    refused. card: the text of its README.md. An `out` that a run published is replaced when the new
-    one is whole. Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    An `out` that a run published is replaced when the new one is whole.
+
+    source_config: the config.json that the spec was read from.
+    tokenizer_folder: its tokenizer files and generation_config.json are copied; or a tokenizer
+        file, which is taken with the settings next to it.
+    chat_template, stop_ids: what the model was trained with, where it differs from those files, so
+        that others prompt it and stop it as we do.
+    save_extra: write extra parameters too, which only a recipe that adds them reads; without it a
+        model that has any is refused.
+    card: the text of its README.md.
+
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards
     model.state_dict()
@@ -85,28 +95,48 @@ def export_model(
         name: parameter.detach() for name, parameter in model.named_parameters()
     } | persistent_buffers(model)
     holders = find_holders(model, world)
-    everything = plan_tensors(parameters, holders, world)
-    known = {entry.our_name for entry in weight_map(spec)}
-    extras = [name for name in everything if name not in known]
+    planned = plan_tensors(parameters, holders, world)
+    family_names = {entry.our_name for entry in weight_map(spec)}
+    extras = [name for name in planned if name not in family_names]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(extras)}")
-    shards = plan_shards(spec, everything, max_shard_bytes, extras)
+    shards = plan_shards(spec, planned, max_shard_bytes=max_shard_bytes, extras=extras)
 
     pieces = TensorPieces(
-        spec, partial(stream_parameter, model, parameters, holders), everything, extras
+        spec,
+        read=partial(stream_parameter, model, parameters, holders),
+        parameters=planned,
+        extras=extras,
     )
     config = export_config(source_config, spec, next(model.parameters()).dtype)
-    beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
-    with stage_folder(out, shards, list_model_files(shards, config), beside, world) as temporary:
+    side_files = SideFiles(
+        tokenizer_folder,
+        chat_template=chat_template,
+        stop_ids=stop_ids,
+        card=card,
+        pad_id=find_padding(config),
+    )
+    staging = stage_folder(
+        out,
+        shards=shards,
+        contents=list_model_files(shards, config),
+        side_files=side_files,
+        world=world,
+    )
+    with staging as temporary:
         for name, tensors in shards.items():
-            metadata = {"format": "pt"} | make_extra_metadata(
-                {tensor.name for tensor in tensors} & set(extras)
+            extras_here = {tensor.name for tensor in tensors} & set(extras)
+            write_gathered(
+                temporary / name,
+                tensors,
+                pieces=pieces.read_all(tensors),
+                metadata={"format": "pt"} | make_extra_metadata(extras_here),
+                world=world,
             )
-            write_gathered(temporary / name, tensors, pieces.read_all(tensors), metadata, world)
 
 
 def describe_extra_fault(names: Collection[str]) -> str:
-    """What is wrong with exporting a model that has extra parameters, and the remedy."""
+    """Return what is wrong with exporting a model that has extra parameters, and the remedy."""
     return (
         f"found {name_first(names)}, which the recipe added and no other program knows; "
         "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
@@ -114,58 +144,61 @@ def describe_extra_fault(names: Collection[str]) -> str:
 
 
 def find_extra_fault(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
-    """Why a run whose models have these extra parameters does not start; None if it does."""
+    """Return why a run whose model has these extra parameters does not start; None if it does."""
     if not names or not cfg.save_model or cfg.extra_parameters == "save":
         return None
     return f"checkpoint.extra_parameters: {describe_extra_fault(names)}"
 
 
 def make_extra_metadata(names: Collection[str]) -> dict[str, str]:
-    """The metadata of a file with these extra parameters."""
+    """Return the metadata of a file with these extra parameters."""
     return {EXTRA: " ".join(sorted(names))} if names else {}
 
 
 def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
-    """Raises StorageError if the disk of `out` has no room for the model even now, before it is
-    trained. Collective.
+    """Raise StorageError if the disk of `out` has no room for the model. Collective.
+
+    A run asks before it trains, not when the model is to be saved.
     """
     holders = find_holders(model, world)
-    own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
-    needed = sum(
-        holders.gather(sum(value.numel() * value.element_size() for value in own.values()), world)
+    num_bytes_here = sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if holders.is_ours(name)
     )
+    num_bytes = sum(holders.gather(num_bytes_here, world))
 
     def require() -> None:
         folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-        cleared = (
-            sum(map(files.bytes_in, files.leftovers(folder, out.name)))
-            if folder == out.parent
-            else 0
-        )
+        leftover_bytes = 0
+        if folder == out.parent:
+            # What a killed export left is removed before the next one is written.
+            leftover_bytes = sum(map(files.bytes_in, files.leftovers(folder, out.name)))
         files.require_space(
-            folder, needed - cleared, f"the model at the end of the run{_describe_second_copy(out)}"
+            folder,
+            num_bytes - leftover_bytes,
+            f"the model at the end of the run{_describe_second_copy(out)}",
         )
 
     run_on_rank_0(world, require)
 
 
 def _describe_second_copy(out: Path) -> str:
-    """What a message on room says where there is a model already: there must be room for two."""
+    """Return what a message on room says where there is a model already: both must fit."""
     return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
 
 def plan_tensors(
     tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup
 ) -> dict[str, PlannedTensor]:
-    """Return shape and type of tensors by name, of those of other ranks of a pipeline too.
-    Collective.
+    """Return name -> shape and type of the tensors of all ranks. Collective.
+
+    In a pipeline other ranks have other tensors.
     """
-    own = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
-    parts = holders.gather(own, world)
+    rows = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
     return {
         name: PlannedTensor(name, DTYPES[dtype], tuple(shape))
-        for part in parts
-        for name, dtype, shape in part
+        for name, dtype, shape in chain.from_iterable(holders.gather(rows, world))
     }
 
 
@@ -175,24 +208,26 @@ def plan_shards(
     max_shard_bytes: int,
     extras: Collection[str] = (),
 ) -> dict[str, list[PlannedTensor]]:
-    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has its
-    own.
+    """Return file name -> its tensors, filled in the model's order.
 
-    extras: the parameters that the model's family does not have; they come last.
+    A tensor larger than a shard has a file of its own. The names are those of transformers.
+
+    max_shard_bytes: bytes of data that a file may have. extras: the parameters that the model's
+    family does not have; they come last.
     """
-    other = written_layout(spec)
-    if other is None:
+    layout = written_layout(spec)
+    if layout is None:
         entries = weight_map(spec)
         shapes = compute_file_shapes(
             entries, {name: parameter.shape for name, parameter in parameters.items()}
         )
         dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
     else:
-        shapes = dict(other.shapes)
-        dtypes = {name: parameters[own].dtype for name, own in other.renamed.items()}
-        dtypes |= {
-            name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()
-        }
+        # The family's files have other tensors than our model has parameters.
+        shapes = dict(layout.shapes)
+        dtypes = {name: parameters[our_name].dtype for name, our_name in layout.renamed.items()}
+        for name, conversion in layout.made.items():
+            dtypes[name] = parameters[conversion.names()[0]].dtype
     shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
@@ -213,35 +248,40 @@ def plan_shards(
 
 
 class TensorPieces:
-    """The data of a file's tensors, a gathered parameter at a time; of those made by one
-    conversion, all it takes.
+    """The data of a file's tensors, one gathered parameter at a time.
+
+    Of tensors that one conversion makes, all the parameters that it takes are held together.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
+        *,
         read: Callable[[str], Iterator[torch.Tensor]],
         parameters: Mapping[str, PlannedTensor],
         extras: Collection[str],
     ) -> None:
-        """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective.
-        parameters: what has each parameter's shape and type. extras: see `plan_shards`.
+        """Keep how a parameter is read, and which parameters each tensor of the files is made of.
+
+        read: yields a whole parameter, or pieces of its bytes, on rank 0; collective. parameters:
+        shape and type of each. extras: see `plan_shards`.
         """
-        self._read, self._parameters, self._other = read, parameters, written_layout(spec)
+        self._read = read
+        self._parameters = parameters
+        self._layout = written_layout(spec)
         self._current: Conversion | None = None
-        self._made: dict[str, torch.Tensor] = {}
-        self._parts: dict[
-            str, list[str]
-        ] = {}  # name in the file -> the parameters it is made of, in row order
-        if self._other is None:
+        self._converted: dict[str, torch.Tensor] = {}
+        # Name in the file -> the parameters that it is made of, in row order.
+        self._parts: dict[str, list[str]] = {}
+        if self._layout is None:
             for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
                 self._parts.setdefault(entry.file_name, []).append(entry.our_name)
         else:
-            self._parts = {name: [own] for name, own in self._other.renamed.items()}
+            self._parts = {name: [our_name] for name, our_name in self._layout.renamed.items()}
         self._parts |= {name: [name] for name in extras}
 
     def read_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
-        """The tensors one after the other, in consecutive pieces of rows, on rank 0. Collective."""
+        """Yield the tensors in consecutive pieces of rows, on rank 0. Collective."""
         # chain keeps no reference to what it gave, so that a gathered tensor is gone before the
         # next one is gathered.
         return chain.from_iterable(self._read_tensor(tensor.name) for tensor in tensors)
@@ -251,75 +291,89 @@ class TensorPieces:
             for part in self._parts[name]:
                 yield from self._read(part)
             return
-        assert self._other is not None
-        conversion = self._other.made[name]
+        assert self._layout is not None
+        conversion = self._layout.made[name]
         if conversion is not self._current:
-            self._made, self._current = {}, conversion
-            found = {taken: self._whole(taken) for taken in conversion.names()}
-            parameters = {
-                taken: parameter for taken, parameter in found.items() if parameter is not None
-            }
-            if parameters:
-                self._made = conversion.convert(parameters.__getitem__)
-        if name in self._made:
-            tensor = self._made.pop(name)
-            yield from (
-                tensor.split(1) if tensor.dim() == 3 else (tensor,)
-            )  # experts are made contiguous one by one
+            self._current = conversion
+            self._converted = {}  # the former one's tensors are gone before these are gathered
+            parameters: dict[str, torch.Tensor] = {}
+            for input_name in conversion.names():
+                parameter = self._assemble(input_name)
+                if parameter is not None:
+                    parameters[input_name] = parameter
+            if parameters:  # on rank 0 alone
+                self._converted = conversion.convert(parameters.__getitem__)
+        if name in self._converted:
+            tensor = self._converted.pop(name)
+            # Experts `[E, o, i]` are made contiguous one by one.
+            yield from (tensor.split(1) if tensor.dim() == 3 else (tensor,))
 
-    def _whole(self, name: str) -> torch.Tensor | None:
-        """A parameter, on rank 0; what comes from another rank of a pipeline is put together.
-        Collective.
+    def _assemble(self, name: str) -> torch.Tensor | None:
+        """Return a whole parameter on rank 0, None on the other ranks. Collective.
+
+        What comes from another rank of a pipeline is put together from its bytes.
         """
-        parameter, found = self._parameters[name], None
+        planned = self._parameters[name]
+        parameter = None
         for piece in self._read(name):
-            if piece.shape == parameter.shape:
-                found = piece
+            if piece.shape == planned.shape:
+                parameter = piece
                 continue
-            if found is None:
-                found = torch.empty(parameter.shape, dtype=parameter.dtype)
-                rest = found.view(-1).view(torch.uint8)
-            rest[: len(piece)] = piece
-            rest = rest[len(piece) :]
-        return found
+            if parameter is None:
+                parameter = torch.empty(planned.shape, dtype=planned.dtype)
+                unfilled_bytes = parameter.view(-1).view(torch.uint8)
+            unfilled_bytes[: len(piece)] = piece
+            unfilled_bytes = unfilled_bytes[len(piece) :]
+        return parameter
 
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What stands beside the weights of an exported folder; see `export_model`."""
+    """The files beside the weights of an exported folder."""
 
+    # Where its files are copied from: a folder, or a tokenizer file. None: no tokenizer.
     tokenizer_folder: Path | None
+    # A template's text or file, in the place of the tokenizer's own.
     chat_template: str | Path | None = None
+    # Ids that end an answer, for generation_config.json.
     stop_ids: Collection[int] = ()
+    # Text of README.md.
     card: str | None = None
-    pad_id: int | None = (
-        None  # of a model with a score head, what its config.json takes for padding
-    )
+    # Of a model with a score head, the id that its config.json takes for padding.
+    pad_id: int | None = None
 
 
 @contextmanager
 def stage_folder(
     out: Path,
+    *,
     shards: Mapping[str, Sequence[PlannedTensor]],
     contents: Mapping[str, Any],
-    beside: SideFiles,
+    side_files: SideFiles,
     world: RankGroup,
 ) -> Iterator[Path]:
-    """Yield a temporary folder for the files of tensors; then rank 0 adds the rest, and it becomes
-    `out`. Collective.
+    """Yield a temporary folder for the tensor files, which then becomes `out`. Collective.
 
-    contents: the other files' names and what they hold, as JSON. After an error the temporary
-    folder is gone, and `out` is as it was.
+    Rank 0 adds the other files when the caller is done. After an error the temporary folder is
+    gone, and `out` is as it was.
+
+    contents: JSON files by name, and what they hold.
     """
-    copied = list_tokenizer_files(beside.tokenizer_folder)
-    temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, copied)))
+    tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
+    temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, tokenizer_paths)))
 
     def finish() -> None:
         for name, content in contents.items():
             files.write_json(temporary / name, content)
-        copy_tokenizer(temporary, copied, beside.chat_template, beside.stop_ids, beside.pad_id)
-        if beside.card is not None:
-            files.write_bytes(temporary / CARD, beside.card.encode())
+        copy_tokenizer(
+            temporary,
+            tokenizer_paths,
+            chat_template=side_files.chat_template,
+            stop_ids=side_files.stop_ids,
+            pad_id=side_files.pad_id,
+        )
+        if side_files.card is not None:
+            files.write_bytes(temporary / CARD, side_files.card.encode())
         publish(temporary, out)
 
     try:
@@ -334,14 +388,16 @@ def stage_folder(
 def _begin_folder(
     out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copied: Sequence[Path]
 ) -> str:
-    """Rank 0: room on the disk, and an empty temporary folder next to `out`; returns its path."""
+    """Check the room on the disk and make a temporary folder next to `out`; return its path.
+
+    For rank 0. copied: files that will be copied into the folder.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(out.parent, out.name)
-    weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    needed = (
-        weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))
-    )  # headers, index, config
-    files.require_space(out.parent, needed, f"the model{_describe_second_copy(out)}")
+    files.remove_leftovers(out.parent, out.name)  # first: they take the space
+    num_bytes = sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
+    num_bytes += sum(path.stat().st_size for path in copied)
+    num_bytes += MIB * (1 + len(shards))  # headers, index, config
+    files.require_space(out.parent, num_bytes, f"the model{_describe_second_copy(out)}")
     temporary = files.temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
@@ -350,7 +406,11 @@ def _begin_folder(
 def stream_parameter(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], holders: Holders, name: str
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
+    """Return an iterator of a tensor, whole or as pieces of bytes, on rank 0. Collective.
+
+    The rows of a fused matrix are in the order that files have, not in that of this rank's shards.
+    See `Holders.stream_to_rank_0`.
+    """
 
     def gather() -> Iterator[torch.Tensor]:
         yield ordered(gather_whole(tensors[name].detach()), all_runs(model).get(name))
@@ -359,41 +419,40 @@ def stream_parameter(
 
 
 def gather_whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full parameter, gathered where it is computed with, even if its shards are kept in host
-    memory.
-    """
+    """Return the full parameter, gathered on the device that computes with it. Collective."""
     if not isinstance(parameter, DTensor):
         return parameter
-    placed = parameter.to(parameter.device_mesh.device_type)
-    return gathered(placed.to_local(), placed)
+    # Its shards may be kept in host memory, where the mesh's backend cannot gather them.
+    on_device = parameter.to(parameter.device_mesh.device_type)
+    return gathered(on_device.to_local(), on_device)
 
 
 def list_model_files(
     shards: Mapping[str, Sequence[PlannedTensor]], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a model's folder has in JSON: config.json, and before it an index where there are
-    several shards.
-    """
+    """Return the JSON files of a model's folder: config.json, and an index of several shards."""
     if SINGLE in shards:
         return {"config.json": config}
-    sizes = [tensor.num_bytes for shard in shards.values() for tensor in shard]
-    index = {
-        "metadata": {"total_size": sum(sizes)},
-        "weight_map": {tensor.name: name for name, shard in shards.items() for tensor in shard},
-    }
+    total_size = sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
+    file_names: dict[str, str] = {}
+    for file_name, shard in shards.items():
+        file_names |= {tensor.name: file_name for tensor in shard}
+    index = {"metadata": {"total_size": total_size}, "weight_map": file_names}
     return {INDEX: index, "config.json": config}
 
 
 def export_config(
     source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The config.json of the exported model: the source's, with the type and the architecture of
-    what is written.
+    """Return the config.json of an exported model.
+
+    It is the source's, with the type and the architecture of what is written.
     """
-    external = isinstance(spec, ExternalSpec)
-    written = source_config if external else text_config(source_config)
-    config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
-    if not external:
+    is_external = isinstance(spec, ExternalSpec)
+    # Of a multimodal model we train and write the text model alone.
+    source = source_config if is_external else text_config(source_config)
+    config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
+    if not is_external:
         causal = FAMILIES[spec.family].architectures[0]
         config["architectures"] = [score_architecture(spec) if has_score_head(spec) else causal]
     config["tie_word_embeddings"] = spec.tied
@@ -402,9 +461,7 @@ def export_config(
 
 
 def find_padding(config: Mapping[str, Any]) -> int | None:
-    """Return the id that the config.json of a model with a score head takes for padding; None: of
-    any other model.
-    """
+    """Return the padding id in the config.json of a model with a score head; None for others."""
     is_scored = any(
         name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
     )
@@ -412,8 +469,9 @@ def find_padding(config: Mapping[str, Any]) -> int | None:
 
 
 def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return a config.json whose renamed keys have both names: readers before transformers 5 know
-    the older alone.
+    """Return a config.json whose renamed keys have both names.
+
+    Readers before transformers 5 know the older names alone.
     """
     return (
         spec.spell_config(config)

@@ -1,5 +1,8 @@
-"""Which files of a checkpoint folder hold its weights, unopened; and the forms of an export. No
-torch.
+"""Find the files of a model folder that hold its weights, without opening them. No torch.
+
+`find_weights` reads the index of a checkpoint folder; `find_exported_folder` finds the model or
+adapter that a run has written. The kinds that a model can be exported in are here too, since the
+command line lists them without loading torch.
 """
 
 import os
@@ -26,29 +29,24 @@ GROUP_SIZE = 32  # weights of a row that share a scale in int4
 
 
 def find_weights(folder: Path) -> dict[str, str]:
-    """The file of each tensor by the folder's index, all of them there; empty where `SINGLE` alone
-    has the weights.
+    """Return the file name of each tensor as the folder's index has it.
 
-    Raises CheckpointError: no weights, or an index that cannot be read or names files that are
-    missing or elsewhere.
+    Empty where `SINGLE` alone has the weights. Raises CheckpointError if there are no weights, and
+    for an index that cannot be read or names files that are missing or elsewhere.
     """
+    # transformers prefers the single file too where a folder has both.
     if (folder / SINGLE).is_file():
         return {}
     if not (folder / INDEX).is_file():
-        nothing = (
+        fault = (
             f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
         )
-        raise CheckpointError(other_weights(folder, SINGLE) or nothing)
+        raise CheckpointError(other_weights(folder, SINGLE) or fault)
     index = _read_index(folder / INDEX)
     for name in sorted(set(index.values())):
-        # The name has to be a plain one: an index may not name files elsewhere. Links are the
-        # user's own.
-        if (
-            name != Path(name).name
-            or "\\" in name
-            or "\0" in name
-            or not name.endswith(".safetensors")
-        ):
+        # An index comes with a checkpoint and may not name files elsewhere. Links are the user's.
+        is_plain = name == Path(name).name and "\\" not in name and "\0" not in name
+        if not (is_plain and name.endswith(".safetensors")):
             raise CheckpointError(
                 f"{folder / INDEX}: names the file {show(name)!r}; expected plain names of"
                 " .safetensors files in its own folder; take the checkpoint from a source you"
@@ -63,9 +61,7 @@ def find_weights(folder: Path) -> dict[str, str]:
 
 
 def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
-    """Return the names of files with weights, of this or other formats, besides those that are
-    read.
-    """
+    """Return the names of the folder's files with weights, of any format, but for those `read`."""
     return [name for name in list_weight_files(folder) if name not in read]
 
 
@@ -78,32 +74,30 @@ def _read_index(path: Path) -> dict[str, str]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if (
-        not isinstance(weights, dict)
-        or not weights
-        or not all(isinstance(name, str) for name in weights.values())
-    ):
+    weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
-    return weights
+    return weight_map
 
 
 def find_exported_folder(folder: Path) -> Path:
-    """The folder itself, or what the run whose output_dir it is has written: its model or its
-    adapter, the newer one.
+    """Return the folder of a model or adapter: `folder` itself, or what the run in it has written.
 
-    A model that was merged from an adapter is newer, unless the run was gone on with since.
+    Of a run's output_dir it is the newer one of its model and its adapter. Raises CheckpointError
+    for a run that has written neither, and for a state.
     """
     if (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return folder
-    both = (folder / MODEL_FOLDER / "config.json", folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
-    written = [path for path in both if path.is_file()]
+    candidates = (folder / MODEL_FOLDER / "config.json", folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
+    written = [path for path in candidates if path.is_file()]
     if written:
+        # A model that was merged from the adapter is newer, unless the run was resumed since.
         return max(written, key=lambda path: path.stat().st_mtime_ns).parent
-    write = "write one from its states with `tune export` (--hf, or --adapter)"
+    remedy = "write one from its states with `tune export` (--hf, or --adapter)"
     if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
         raise CheckpointError(
-            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {write}"
+            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {remedy}"
         )
     if (folder / _MANIFEST).is_file():
         raise CheckpointError(

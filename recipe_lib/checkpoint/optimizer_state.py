@@ -1,13 +1,15 @@
-"""An optimizer's state by parameter name: tensors for the tensor files, everything else as JSON.
+"""List what a saved state holds of model and optimizer, and put it back into an optimizer.
 
-Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight`. The tensors are
-those of the optimizer itself, sharded as its parameters are, so that nothing is copied and any
-world size can read them again.
+Tensors are named `model/PARAMETER` and `optimizer/STATE/PARAMETER`, e.g.
+`optimizer/exp_avg/model.norm.weight`; everything else is JSON. The tensors are those of the
+optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can
+read them again. Of frozen weights a state has a hash alone, and of adapters how they are used, so
+that it is never loaded with others.
 """
 
 import hashlib
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,16 +30,16 @@ from recipe_lib.checkpoint.rank_groups import (
 )
 from recipe_lib.errors import CheckpointError
 
-PlaceState = (
-    Callable[[torch.Tensor], torch.Tensor] | None
-)  # a state's memory where it waits, without values
+# Given an optimizer's state on the device, returns memory without values where it waits instead.
+PlaceState = Callable[[torch.Tensor], torch.Tensor] | None
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER = "model", "optimizer"  # first parts of the names of saved tensors
 # How a step is computed belongs to the machine it runs on, not to the state.
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
 
-_OWN_KEYS = {"state_bits", "master_weights"}  # of optimizers that make their states themselves
-_OWN = (  # each of them decides which states there are
+_OUR_KEYS = {"state_bits", "master_weights"}  # of optimizers that make their states themselves
+# Each of these keys decides which states there are.
+_SAME_OPTIMIZER = (
     "resume with the run's own optimizer.name, optimizer.state_bits, optimizer.master_weights and "
     "optimizer.stochastic_rounding"
 )
@@ -48,30 +50,28 @@ class MakesStates(Protocol):
     """An optimizer that makes its states itself, before they are read."""
 
     def make_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Every state tensor of a parameter, by its key."""
+        """Return every state tensor of a parameter, by its key."""
 
 
 def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
-    """`model/NAME` -> this rank's parameter or buffer, tied ones once; where some are frozen, only
-    the trained ones.
+    """Return `model/NAME` -> this rank's parameter or buffer, tied ones once.
 
-    Sharded models are resharded first.
+    Where some parameters are frozen, only the trained ones. Sharded models are resharded first.
     """
-    everything = (
-        model.state_dict()
-    )  # FSDP's hook frees gathered parameters, so that what follows sees the shards
-    saved = set(holders.list_saved_names())  # of a model that is only looked at everything
+    # FSDP's hook frees gathered parameters, so that what follows sees the shards.
+    state_dict = model.state_dict()
+    saved_names = set(holders.list_saved_names())
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
-    buffers = {
-        name: value for name, value in everything.items() if name not in parameters.keys() | tied
-    }
-    kept = {name: parameter for name, parameter in parameters.items() if name in saved}
-    return {f"{MODEL}/{name}": tensor for name, tensor in (kept | buffers).items()}
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: parameter for name, parameter in parameters.items() if name in saved_names}
+    # What is left in the state_dict are the persistent buffers.
+    tensors |= {name: value for name, value in state_dict.items() if name not in all_names}
+    return {f"{MODEL}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def get_parameter_name(full_name: str) -> str:
-    """The parameter or buffer that a saved tensor belongs to."""
+    """Return the parameter or buffer that a saved tensor belongs to."""
+    # `model/NAME` has one part before the name, `optimizer/STATE/NAME` two.
     return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 
 
@@ -89,33 +89,33 @@ def _map_parameter_names(
 def list_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """`optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is (none before the first
-    step).
+    """Return `optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is.
+
+    Before the first step there is none.
     """
     tensors: dict[str, torch.Tensor] = {}
     for parameter, name in _map_parameter_names(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                if (
-                    isinstance(parameter, DTensor)
-                    and not isinstance(value, DTensor)
-                    and value.dim()
-                ):
-                    raise ValueError(
-                        f"state {key} of {name} is not sharded as its parameter is; it cannot be"
-                        " saved"
-                    )
-                tensors[f"{OPTIMIZER}/{key}/{name}"] = value.detach()
+            if not isinstance(value, torch.Tensor):
+                continue
+            # A plain tensor of a sharded parameter would be saved once for all ranks. A step
+            # counter is the same on all of them.
+            if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim():
+                raise ValueError(
+                    f"state {key} of {name} is not sharded as its parameter is; it cannot be saved"
+                )
+            tensors[f"{OPTIMIZER}/{key}/{name}"] = value.detach()
     return tensors
 
 
 def gather_optimizer_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, holders: Holders
 ) -> dict[str, Any]:
-    """The rest as JSON: per group its parameters' names and its numbers, and states that are no
-    tensors. Collective.
+    """Return what of an optimizer is no tensor, as JSON. Collective.
 
-    In a pipeline each rank's optimizer has its own parameters; groups at the same place are one.
+    `groups` has the parameters' names and the numbers of each parameter group, `states` the states
+    that are no tensors. In a pipeline each rank's optimizer has the parameters of its stages;
+    groups at the same place are one.
     """
     parts = holders.gather(run_on_all_ranks(world, lambda: _list_settings(model, optimizer)), world)
     if not holders.is_divided:
@@ -124,15 +124,16 @@ def gather_optimizer_settings(
     for part in reversed(parts):  # of a parameter that two of them have, the first one's counts
         states |= part["states"]
     groups = []
-    for same in zip_longest(*(part["groups"] for part in parts)):
-        found = [group for group in same if group is not None]
-        held = {name for group in found for name in group["parameters"]}
+    for groups_at_place in zip_longest(*(part["groups"] for part in parts)):
+        same_groups = [group for group in groups_at_place if group is not None]
+        names = set[str]().union(*(group["parameters"] for group in same_groups))
         groups.append(
             {
-                "parameters": [name for name in holders.first if name in held],
-                "values": found[0]["values"],
+                "parameters": [name for name in holders.first if name in names],
+                "values": same_groups[0]["values"],
             }
         )
+    # In the order of the whole model, which does not depend on the number of stages.
     return {
         "groups": groups,
         "states": {name: states[name] for name in holders.first if name in states},
@@ -179,26 +180,28 @@ def make_optimizer_states(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    *,
     where: str,
     holders: Holders,
     place_state: PlaceState = None,
 ) -> dict[str, torch.Tensor]:
-    """Replaces the optimizer's states by empty tensors as they were saved, and returns them by
-    name, to be filled.
+    """Replace the optimizer's states by empty tensors as they were saved; return them by full name.
+
+    The caller fills them.
 
     saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters
-    too. where: the state's folder, named in errors. place_state: memory for a state where it waits;
-    None: next to its parameter.
+    too. where: the state's folder, named in errors. place_state: gives a state the memory where it
+    waits; None: next to its parameter. Raises CheckpointError for states of another optimizer.
     """
-    parameters = {
-        name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
-    }
-    made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    is_torchs = type(optimizer).__module__.startswith(
-        "torch."
-    )  # whose states are of their parameters' type
-    optimizer.state.clear()
+    names = _map_parameter_names(model, optimizer)
+    parameters = {name: parameter for parameter, name in names.items()}
+    unsaved: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    groups: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        groups |= dict.fromkeys(group["params"], group)
+    # States of torch's optimizers have the type of their parameters.
+    is_torch_optimizer = type(optimizer).__module__.startswith("torch.")
+    optimizer.state.clear()  # the former states are gone before the new ones take memory
     targets: dict[str, torch.Tensor] = {}
     for full_name, (dtype, shape) in saved.items():
         key, name = full_name.split("/", 2)[1:]
@@ -211,37 +214,41 @@ def make_optimizer_states(
                 " the run's own config"
             )
         if isinstance(optimizer, MakesStates):
-            if parameter not in made:
-                made[parameter] = optimizer.make_states(parameter)
-            value = _check_own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
+            if parameter not in unsaved:
+                unsaved[parameter] = optimizer.make_states(parameter)
+            made_state = unsaved[parameter].pop(key, None)
+            value = _check_own_state(
+                made_state, full_name=full_name, dtype=dtype, shape=shape, where=where
+            )
         else:
-            value = _make_empty_state(parameter, groups[parameter], dtype, shape)
-        if value is None or (is_torchs and shape and dtype != parameter.dtype):
+            value = _make_empty_state(parameter, group=groups[parameter], dtype=dtype, shape=shape)
+        has_other_dtype = is_torch_optimizer and bool(shape) and dtype != parameter.dtype
+        if value is None or has_other_dtype:
+            parameter_text = describe_tensor(parameter.dtype, tuple(parameter.shape))
             raise CheckpointError(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its"
-                f" parameter {describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
+                f" parameter {parameter_text}; {_SAME_OPTIMIZER}"
             )
         if place_state is not None:
-            value = place_state(
-                value
-            )  # states that wait in host memory would not fit on the device together
+            # Now, since all states together would not fit on the device.
+            value = place_state(value)
         optimizer.state[parameter][key] = value
         targets[full_name] = value
-    missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)
-    if missing is not None:
-        name = next(name for name, parameter in parameters.items() if parameter is missing[1])
-        raise _make_states_fault(f"holds no optimizer state {missing[0]} of {name}", where)
+    for parameter, states in unsaved.items():
+        for key in states:
+            raise _make_states_fault(f"holds no optimizer state {key} of {names[parameter]}", where)
     return targets
 
 
 def _check_own_state(
     value: torch.Tensor | None,
+    *,
     full_name: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     where: str,
 ) -> torch.Tensor:
-    """The state that an optimizer has made, which must be as the saved one."""
+    """Return the state that an optimizer has made, if it has the saved one's type and shape."""
     key, name = full_name.split("/", 2)[1:]
     if value is None:
         raise _make_states_fault(
@@ -249,38 +256,35 @@ def _check_own_state(
             where,
         )
     if (value.dtype, tuple(value.shape)) != (dtype, shape):
-        here = describe_tensor(value.dtype, tuple(value.shape))
-        what = (
+        fault = (
             f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is"
-            f" {here}"
+            f" {describe_tensor(value.dtype, tuple(value.shape))}"
         )
-        if tuple(value.shape) == shape and (
-            bits := {torch.bfloat16: 16, torch.float32: 32}.get(dtype)
-        ):
+        bits = {torch.bfloat16: 16, torch.float32: 32}.get(dtype)
+        if tuple(value.shape) == shape and bits:
             # Before master weights had states in fp32, a run without state_bits had them in its
             # dtype.
-            raise CheckpointError(f"{where}: {what}; resume with optimizer.state_bits={bits}")
-        raise _make_states_fault(what, where)
+            raise CheckpointError(f"{where}: {fault}; resume with optimizer.state_bits={bits}")
+        raise _make_states_fault(fault, where)
     return value
 
 
-def _make_states_fault(what: str, where: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {what}; {_OWN}")
+def _make_states_fault(fault: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {fault}; {_SAME_OPTIMIZER}")
 
 
 def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """`bfloat16 [4, 8]`."""
+    """Return type and shape for a message, as in `bfloat16 [4, 8]`."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _make_empty_state(
-    parameter: torch.Tensor, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    parameter: torch.Tensor, *, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
     if shape and shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if (
-        not shape
-    ):  # a step counter: torch keeps it on the host unless the kernel reads it on the device
+    if not shape:
+        # A step counter: torch keeps it on the host unless the kernel reads it on the device.
         on_device = bool(group.get("fused")) or bool(group.get("capturable"))
         return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
     if not isinstance(parameter, DTensor):
@@ -292,36 +296,40 @@ def restore_settings(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
+    *,
     where: str,
-    found: list[dict[str, Any]],
+    current_groups: list[dict[str, Any]],
 ) -> None:
-    """Sets what `gather_optimizer_settings` gave; CheckpointError if the optimizer's groups are others.
+    """Set what `gather_optimizer_settings` has saved; CheckpointError if the groups differ.
 
-    found: the groups that it gives now, of all ranks.
+    where: the state's folder, named in errors. current_groups: what the optimizers of all ranks
+    have now.
     """
-    if [set(group["parameters"]) for group in found] != [
-        set(group["parameters"]) for group in saved["groups"]
-    ]:
+    current_names = [set(group["parameters"]) for group in current_groups]
+    saved_names = [set(group["parameters"]) for group in saved["groups"]]
+    if current_names != saved_names:
         raise CheckpointError(
-            f"{where}: the optimizer has {len(saved['groups'])} groups of other parameters than"
-            f" this run's {len(found)}; resume with the run's own config"
+            f"{where}: the optimizer has {len(saved_names)} groups of other parameters than"
+            f" this run's {len(current_names)}; resume with the run's own config"
         )
-    for group, old in zip(
-        optimizer.param_groups, saved["groups"], strict=False
-    ):  # without groups of other ranks
-        for key, value in old["values"].items():
+    # Not strict: the saved ones may have further groups, of other ranks of a pipeline.
+    for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=False):
+        for key, value in saved_group["values"].items():
             if key not in group:
-                ours = key in _OWN_KEYS or _OWN_KEYS & group.keys()
+                more_keys = ""
+                if key in _OUR_KEYS or _OUR_KEYS & group.keys():
+                    more_keys = ", state_bits, master_weights and stochastic_rounding"
                 raise CheckpointError(
                     f"{where}: was saved by another optimizer (it has {key}); resume with the run's"
-                    " own optimizer.name"
-                    f"{', state_bits, master_weights and stochastic_rounding' if ours else ''}"
+                    f" own optimizer.name{more_keys}"
                 )
             current = group[key]
             if isinstance(current, torch.Tensor):
                 current.fill_(value)
+            elif isinstance(current, tuple):  # betas, of which JSON has made a list
+                group[key] = tuple(value)
             else:
-                group[key] = tuple(value) if isinstance(current, tuple) else value
+                group[key] = value
     parameters = {
         name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
     }
@@ -330,58 +338,56 @@ def restore_settings(
             optimizer.state[parameters[name]].update(values)
 
 
-# What is not in a saved state of a run that trains adapters: the frozen weights, and how the
-# adapters are used.
-#
-# A state says which they were, so that it is never loaded with others.
-
-
-_PIECE_ELEMENTS = 2**22
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE_ELEMENTS = 2**22  # whose bits are added up at a time
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def hash_frozen_parameters(
     model: nn.Module, world: RankGroup, holders: Holders | None = None
 ) -> str | None:
-    """A hash of the sums of every frozen parameter's bits, the same for any sharding; None: none is
-    frozen. Collective.
+    """Return a hash of the frozen parameters, the same for any sharding; None if none is frozen.
 
-    Each rank adds up its own part in place; the sums alone travel. holders: of the model, if they
-    are known.
+    It is made of the sum of every parameter's bits: each rank adds up its own part in place, and
+    the sums alone travel. Collective.
+
+    holders: of the model, if they are known.
     """
-    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    # FSDP's hook frees gathered parameters, so that what follows sees the shards.
     model.state_dict()
     holders = holders or find_holders(model, world)
     parameters = dict(model.named_parameters())
-    frozen: dict[int, list[str]] = {
-        leader: [] for leader in holders.leaders
-    }  # by the group that counts them
-    for name, kind in holders.kinds.items():
-        if kind == FROZEN:
-            frozen[holders.first[name]].append(name)
-    if not any(frozen.values()):
+    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
+    if not totals:
         return None
+    # First rank of a group -> the parameters that the group counts.
+    frozen_names: dict[int, list[str]] = {leader: [] for leader in holders.leaders}
+    for name in totals:
+        frozen_names[holders.first[name]].append(name)
+    names_here = frozen_names[holders.leader]
 
     def add_up() -> list[int]:
-        sums = [_sum_bits(name, parameters[name].detach(), holders) for name in frozen[holders.own]]
+        sums = [_sum_bits(name, parameters[name].detach(), holders) for name in names_here]
+        # One copy to the host, which waits for the device once.
         return [int(number) for number in torch.stack(sums).tolist()] if sums else []
 
-    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
-    for leader, part in zip(
-        holders.leaders, world.gather_json(run_on_all_ranks(world, add_up)), strict=True
-    ):
-        for name, number in zip(frozen[leader], part, strict=True):
+    sums_by_rank = world.gather_json(run_on_all_ranks(world, add_up))
+    for leader, sums in zip(holders.leaders, sums_by_rank, strict=True):
+        for name, number in zip(frozen_names[leader], sums, strict=True):
             totals[name] = (totals[name] + number) % 2**64
     types: dict[str, str] = {}
-    for found in holders.gather(
-        {name: str(parameters[name].dtype) for name in frozen[holders.own]}, world
+    for group_types in holders.gather(
+        {name: str(parameters[name].dtype) for name in names_here}, world
     ):
-        types |= found
+        types |= group_types
     text = " ".join(f"{name}:{types[name]}:{total}" for name, total in totals.items())
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Tensor:
+    """Return the sum of this rank's bits of a parameter, int64 `[]`; 0 if another rank counts them.
+
+    Integers wrap, so the sum does not depend on the order, as one of floats would.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if holders.is_counted_here(name, parameter):
@@ -393,75 +399,74 @@ def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Ten
 def gather_adapter_use(
     model: nn.Module, world: RankGroup, holders: Holders
 ) -> dict[str, Any] | None:
-    """What of the section `lora` decides what the adapters' numbers mean; None: the model has none.
-    Collective.
+    """Return the values of the section `lora` without which the adapters' numbers mean nothing.
+
+    None if the model has no adapters. Collective.
     """
-    adapted = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, AdaptedModule)
-    ]
-    own: dict[str, list[Any]] = {
-        "settings": [
-            [module.settings.rank, module.settings.scaling, module.settings.dora]
-            for _, module in adapted[:1]
-        ],
-        "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
-        "kinds": sorted(
-            {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
-        ),
+    adapted = {
+        name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)
     }
-    parts = holders.gather(own, world)
-    settings, targets, kinds = (
-        [item for part in parts for item in part[key]] for key in ("settings", "targets", "kinds")
-    )
+    settings_here = [
+        [module.settings.rank, module.settings.scaling, module.settings.dora]
+        for module in adapted.values()
+    ]
+    kinds_here = {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
+    part_here: dict[str, list[Any]] = {
+        "settings": settings_here[:1],  # all adapters of a model have the same
+        "targets": sorted({target_of(name) or name.rpartition(".")[2] for name in adapted}),
+        "kinds": sorted(kinds_here),
+    }
+    parts = holders.gather(part_here, world)
+    settings = list(chain.from_iterable(part["settings"] for part in parts))
     if not settings:
         return None
+    targets = set(chain.from_iterable(part["targets"] for part in parts))
     rank, scaling, dora = settings[0]
     return {
         "rank": rank,
         "scaling": scaling,
         "dora": dora,
-        "targets": (
-            [target for target in TARGETS if target in targets]
-            + sorted(set(targets) - set(TARGETS))
-        ),
-        "quantize": min(kinds, default="none"),
+        # Our targets in their own order, then the names of an external model's modules.
+        "targets": [name for name in TARGETS if name in targets] + sorted(targets - set(TARGETS)),
+        "quantize": min(chain.from_iterable(part["kinds"] for part in parts), default="none"),
     }
 
 
-def check_adapter_use(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-    """CheckpointError unless the state at `path` was saved with the adapters that the model has
-    `now`.
+def check_adapter_use(
+    path: Path, saved: dict[str, Any] | None, current: dict[str, Any] | None
+) -> None:
+    """Raise CheckpointError unless the state at `path` was saved with the model's own adapters.
+
+    saved, current: see `gather_adapter_use`; of the state, and of the model.
     """
-    if (saved is None) != (now is None):
-        was, here = ("all weights", "adapters") if saved is None else ("adapters", "all weights")
+    if (saved is None) != (current is None):
+        trained = ["adapters", "all weights"]
+        if saved is None:
+            trained.reverse()
         raise CheckpointError(
-            f"{path}: is the state of a run that trained {was}, this run trains {here}; resume with"
-            " the run's own recipe and config"
+            f"{path}: is the state of a run that trained {trained[0]}, this run trains"
+            f" {trained[1]}; resume with the run's own recipe and config"
         )
-    if saved is None or now is None:
+    if saved is None or current is None:
         return
-    other = [key for key in now if saved[key] != now[key]]
-    if other:
+    changed_keys = [key for key in current if saved[key] != current[key]]
+    if changed_keys:
         raise CheckpointError(
-            f"{path}: was saved with lora {_describe(saved, other)}, found {_describe(now, other)};"
-            " resume with the run's own section lora"
+            f"{path}: was saved with lora {_describe_use(saved, changed_keys)}, found"
+            f" {_describe_use(current, changed_keys)}; resume with the run's own section lora"
         )
 
 
-def _describe(use: dict[str, Any], keys: list[str]) -> str:
+def _describe_use(use: dict[str, Any], keys: list[str]) -> str:
     shown = {
         key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()
     }
     return " and ".join(f"{key} {shown[key]}" for key in keys)
 
 
-def check_frozen_hash(path: Path, saved: str | None, now: str | None) -> None:
-    """CheckpointError unless the frozen weights are those of the run that saved the state at
-    `path`.
-    """
-    if saved != now:
+def check_frozen_hash(path: Path, saved: str | None, current: str | None) -> None:
+    """Raise CheckpointError unless the state at `path` was saved with the same frozen weights."""
+    if saved != current:
         raise CheckpointError(
             f"{path}: was saved with other frozen weights than this run has loaded; resume with the"
             " run's own model, dtype and lora.quantize_base"

@@ -1,5 +1,6 @@
-"""A Hugging Face folder with the linears of its layers in 4 or 8 bits, by torchao, as transformers
-and vLLM load it.
+"""Export a Hugging Face folder with the linears of its layers in 4 or 8 bits, by torchao.
+
+transformers and vLLM load such a folder.
 
     int4   symmetric, a scale for each `group_size` weights of a row
     int8   symmetric, a scale for each row
@@ -39,19 +40,20 @@ _LENGTH = 32  # of the prompt that both models are compared on
 
 @dataclass(frozen=True)
 class QuantizedReport:
-    """How many linears were quantized; and on a fixed prompt, of random tokens, the mean divergence
-    of the quantized model's next tokens from the model's (in nats), the largest difference of
-    logits, and the largest logit.
-    """
+    """Comparison of a quantized model with the model, on a fixed prompt of random tokens."""
 
+    # How many were quantized.
     linears: int
+    # Mean KL divergence of the next token's probabilities from the model's, in nats.
     divergence: float
+    # Largest difference of logits.
     difference: float
+    # Largest logit of the model.
     largest: float
 
     @property
     def check(self) -> str:
-        """The line that says so."""
+        """The line that tells it."""
         return (
             f"transformers opens it and computes what was quantized, {self.linears} linears; next"
             f" tokens diverge from the model's by {self.divergence:.2g} nats, logits by"
@@ -60,33 +62,42 @@ class QuantizedReport:
 
 
 def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
-    """Writes the folder `out`, opens it again and compares logits. The model is in host memory,
-    twice for a moment.
+    """Write the folder `out`, open it again and compare logits.
 
-    folder: a Hugging Face model, not quantized. Raises CheckpointError, StorageError, or SetupError
-    without transformers; then there is no `out`, but where the check of the whole folder fails.
+    The model is in host memory, twice for a moment.
+
+    folder: a Hugging Face model, not quantized. kind: `int4` or `int8`. group_size: of int4,
+    weights of a row that share a scale.
+
+    Raises CheckpointError, StorageError, or SetupError without transformers; then there is no
+    `out`, but where the check of the whole folder fails.
     """
     transformers = _import_transformers()
     spec = check_quantizable(folder, kind, group_size)
     list_tokenizer_files(folder)  # transformers reads some of them too, whatever they are
-    needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
+    tensors = read_headers(folder)
+    num_bytes = sum(tensor.entry.end - tensor.entry.start for tensor in tensors.values())
     with files.storage_faults(), silence_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
-        files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
+        files.require_space(out.absolute().parent, num_bytes + 64 * MIB, "the quantized model")
+        quantization = transformers.TorchAoConfig(base_config(kind, group_size))
         with phase("quantizing"):
-            expected = _compute_logits(_open(folder))
-            model = _open(
-                folder,
-                quantization_config=transformers.TorchAoConfig(base_config(kind, group_size)),
-            )
-        quantized = _compute_logits(model)
-        plain = (torch.Tensor, nn.Parameter)
+            logits = _compute_logits(_open(folder))
+            model = _open(folder, quantization_config=quantization)
+        quantized_logits = _compute_logits(model)
+        # A quantized weight is of a subclass of torchao's.
+        plain_types = (torch.Tensor, nn.Parameter)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        num_quantized = sum(type(linear.weight.data) not in plain for linear in linears)
+        num_quantized = sum(type(linear.weight.data) not in plain_types for linear in linears)
         config: dict[str, Any] = {}  # filled once transformers has written its own
-        with stage_folder(
-            out.absolute(), {}, {"config.json": config}, SideFiles(folder), SingleRank()
-        ) as temporary:
+        staging = stage_folder(
+            out.absolute(),
+            shards={},
+            contents={"config.json": config},
+            side_files=SideFiles(folder),
+            world=SingleRank(),
+        )
+        with staging as temporary:
             try:
                 model.save_pretrained(temporary)
             except SafetensorError as error:  # which says in words of its own what the disk refuses
@@ -94,35 +105,38 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
                     f"{out}: the weights cannot be written ({error}); free some space"
                 ) from error
             del model, linears
-            config |= spell_config(
-                read_config(temporary), spec
-            )  # for readers of other releases too
-            for name in ("config.json", GENERATION):  # which transformers writes in its own way
+            # With both names of renamed keys, for readers of other releases too.
+            config |= spell_config(read_config(temporary), spec)
+            # transformers writes these in its own way; ours come when the folder is finished.
+            for name in ("config.json", GENERATION):
                 files.remove_file(temporary / name)
             if (folder / CARD).is_file():
                 files.copy_file(folder / CARD, temporary / CARD)
+            # transformers does not flush what it writes.
             for path in temporary.iterdir():
                 files.before_operation("flush", path)
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-        reopened = _compute_logits(_open(out))
-    if not torch.equal(reopened, quantized):
+        reopened_logits = _compute_logits(_open(out))
+    if not torch.equal(reopened_logits, quantized_logits):
+        difference = float((reopened_logits - quantized_logits).abs().max())
         raise CheckpointError(
             f"{out}: does not compute what was quantized: logits differ by "
-            f"{float((reopened - quantized).abs().max()):.2g}; do not use it, and report this"
+            f"{difference:.2g}; do not use it, and report this"
         )
-    before = expected.double().log_softmax(-1)
-    divergence = (before.exp() * (before - reopened.double().log_softmax(-1))).sum(-1).mean()
+    log_probs = logits.double().log_softmax(-1)
+    quantized_log_probs = reopened_logits.double().log_softmax(-1)
+    divergence = (log_probs.exp() * (log_probs - quantized_log_probs)).sum(-1).mean()
     return QuantizedReport(
         linears=num_quantized,
         divergence=float(divergence),
-        difference=float((expected - reopened).abs().max()),
-        largest=float(expected.abs().max()),
+        difference=float((logits - reopened_logits).abs().max()),
+        largest=float(logits.abs().max()),
     )
 
 
 def _import_transformers() -> Any:
-    silence_torchao()
+    silence_torchao()  # before transformers imports it
     try:
         import transformers
     except ImportError:
@@ -133,8 +147,9 @@ def _import_transformers() -> Any:
 
 
 def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
-    """Return the spec of a model. Raises CheckpointError for one that torchao would leave as it is,
-    or fail at.
+    """Return the spec of a model.
+
+    Raises CheckpointError for a model that torchao would leave as it is, or fail at.
     """
     config = read_config(folder)
     spec = read_trained_spec(config, str(folder))
@@ -152,12 +167,8 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
         return spec
     for name, tensor in read_headers(folder).items():
         shape = tensor.entry.shape
-        if (
-            ".layers." in name
-            and name.endswith("proj.weight")
-            and len(shape) == 2
-            and shape[1] % group_size
-        ):
+        is_linear = ".layers." in name and name.endswith("proj.weight") and len(shape) == 2
+        if is_linear and shape[1] % group_size:
             raise CheckpointError(
                 f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights,"
                 " expected a divisor of them; choose one, or --quantize int8, which takes rows as"

@@ -1,5 +1,10 @@
-"""Work around a checkpoint that concerns all ranks: everyone's own part, and what rank 0 decides
-alone.
+"""Run checkpoint work on several ranks: act together, gather, and write from rank 0.
+
+`run_on_all_ranks` and `run_on_rank_0` raise a fault of any rank on all of them, so that none waits
+for another forever. `find_holders` says which ranks have which parameters: all of them all, or, in
+a pipeline, each those of its stages. The ranks with the same parameters are a group. What a group
+has is counted, gathered and written by that group; where one rank speaks for it, by its first. A
+parameter of two groups, a tied embedding, belongs to the earlier one.
 """
 
 import hashlib
@@ -28,63 +33,61 @@ class RankGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Number of this process among all."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`fn(...)` on every rank; a user error on any is raised on all. Collective."""
+        """Run `fn(...)` on every rank; a user error on any is raised on all. Collective."""
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """Rank 0's value on every rank. Collective."""
+        """Return rank 0's value on every rank. Collective."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank. Collective."""
+        """Return every rank's value, by rank, on every rank. Collective."""
 
 
 class SingleRank:
-    """A process on its own, on the CPU, without a process group: what a command of the CLI works
-    as.
-    """
+    """A process on its own, on the CPU, without a process group, as commands of the CLI are."""
 
-    rank, size, device = 0, 1, torch.device("cpu")
+    rank = 0
+    size = 1
+    device = torch.device("cpu")
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`fn(...)`."""
         return fn(*args, **kwargs)
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """The value."""
         return value
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The value, alone in a list."""
         return [value]
 
 
 def run_on_all_ranks(world: RankGroup, action: Callable[[], Result]) -> Result:
-    """Runs `action`, which holds no collective, on every rank; returns this rank's result.
-    Collective.
+    """Run `action` on every rank and return this rank's result. Collective.
 
-    A user error on any rank, or a disk that refuses (StorageError), is raised on all of them.
+    `action` must hold no collective: a rank that fails in it would leave the others waiting. A user
+    error on any rank, or a disk that refuses (StorageError), is raised on all of them.
     """
 
-    def guarded() -> Result:
+    def run_action() -> Result:
         with storage_faults():
             return action()
 
-    return world.agree(guarded)
+    return world.agree(run_action)
 
 
 def run_on_rank_0(world: RankGroup, action: Callable[[], Any]) -> Any:
-    """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is
-    raised on all.
+    """Run `action` on rank 0 alone and return its JSON result on every rank. Collective.
+
+    Its failure is raised on all ranks.
     """
     return world.broadcast_json(
         run_on_all_ranks(world, action if world.rank == 0 else lambda: None)
@@ -94,25 +97,27 @@ def run_on_rank_0(world: RankGroup, action: Callable[[], Any]) -> Any:
 def write_gathered(
     path: Path,
     plan: Sequence[PlannedTensor],
+    *,
     pieces: Iterator[torch.Tensor],
     metadata: dict[str, str],
     world: RankGroup,
 ) -> None:
-    """Rank 0 writes a file of tensors that all ranks gather. Collective.
+    """Write a file of tensors on rank 0, which all ranks gather. Collective.
 
-    pieces: see `write_tensor_file`; each step of it holds the same collectives on all ranks. Every
-    rank goes through all steps, even after the disk refused or a step failed, so that none waits
-    for another; then the first fault is raised.
+    pieces: see `write_tensor_file`; each step of it holds the same collectives on all ranks. The
+    first fault, of the disk or of a step, is raised when all steps are done.
     """
 
     def write() -> None:
         fault: Exception | None = None
+        # Every rank goes through all steps, even after one has failed: each holds a collective in
+        # which the other ranks wait.
         while True:
             try:
                 if world.rank == 0 and fault is None:
-                    write_tensor_file(path, plan, pieces, metadata)
+                    write_tensor_file(path, plan, pieces=pieces, metadata=metadata)
                 for piece in pieces:
-                    del piece
+                    del piece  # a gathered tensor must be gone before the next one is gathered
                 break
             except Exception as error:  # noqa: BLE001 raised once no rank waits for another
                 fault = fault or error
@@ -123,7 +128,7 @@ def write_gathered(
 
 
 def check_shared(folder: Path) -> None:
-    """StorageError if a folder that rank 0 has made is not there for this rank."""
+    """Raise StorageError if this rank does not see a folder that rank 0 has made."""
     if not folder.is_dir():
         raise StorageError(
             f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks"
@@ -131,142 +136,140 @@ def check_shared(folder: Path) -> None:
         )
 
 
-# Which ranks have which parameters: all of them have all, or, in a pipeline, each has those of its
-# stages.
-#
-# The ranks with the same parameters are a group. What a group has is counted, gathered and written
-# by that group, and where one rank speaks for it, by its first. A parameter of two groups, a tied
-# embedding, is the earlier one's affair.
-
-
-TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"
+TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"  # kinds of what a model holds
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Where the parameters of the whole model are.
+    """The ranks that have each parameter and buffer of the whole model."""
 
-    rank: this one. leaders: of every rank, the first of its group. first: name, in the whole
-    model's order -> the first rank that has it. kinds: name -> trained, frozen or buffer.
-    """
-
+    # This process.
     rank: int
+    # Of every rank, the first rank of its group.
     leaders: tuple[int, ...]
+    # Name, in the order of the whole model -> the first rank that has it.
     first: dict[str, int]
+    # Name -> TRAINED, FROZEN or BUFFER.
     kinds: dict[str, str]
 
     @property
-    def own(self) -> int:
-        """The first rank of this one's group."""
+    def leader(self) -> int:
+        """The first rank of this rank's group."""
         return self.leaders[self.rank]
 
     @property
     def is_divided(self) -> bool:
-        """Whether there are several groups."""
+        """True if there are several groups, as in a pipeline."""
         return len(set(self.leaders)) > 1
 
     def is_ours(self, name: str) -> bool:
-        """Whether a parameter is for this rank's group to count and to write."""
-        return self.first[name] == self.own
+        """Return True if this rank's group counts and writes a parameter."""
+        return self.first[name] == self.leader
 
     def list_saved_names(self) -> list[str]:
-        """What a state holds of the model: the trained parameters, or all if none is, and the
-        buffers.
+        """Return what a state holds of the model: the trained parameters, and the buffers.
+
+        If no parameter is trained, all of them: the model is only looked at.
         """
-        kept = {TRAINED if TRAINED in self.kinds.values() else FROZEN, BUFFER}
-        return [name for name, kind in self.kinds.items() if kind in kept]
+        saved_kinds = {TRAINED if TRAINED in self.kinds.values() else FROZEN, BUFFER}
+        return [name for name, kind in self.kinds.items() if kind in saved_kinds]
 
     def is_counted_here(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this rank's part of a parameter, or of a state of it, is to be counted.
+        """Return True if this rank counts its part of a parameter, or of a state of it.
 
-        What several ranks hold counts on one of them.
+        Of a part that several ranks hold, the first one counts it.
         """
         if not self.is_ours(name):
             return False
         if not isinstance(tensor, DTensor):
-            return self.rank == self.own
+            return self.rank == self.leader
         coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
-        return not any(place.is_replicate() and at for at, place in coordinates)
+        return not any(placement.is_replicate() and at for at, placement in coordinates)
 
     def gather(self, value: Value, world: RankGroup) -> list[Value]:
-        """The value (anything JSON holds) of each group, first to last, as its first rank has it.
-        Collective.
+        """Return the value of each group, first to last, as its first rank has it. Collective.
+
+        value: anything that JSON holds.
         """
         if not self.is_divided:
             return [value]
-        found = world.gather_json(value if self.rank == self.own else None)
-        return [found[leader] for leader in sorted(set(self.leaders))]
+        values = world.gather_json(value if self.rank == self.leader else None)
+        return [values[leader] for leader in sorted(set(self.leaders))]
 
     def stream_to_rank_0(
         self, name: str, pieces: Callable[[], Iterator[torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """On rank 0 the pieces that the ranks with the parameter `name` make, on the others
-        nothing. Collective.
+        """Yield on rank 0 the pieces of a parameter, on the other ranks nothing. Collective.
 
-        pieces: called on all ranks of that group, where it may hold collectives; each piece is gone
-        before the next is made. What another group makes comes to rank 0 as bytes, a few MiB at a
-        time, through the host.
+        pieces: called on all ranks of the group that has the parameter, where it may hold
+        collectives. What another group makes comes to rank 0 as bytes, a few MiB at a time, through
+        the host.
         """
         source = self.first[name]
-        if self.own == source:
+        if self.leader == source:
             for piece in pieces():
                 if source == 0:
                     yield piece
                 elif self.rank == source:
                     _send(piece)
-                del piece
+                del piece  # gone before the next one is gathered
             if source != 0 and self.rank == source:
-                dist.send(torch.tensor([0]), dst=0)
+                dist.send(torch.tensor([0]), dst=0)  # the end: see `_receive`
         elif self.rank == 0:
             yield from _receive(source)
 
 
 def find_holders(model: nn.Module, world: RankGroup) -> Holders:
-    """Who has what of the models of all ranks. Collective in a pipeline; elsewhere all have all."""
-    own = [
-        (name, TRAINED if parameter.requires_grad else FROZEN)
+    """Return which ranks have which parameters. Collective in a pipeline."""
+    kinds_here = {
+        name: TRAINED if parameter.requires_grad else FROZEN
         for name, parameter in model.named_parameters()
-    ] + [(name, BUFFER) for name in persistent_buffers(model)]
+    }
+    kinds_here |= dict.fromkeys(persistent_buffers(model), BUFFER)
+    part_here = list(kinds_here.items())
     leaders = (0,) * world.size
     if getattr(world, "pipeline", None) is not None:
-        digests = world.gather_json(hashlib.sha256(json.dumps(own).encode()).hexdigest())
+        # Hashes first: the lists of names are long, and few ranks have different ones.
+        digests = world.gather_json(hashlib.sha256(json.dumps(part_here).encode()).hexdigest())
         leaders = tuple(digests.index(digest) for digest in digests)
     if len(set(leaders)) == 1:
-        return Holders(world.rank, leaders, dict.fromkeys((name for name, _ in own), 0), dict(own))
-    parts = world.gather_json(own if world.rank == leaders[world.rank] else None)
+        return Holders(world.rank, leaders, first=dict.fromkeys(kinds_here, 0), kinds=kinds_here)
+    parts = world.gather_json(part_here if world.rank == leaders[world.rank] else None)
     first: dict[str, int] = {}
     kinds: dict[str, str] = {}
-    places: dict[str, tuple[int, int, int]] = {}
+    sort_keys: dict[str, tuple[int, int, int]] = {}
     for rank, part in enumerate(parts):
-        for (name, kind), place in zip(
-            part or [], _find_sort_keys([name for name, _ in part or []]), strict=True
-        ):
+        part_keys = _find_sort_keys([name for name, _ in part or []])
+        for (name, kind), sort_key in zip(part or [], part_keys, strict=True):
             if name not in first:
-                first[name], kinds[name], places[name] = rank, kind, place
-    order = sorted(first, key=lambda name: places[name])
+                first[name] = rank
+                kinds[name] = kind
+                sort_keys[name] = sort_key
+    order = sorted(first, key=lambda name: sort_keys[name])
     return Holders(
-        world.rank,
-        leaders,
-        {name: first[name] for name in order},
-        {name: kinds[name] for name in order},
+        rank=world.rank,
+        leaders=leaders,
+        first={name: first[name] for name in order},
+        kinds={name: kinds[name] for name in order},
     )
 
 
 def _find_sort_keys(names: list[str]) -> list[tuple[int, int, int]]:
-    """What the names of a part of a model are sorted by, for the whole model's order: before, in,
-    after the layers.
+    """Return by what the names of a part of a model are sorted into the order of the whole model.
+
+    A key is (0 before, 1 in, 2 after the layers; number of the layer; place in the part).
     """
-    places: list[tuple[int, int, int]] = []
+    sort_keys: list[tuple[int, int, int]] = []
     for at, name in enumerate(names):
         layer = _LAYER.search(name)
         if layer:
-            places.append((1, int(layer[1]), at))
+            sort_keys.append((1, int(layer[1]), at))
         else:
-            after = bool(places) and places[-1][0] > 0
-            places.append((2 if after else 0, 0, at))
-    return places
+            is_after_layers = bool(sort_keys) and sort_keys[-1][0] > 0
+            sort_keys.append((2 if is_after_layers else 0, 0, at))
+    return sort_keys
 
 
 def _send(piece: torch.Tensor) -> None:
@@ -276,7 +279,7 @@ def _send(piece: torch.Tensor) -> None:
 
 
 def _receive(source: int) -> Iterator[torch.Tensor]:
-    """The bytes that another rank sends, as they come, up to an empty piece."""
+    """Yield the bytes that another rank sends, as they come, up to a size of 0."""
     size = torch.zeros(1, dtype=torch.int64)
     while True:
         dist.recv(size, src=source)
@@ -285,4 +288,4 @@ def _receive(source: int) -> Iterator[torch.Tensor]:
         chunk = torch.empty(int(size[0]), dtype=torch.uint8)
         dist.recv(chunk, src=source)
         yield chunk
-        del chunk
+        del chunk  # or it would be held while the next one is received

@@ -1,10 +1,12 @@
-"""Resumable state: saved as a new folder that is either whole or not there, and used only after it
-was verified.
+"""Save, verify and load the state from which a run resumes.
 
-    output_dir/state/step_40/   shard-00001-of-00002.safetensors ...   model and optimizer, each rank its own part
-                                rng-00001.safetensors ...              random number generators, per rank
-                                state.json                             step, data position, optimizer settings
-                                manifest.json                          every file's size and SHA-256; written last
+A state is a new folder that is either whole or not there, and is used only after it was verified:
+
+    output_dir/state/step_40/
+        shard-00001-of-00002.safetensors ...   model and optimizer, each rank its own part
+        rng-00001.safetensors ...              random number generators, per rank
+        state.json                             step, data position, optimizer settings
+        manifest.json                          every file's size and SHA-256; written last
 
 The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then
 remove older states. "Latest" is computed from the manifests, never stored. Another world size, or
@@ -16,6 +18,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,47 +102,60 @@ def save_state(
     world: RankGroup,
     keep: int | None,
 ) -> Path:
-    """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest
-    `keep`. Collective.
+    """Save everything that a run needs to go on, as `root/step_N`; return the new folder.
 
-    Of a model with frozen parameters only the trained ones are saved, and a mark by which the
-    others are known again. root: `output_dir/state`, on a disk that all ranks share. optimizer:
-    None saves the weights alone, as of a best step, which `load_state` reads without one. keep:
-    None removes nothing. step: optimizer steps done. extra: JSON values that `load_state` gives
-    back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
-    Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has
-    changed on the disk.
+    Then all but the newest `keep` states are removed. Of a model with frozen parameters only the
+    trained ones are saved, and a hash by which the others are known again. A step that is saved
+    again becomes `step_N-2`, and so on: a folder is never written over. Collective.
+
+    root: `output_dir/state`, on a disk that all ranks share. step: optimizer steps done.
+    optimizer: None saves the weights alone, as of a best step; `load_state` reads them without one.
+    extra: JSON values that `load_state` gives back. keep: None removes nothing.
+
+    Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     holders = find_holders(model, world)
-    tensors = list_model_tensors(
-        model, holders
-    )  # before the optimizer's: FSDP frees gathered parameters in it
+    # Before the optimizer's: FSDP frees gathered parameters in it.
+    tensors = list_model_tensors(model, holders)
     if optimizer is not None:
         tensors |= run_on_all_ranks(world, lambda: list_optimizer_tensors(model, optimizer))
     tensors = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if holders.is_ours(get_parameter_name(name))
+        full_name: tensor
+        for full_name, tensor in tensors.items()
+        if holders.is_ours(get_parameter_name(full_name))
     }
-    settings = {
+    optimizer_settings = None
+    if optimizer is not None:
+        optimizer_settings = gather_optimizer_settings(model, optimizer, world, holders)
+    settings: dict[str, Any] = {
         "extra": extra,
-        "optimizer": (
-            None
-            if optimizer is None
-            else gather_optimizer_settings(model, optimizer, world, holders)
-        ),
+        "optimizer": optimizer_settings,
         "adapters": gather_adapter_use(model, world, holders),
         "frozen": hash_frozen_parameters(model, world, holders),
-        "runs": {
-            name: runs for part in world.gather_json(all_runs(model)) for name, runs in part.items()
-        },
+        # The order of the rows of fused matrices, which depends on the tensor parallel size.
+        "runs": {},
     }
+    for rank_runs in world.gather_json(all_runs(model)):
+        settings["runs"] |= rank_runs
     shard = _plan_shard(tensors, world)
-    needed = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned))) + MIB * (
-        world.size + 1
-    )
-    place = run_on_rank_0(world, lambda: _begin(root, step, needed))
-    temporary, final = root / place["temporary"], root / place["final"]
+    num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
+    num_bytes += MIB * (world.size + 1)  # headers, generators, state.json, manifest
+    names = run_on_rank_0(world, lambda: _begin_folder(root, step, num_bytes))
+    temporary = root / names["temporary"]
+    final = root / names["final"]
+
+    def publish(records: list[FileRecord]) -> None:
+        records.append(files.write_json(temporary / STATE, settings))
+        # Last: a folder without a manifest was never finished.
+        write_manifest(
+            temporary,
+            step=step,
+            sequence=names["sequence"],
+            world_size=world.size,
+            files=records,
+        )
+        files.publish_folder(temporary, final)
+
     try:
         run_on_all_ranks(world, lambda: check_shared(temporary))
         records = run_on_all_ranks(world, lambda: _write_shard(temporary, shard, world))
@@ -148,13 +164,8 @@ def save_state(
                 run_on_all_ranks(world, lambda: save_rng(temporary, world.rank, world.device))
             )
         gathered = world.gather_json([asdict(record) for record in records])
-        all_records = [FileRecord(**record) for part in gathered for record in part]
-        run_on_rank_0(
-            world,
-            lambda: _publish(
-                temporary, final, step, place["sequence"], world.size, all_records, settings
-            ),
-        )
+        all_records = [FileRecord(**fields) for fields in chain.from_iterable(gathered)]
+        run_on_rank_0(world, lambda: publish(all_records))
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
@@ -164,14 +175,16 @@ def save_state(
     return final
 
 
-def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
-    """Rank 0: room on the disk, a new name, a new sequence number, and an empty temporary
-    folder.
+def _begin_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
+    """Check the room on the disk and make a temporary folder; return names and sequence number.
+
+    For rank 0. num_bytes: of the state.
     """
     root.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(root, f"{PREFIX}*")
-    files.require_space(root, needed, f"the state of step {step}")
+    files.remove_leftovers(root, f"{PREFIX}*")  # first: they take the space
+    files.require_space(root, num_bytes, f"the state of step {step}")
     name = find_free(root / f"{PREFIX}{step}").name
+    # Counted, since clocks of machines differ, and a resumed run may save an earlier step.
     sequence = 1 + max((manifest.sequence for _, manifest in list_readable_states(root)), default=0)
     temporary = files.temporary_path(root / name)
     files.make_folder(temporary)
@@ -188,18 +201,20 @@ SHARDING = "DCP_SHARDING_INFO"
 
 @dataclass(frozen=True)
 class _Shard:
-    """What a rank writes of a state."""
+    """One rank's part of a state, to be written."""
 
+    # Its parts of tensors, with the parts' shapes.
     planned: list[PlannedTensor]
-    sharding: dict[
-        str, dict[str, list[int]]
-    ]  # of each tensor: where its part begins, and the shape of the whole
-    pieces: Iterator[torch.Tensor]  # the parts, each taken when it is written
+    # Tensor -> `saved_offsets`, where its part begins, and `global_shape`.
+    sharding: dict[str, dict[str, list[int]]]
+    # The parts' data, each taken when it is written.
+    pieces: Iterator[torch.Tensor]
 
 
 def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
-    """Return this rank's share of what the ranks have; of what several have, one writes it.
-    Collective.
+    """Return this rank's share of what the ranks have. Collective.
+
+    Of a tensor that several ranks have, torch's planner lets one write it.
     """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors)
@@ -210,9 +225,10 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
     sharding: dict[str, dict[str, list[int]]] = {}
     items: list[WriteItem] = []
     for item in planner.finish_plan(planner.create_global_plan(plans)[0][world.rank]).items:
-        name, data = item.index.fqn, item.tensor_data
+        name = item.index.fqn
+        data = item.tensor_data
         assert data is not None  # all that is saved are tensors
-        if not math.prod(data.chunk.sizes):
+        if not math.prod(data.chunk.sizes):  # more ranks than rows
             continue
         if name in sharding:
             raise RuntimeError("a rank holds two parts of one tensor; a file can name it once")
@@ -231,29 +247,17 @@ def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[FileReco
         return []
     path = folder / f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
     metadata = {"format": "pt", SHARDING: json.dumps(shard.sharding, separators=(",", ":"))}
-    return [write_tensor_file(path, shard.planned, shard.pieces, metadata)]
-
-
-def _publish(
-    temporary: Path,
-    final: Path,
-    step: int,
-    sequence: int,
-    world_size: int,
-    records: list[FileRecord],
-    settings: dict[str, Any],
-) -> None:
-    own = files.write_json(temporary / STATE, settings)
-    write_manifest(temporary, step, sequence, world_size, [*records, own])
-    files.publish_folder(temporary, final)
+    return [write_tensor_file(path, shard.planned, pieces=shard.pieces, metadata=metadata)]
 
 
 def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
-    """The state to go on from, verified byte by byte, the same on all ranks. Collective.
+    """Return the state to go on from, verified byte by byte, the same on all ranks. Collective.
+
+    None if there is no state at all.
 
     root: `output_dir/state`. resume: `latest`, or the path of a state folder. `latest` takes the
-    newest that is whole, and warns of damaged ones; None if there is no state at all. Raises
-    CheckpointError if none is whole, or if the given folder is not.
+    newest that is whole, and warns of damaged ones. Raises CheckpointError if none is whole, or if
+    the given folder is not.
     """
     if resume != "latest":
         path = Path(resume)
@@ -285,8 +289,9 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
 
 
 def _list_candidates(root: Path) -> list[str]:
-    """Rank 0: names of all state folders, newest first; those without a readable manifest first, to
-    be reported.
+    """Return the names of all state folders, newest first. For rank 0.
+
+    Those without a readable manifest come before them, to be reported.
     """
     if not root.is_dir():
         return []
@@ -300,15 +305,17 @@ def _list_candidates(root: Path) -> list[str]:
 
 
 def verify_state(path: Path, world: RankGroup) -> str | None:
-    """What is wrong with a state's folder, or None. Collective.
+    """Return what is wrong with a state's folder, or None. Collective.
 
-    Rank 0 looks at names and sizes, all ranks hash their share."""
+    Rank 0 looks at names and sizes, all ranks hash their share.
+    """
+    # First what costs nothing: a file that is missing or cut short needs no hashes.
     damage = run_on_rank_0(world, lambda: _find_missing_files(path))
     if damage:
         return damage
     manifest = run_on_all_ranks(world, lambda: _read_whole_manifest(path))
-    found = world.gather_json(find_damaged_file(path, manifest, world.rank, world.size))
-    return next((line for line in found if line), None)
+    damage_here = find_damaged_file(path, manifest, part=world.rank, parts=world.size)
+    return next((line for line in world.gather_json(damage_here) if line), None)
 
 
 def _find_missing_files(path: Path) -> str | None:
@@ -318,9 +325,9 @@ def _find_missing_files(path: Path) -> str | None:
         manifest = check_presence(path)
     except DamagedState as damage:
         return str(damage)
-    if STATE_NAME.fullmatch(path.name) and not re.fullmatch(
-        rf"{PREFIX}{manifest.step}(-\d+)?", path.name
-    ):
+    is_named_after_step = re.fullmatch(rf"{PREFIX}{manifest.step}(-\d+)?", path.name)
+    # A folder that the user has given another name is taken as it is.
+    if STATE_NAME.fullmatch(path.name) and not is_named_after_step:
         return f"its manifest is that of step {manifest.step}"
     return None
 
@@ -345,43 +352,56 @@ def load_state(
     place_state: PlaceState = None,
 ) -> dict[str, Any]:
     """Load a state that `find_state` has verified, and return the `extra` it was saved with.
+
+    Works for any world size; random number generators are restored when it is the one that saved.
     Collective.
 
-    The model must be materialized, and the optimizer built over its parameters; None: what the
-    state holds of the model alone is read, to look at or to export. Works for any world size;
-    random number generators are restored when it is the one that saved. place_state: memory for an
-    offloaded state; None: next to its parameter. Raises CheckpointError if the state is that of
-    another model, dtype or optimizer.
+    model: materialized. optimizer: built over the model's parameters; None reads what the state
+    holds of the model alone, to look at or to export. place_state: gives an offloaded state the
+    memory where it waits; None: next to its parameter.
+
+    Raises CheckpointError if the state is that of another model, dtype or optimizer.
     """
     manifest = run_on_all_ranks(world, lambda: _read_whole_manifest(path))
-    names = [record.name for record in manifest.files if record.name.startswith("shard-")]
+    shard_names = [record.name for record in manifest.files if record.name.startswith("shard-")]
     saved = run_on_all_ranks(world, lambda: _read_settings(path, optimizer is not None))
     holders = find_holders(model, world)
     adapters = gather_adapter_use(model, world, holders)
     run_on_all_ranks(world, lambda: check_adapter_use(path, saved.get("adapters"), adapters))
-    metadata = run_on_all_ranks(world, lambda: _read_shards(path, names))
+    metadata = run_on_all_ranks(world, lambda: _read_shards(path, shard_names))
     targets = run_on_all_ranks(
-        world, lambda: _make_targets(path, metadata, model, optimizer, holders, place_state)
+        world,
+        lambda: _make_targets(
+            path,
+            metadata,
+            model=model,
+            optimizer=optimizer,
+            holders=holders,
+            place_state=place_state,
+        ),
     )
-    mark = hash_frozen_parameters(model, world, holders)
-    run_on_all_ranks(world, lambda: check_frozen_hash(path, saved.get("frozen"), mark))
+    # Compared before a value of the model changes.
+    frozen_hash = hash_frozen_parameters(model, world, holders)
+    run_on_all_ranks(world, lambda: check_frozen_hash(path, saved.get("frozen"), frozen_hash))
     run_on_all_ranks(world, lambda: _read_tensors(path, metadata, targets))
     _reorder_fused(targets, saved.get("runs", {}), model)
     if optimizer is None:
         return saved["extra"]
     groups = gather_optimizer_settings(model, optimizer, world, holders)["groups"]
     run_on_all_ranks(
-        world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups)
+        world,
+        lambda: restore_settings(
+            model, optimizer, saved["optimizer"], where=str(path), current_groups=groups
+        ),
     )
+    # With other ranks there is no generator to continue; dropout then draws other numbers.
     if manifest.world_size == world.size:
         run_on_all_ranks(world, lambda: load_rng(path, world.rank, world.device))
     return saved["extra"]
 
 
 def has_adapters(path: Path) -> bool:
-    """Whether a state that `find_state` has verified is one of adapters, without the frozen
-    weights.
-    """
+    """Return True if a state that `find_state` has verified has adapters, not all weights."""
     return read_state_json(path).get("adapters") is not None
 
 
@@ -397,11 +417,9 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
-    """Return what the files hold, by their headers: of each tensor type, global shape, and where
-    each part lies.
-    """
+    """Return type, global shape and parts of each tensor, and which files have them."""
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, str] = {}
+    file_names: dict[MetadataIndex, str] = {}
     for file_name in names:
         header = read_header(folder / file_name)
         sharding = parse_json(header.metadata[SHARDING])
@@ -411,28 +429,25 @@ def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
             properties = TensorProperties(dtype=DTYPES[entry.dtype])
             saved = tensors.setdefault(name, TensorStorageMetadata(properties, shape, []))
             saved.chunks.append(ChunkStorageMetadata(offsets, torch.Size(entry.shape)))
-            places[MetadataIndex(name, offsets)] = file_name
-    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+            file_names[MetadataIndex(name, offsets)] = file_name
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=file_names)
 
 
 def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tensor]) -> None:
-    """Copy each planned slice straight into this rank's tensors; one file is open at a time.
-
-    It plans alone: the ranks of a pipeline have tensors of other names.
-    """
+    """Copy each planned slice straight into this rank's tensors; one file is open at a time."""
+    # Each rank plans alone: the ranks of a pipeline have tensors of other names.
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(targets, metadata)
-    by_file: dict[str, list[ReadItem]] = {}
+    items_by_file: dict[str, list[ReadItem]] = {}
     for item in planner.create_local_plan().items:
-        by_file.setdefault(metadata.storage_data[item.storage_index], []).append(item)
+        items_by_file.setdefault(metadata.storage_data[item.storage_index], []).append(item)
     with phase(f"reading {path.name}"):
-        for file_name, items in by_file.items():
+        for file_name, items in items_by_file.items():
             with safe_open(str(path / file_name), framework="pt") as file:
                 for item in items:
                     ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = file.get_slice(item.storage_index.fqn)[
-                        tuple(slice(at, at + n) for at, n in ranges)
-                    ]
+                    slices = tuple(slice(at, at + size) for at, size in ranges)
+                    part = file.get_slice(item.storage_index.fqn)[slices]
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(part.view(target.shape))
 
@@ -441,95 +456,95 @@ def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tenso
 def _reorder_fused(
     targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module
 ) -> None:
-    """Where the ranks that saved held a fused matrix in another order than these do, puts it in
-    theirs. Collective.
+    """Put the rows of fused matrices into the order of this run's ranks. Collective.
+
+    Another tensor parallel size has saved them in another order.
+
+    saved: name -> (dimension, runs of rows) of the run that saved, see `all_runs`.
     """
     for full_name, tensor in targets.items():
         name = get_parameter_name(full_name)
         dim, runs = saved.get(name, (0, ()))
-        before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
-        now = all_runs(model).get(name)
-        if not tensor.dim() or before == now:
+        saved_order = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
+        order = all_runs(model).get(name)
+        if not tensor.dim() or saved_order == order:
             continue
-        dim = dim if now is None else now[0]
+        dim = dim if order is None else order[0]
+        # States in 4 or 8 bits are blocks over several rows, which cannot be put in another order.
         if tensor.shape[dim] != model.get_parameter(name).shape[dim]:
             raise CheckpointError(
                 f"optimizer.state_bits: found states of {name} in blocks that another"
                 " parallel.tensor has in another order; resume with the run's own parallel.tensor"
             )
-        in_file = ordered(gather_whole(tensor), before)
+        in_file_order = ordered(gather_whole(tensor), saved_order)
         for part, offset in own_parts(model, name, tensor):
-            part.copy_(
-                in_file[
-                    tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
-                ]
-            )
+            ranges = zip(offset, part.shape, strict=True)
+            part.copy_(in_file_order[tuple(slice(at, at + size) for at, size in ranges)])
 
 
 def _make_targets(
     path: Path,
     metadata: Metadata,
+    *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     holders: Holders,
     place_state: PlaceState,
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors to fill, after comparing names, shapes and types of the model with the
-    saved ones.
+    """Return this rank's tensors to fill, by their full names.
+
+    Raises CheckpointError if names, shapes or types of the model are not the saved ones.
     """
     saved = {
         name: (entry.properties.dtype, tuple(entry.size))
         for name, entry in metadata.state_dict_metadata.items()
     }
-    own = list_model_tensors(model, holders)
-    saved_model = {name for name in saved if name.startswith(f"{MODEL}/")}
-    unknown = saved_model - {f"{MODEL}/{name}" for name in holders.list_saved_names()}
-    for name in sorted(
-        unknown | {name for name, tensor in own.items() if tensor.numel()} - saved_model
-    ):
-        holder = "the state" if name in saved_model else "the model"
+    model_tensors = list_model_tensors(model, holders)
+    saved_names = {name for name in saved if name.startswith(f"{MODEL}/")}
+    # Compared with the names of all ranks: those of other stages are in the state too.
+    unknown_names = saved_names - {f"{MODEL}/{name}" for name in holders.list_saved_names()}
+    # An empty tensor is in no file.
+    missing_names = {name for name, tensor in model_tensors.items() if tensor.numel()} - saved_names
+    for name in sorted(unknown_names | missing_names):
+        holder = "the state" if name in saved_names else "the model"
         raise CheckpointError(
             f"{path}: is the state of another model: only {holder} has {name.split('/', 1)[1]}; "
             "resume with the run's own config"
         )
-    for name in sorted(saved_model & own.keys()):
-        dtype, shape = saved[name]
-        here = (own[name].dtype, tuple(own[name].shape))
-        if (dtype, shape) != here:
+    for name in sorted(saved_names & model_tensors.keys()):
+        dtype = model_tensors[name].dtype
+        shape = tuple(model_tensors[name].shape)
+        if saved[name] != (dtype, shape):
             raise CheckpointError(
-                f"{path}: {name.split('/', 1)[1]} is {describe_tensor(dtype, shape)}, this run's"
-                f" model has {describe_tensor(*here)}; resume with the run's own config"
+                f"{path}: {name.split('/', 1)[1]} is {describe_tensor(*saved[name])}, this run's"
+                f" model has {describe_tensor(dtype, shape)}; resume with the run's own config"
             )
-    states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
-    filled = {name: tensor for name, tensor in own.items() if name in saved_model}
+    targets = {name: tensor for name, tensor in model_tensors.items() if name in saved_names}
     if optimizer is None:
-        return filled
-    return filled | make_optimizer_states(model, optimizer, states, str(path), holders, place_state)
-
-
-# States of the random number generators of one rank, as uint8 tensors in a safetensors file.
+        return targets
+    states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
+    return targets | make_optimizer_states(
+        model, optimizer, states, where=str(path), holders=holders, place_state=place_state
+    )
 
 
 def _get_rng_file_name(rank: int) -> str:
-    """Name of the rank's file in a state folder."""
+    """Return the name of a rank's file of random number generators in a state folder."""
     return f"rng-{rank + 1:05d}.safetensors"
 
 
 def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
-    """Write this rank's generators: the host's, and that of its device."""
+    """Write the states of this rank's generators, uint8: the host's, and that of its device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     plan = [PlannedTensor(name, state.dtype, tuple(state.shape)) for name, state in states.items()]
-    return write_tensor_file(
-        folder / _get_rng_file_name(rank), plan, states.values(), {"format": "pt"}
-    )
+    path = folder / _get_rng_file_name(rank)
+    return write_tensor_file(path, plan, pieces=states.values(), metadata={"format": "pt"})
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
-    """Sets this rank's generators as they were saved; a device type that has no saved state is left
-    alone.
-    """
+    """Set this rank's generators as they were saved, its device's if it has a saved state."""
     with safe_open(str(folder / _get_rng_file_name(rank)), framework="pt") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if device.type != "cpu" and device.type in file.keys():

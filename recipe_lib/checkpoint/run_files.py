@@ -1,9 +1,16 @@
-"""What runs have written into an output folder, so that nothing else in it is ever removed.
+"""Record what runs have written into an output folder, so that nothing else in it is ever removed.
 
 `written.json` lists the files of each published folder (`model`, `adapter`) with size and a hash. A
-file is ours as long as it is what was written; states carry their own manifest. A new model is
-written next to the old one, checked, and exchanged with it in one operation: whenever a process
-ends, one of the two is there, whole.
+file is ours as long as it is what was written. A saved state has a `manifest.json` of its own, and
+is used only once `check_presence` and `find_damaged_file` have found nothing. A new model is
+written next to the old one, checked, and exchanged with it in one operation (`publish`): whenever a
+process ends, one of the two is there, whole.
+
+    output_dir/model/               a published folder
+               written.json         what is published, by name
+               state/step_40/       a state to resume from; the newest `checkpoint.keep_last_n` stay
+               state/best/step_25/  weights of a best step; they stay while a state or the run
+                                    names it
 """
 
 import hashlib
@@ -30,42 +37,37 @@ from recipe_lib.reading import describe_fault, open_regular, read_json, read_obj
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-# The manifest of a saved state: what belongs to it, and how to know that it is still what was
-# written.
-#
-# `manifest.json` lists every file with size and SHA-256, and carries a SHA-256 of its own contents.
-# It is written last, so a folder without one was never finished. A state is used only once
-# `check_presence` and `find_damaged_file` have found nothing.
-
-
+# Lists every file of a state with size and SHA-256. Written last, so a folder without one was never
+# finished.
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 1024**2
-_SEAL = "manifest_sha256"
+_SEAL = "manifest_sha256"  # key of a SHA-256 of the manifest's own contents
 
 
-class DamagedState(Exception):  # noqa: N818  (what was found, in one phrase; its catcher decides if it is an error)
-    """Why a folder is not a state that can be used."""
+# No error by name: whoever catches it decides if it is one.
+class DamagedState(Exception):  # noqa: N818
+    """Why a folder is not a state that can be used, in one phrase."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One saved state.
+    """One saved state."""
 
-    step: optimizer steps done. sequence: counts the saves of a run, so the newest is known without
-    a clock. world_size: ranks that saved it. versions: torch and Python, for people.
-    """
-
+    # Optimizer steps done.
     step: int
+    # Counts the saves of a run, so that the newest is known without a clock.
     sequence: int
+    # Ranks that saved it.
     world_size: int
     files: tuple[FileRecord, ...]
+    # Of torch and Python, for people.
     versions: dict[str, str]
 
 
 def write_manifest(
     folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]
 ) -> None:
-    """Writes the manifest into a folder whose files are already flushed."""
+    """Write the manifest into a folder whose files are already flushed."""
     fields: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -78,13 +80,13 @@ def write_manifest(
 
 
 def _compute_seal(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(
-        json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    # Sorted, so that the seal depends on the contents and not on the order of keys in the file.
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest itself, not the files it names. Raises DamagedState."""
+    """Read and check the manifest itself, not the files it names. Raises DamagedState."""
     path = folder / MANIFEST
     try:
         fields = read_json(path, MAX_MANIFEST_BYTES)
@@ -97,6 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(fields, dict):
         raise DamagedState(f"{MANIFEST} is not a JSON object")
     version = fields.get("format")
+    # Before the seal, which a later format may compute in another way.
     if type(version) is int and version > FORMAT:
         raise DamagedState(f"{MANIFEST} has format {version}, this release reads up to {FORMAT}")
     if fields.pop(_SEAL, None) != _compute_seal(fields):
@@ -119,15 +122,12 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
         )
     except (KeyError, TypeError) as error:
         raise DamagedState(f"{MANIFEST} lacks a field: {error}") from error
-    counts = (
-        manifest.step,
-        manifest.sequence,
-        manifest.world_size,
-        *(record.size for record in manifest.files),
-    )
+    counts = [manifest.step, manifest.sequence, manifest.world_size]
+    counts += [record.size for record in manifest.files]
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         raise DamagedState(f"{MANIFEST} holds an invalid count")
     for record in manifest.files:
+        # A state may come from elsewhere: no name in it may lead out of its folder.
         if not is_plain_name(record.name):
             raise DamagedState(
                 f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name"
@@ -136,8 +136,9 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
 
 
 def check_presence(folder: Path) -> Manifest:
-    """The manifest, if every file it names is there with its length. Raises DamagedState. Reads no
-    file.
+    """Return the manifest, if every file it names is there with its size. Raises DamagedState.
+
+    No file but the manifest is read.
     """
     manifest = read_manifest(folder)
     for record in manifest.files:
@@ -152,34 +153,36 @@ def check_presence(folder: Path) -> Manifest:
 
 
 def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str | None:
-    """Reads this part's share of the files and says which one differs from its hash, or None.
+    """Read a share of a state's files, and return what is wrong with one of them, or None.
 
-    part, parts: files are dealt out in descending size, so that ranks hash about equally many
-    bytes.
+    part, parts: number of the share, and of how many.
     """
-    own = sorted(manifest.files, key=lambda record: (-record.size, record.name))[part::parts]
-    with phase(f"checking {folder.name}", sum(record.size for record in own), "bytes") as going:
-        for record in own:
+    # Dealt out in descending size, so that ranks hash about equally many bytes.
+    records = sorted(manifest.files, key=lambda record: (-record.size, record.name))[part::parts]
+    num_bytes = sum(record.size for record in records)
+    with phase(f"checking {folder.name}", num_bytes, "bytes") as progress:
+        for record in records:
             try:
-                found = sha256_of(folder / record.name)
+                sha256 = sha256_of(folder / record.name)
             except OSError as error:
                 return f"{record.name} cannot be read: {error.strerror}"
-            if found != record.sha256:
+            if sha256 != record.sha256:
                 return (
                     f"{record.name} has changed since it was written (SHA-256 differs from the"
                     " manifest)"
                 )
-            going.advance(record.size)
+            progress.advance(record.size)
     return None
 
 
 RECORD = "written.json"
-FORMAT = 1
+FORMAT = 1  # of manifests and of the record
 STATE_NAME = re.compile(r"step_\d+(-\d+)?")
 _STATE_FILE = re.compile(
     r"shard-\d+-of-\d+\.safetensors|rng-\d+\.safetensors|state\.json|manifest\.json"
 )
 _MAX_RECORD_BYTES = 64 * MIB
+# A larger file is known by blocks of it: a model of 100 GB is not read whole at each publication.
 _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 4 * MIB, 64, 2**16
 
 Listing = dict[str, str]  # file name -> "size:hash"
@@ -187,25 +190,24 @@ Listing = dict[str, str]  # file name -> "size:hash"
 
 @dataclass
 class OutputRecord:
-    """What is in an output folder.
+    """The record of an output folder. The fields are the keys of `written.json`."""
 
-    folders: name -> listings of what was published under it, one of which it holds (two only around
-    an exchange). earlier: those of them that are of a run which another one replaces. kept: folders
-    with that run's states and records. trackers: files that trackers have written, from
-    `trackers/`. records: config.yaml, metrics.jsonl and their like as the run left them when it
-    ended; empty while one goes on.
-    """
-
+    # Name -> listings of what was published under it; two only around an exchange.
     folders: dict[str, list[Listing]] = field(default_factory=dict)
+    # Names of published folders that are of a run which another one replaces.
     earlier: list[str] = field(default_factory=list)
+    # Folders with that run's states and records.
     kept: list[str] = field(default_factory=list)
+    # Files that trackers have written, by their paths in `trackers/`.
     trackers: list[str] = field(default_factory=list)
+    # config.yaml, metrics.jsonl and their like as the run left them; empty while one goes on.
     records: Listing = field(default_factory=dict)
 
 
 def read_record(root: Path) -> OutputRecord | None:
-    """The record of an output folder; an empty one if it cannot be used (then nothing is ours),
-    None without one.
+    """Return the record of an output folder; None without one.
+
+    A record that cannot be used is an empty one: then nothing in the folder is ours.
     """
     path = root / RECORD
     if not path.is_file():
@@ -214,17 +216,12 @@ def read_record(root: Path) -> OutputRecord | None:
         fields = read_object(path, _MAX_RECORD_BYTES)
         fields.setdefault("records", {})  # of a run of an earlier version
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
-        listings = [listing for listings in record.folders.values() for listing in listings]
-        listings.append(record.records)
-        names = [
-            *record.folders,
-            *record.earlier,
-            *record.kept,
-            *(name for listing in listings for name in listing),
-        ]
-        if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(
-            map(files.is_plain_name, names)
-        ):
+        names = [*record.folders, *record.earlier, *record.kept]
+        for listing in (*itertools.chain.from_iterable(record.folders.values()), record.records):
+            names += listing
+        are_texts = all(isinstance(text, str) for text in (*names, *record.trackers))
+        # No name may lead out of the folder: what is listed may be removed.
+        if are_texts and all(map(files.is_plain_name, names)):
             return record
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
@@ -232,29 +229,32 @@ def read_record(root: Path) -> OutputRecord | None:
 
 
 def write_record(root: Path, record: OutputRecord) -> None:
-    """Replaces the record. StorageError."""
+    """Replace the record. Raises StorageError."""
     text = json.dumps({"format": FORMAT, **asdict(record)}, indent=1, ensure_ascii=False)
     files.replace_text(root / RECORD, text + "\n")
 
 
 def describe_file(path: Path) -> str:
-    """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly
-    over it.
+    """Return size and SHA-256 of a file as text, `size:hash`.
+
+    Of one above 4 MiB the hash is that of 64 blocks of 64 KiB, spread evenly over it.
     """
     size = path.stat().st_size
     with open_regular(path) as file:
         if size <= _WHOLE_BYTES:
             return f"{size}:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-        hashed = hashlib.sha256()
+        digest = hashlib.sha256()
         for block in range(_BLOCKS):
+            # The first block begins with the file, the last one ends with it.
             file.seek((size - _BLOCK_BYTES) * block // (_BLOCKS - 1))
-            hashed.update(file.read(_BLOCK_BYTES))
-    return f"{size}:{_BLOCKS}x{_BLOCK_BYTES}:{hashed.hexdigest()}"
+            digest.update(file.read(_BLOCK_BYTES))
+    return f"{size}:{_BLOCKS}x{_BLOCK_BYTES}:{digest.hexdigest()}"
 
 
 def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
-    """The first file in a folder that is not as one of the listings has it; the folder itself, if
-    it is a link.
+    """Return the first file in a folder that is not as one of the listings has it, or None.
+
+    It is the folder itself, if that is a link or no folder.
     """
     if folder.is_symlink() or not folder.is_dir():
         return folder if folder.is_symlink() or folder.exists() else None
@@ -267,9 +267,7 @@ def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
 
 
 def is_as_listed(path: Path, listing: Listing) -> bool:
-    """Return whether a file is what a listing has under its name; one that cannot be read is
-    not.
-    """
+    """Return True if a file can be read and is what a listing has under its name."""
     try:
         return path.name in listing and describe_file(path) == listing[path.name]
     except OSError:
@@ -277,63 +275,66 @@ def is_as_listed(path: Path, listing: Listing) -> bool:
 
 
 def find_unrecorded_file(root: Path, name: str) -> Path | None:
-    """The first file of the published folder `root/name` that no run wrote, or that was changed
-    since.
+    """Return the first file of the published folder `root/name` that no run wrote, or None.
+
+    A file that was changed since counts as such.
     """
     record = read_record(root)
     return find_unlisted_file(root / name, record.folders.get(name, []) if record else [])
 
 
 def find_unrecorded_in_states(states: Path) -> Path | None:
-    """The first file in a folder of states that is none of theirs."""
+    """Return the first file in a folder of states that is none of theirs, or None."""
     if states.is_symlink() or (states.exists() and not states.is_dir()):
         return states
     for path in sorted(states.iterdir()) if states.is_dir() else []:
         if path.is_symlink() or not path.is_dir():
             return path
-        if files.is_temporary(path, "step_*"):
+        if files.is_temporary(path, f"{PREFIX}*"):  # what a killed run has left
             continue
+        unrecorded: Path | None = path
         if path.name == BEST_FOLDER:
-            found = find_unrecorded_in_states(path)
-        else:
-            found = find_unrecorded_in_state(path) if STATE_NAME.fullmatch(path.name) else path
-        if found is not None:
-            return found
+            unrecorded = find_unrecorded_in_states(path)
+        elif STATE_NAME.fullmatch(path.name):
+            unrecorded = find_unrecorded_in_state(path)
+        if unrecorded is not None:
+            return unrecorded
     return None
 
 
 def find_unrecorded_in_state(state: Path) -> Path | None:
-    """The first file of a state that its manifest does not name; without one that can be read, by
-    the names alone.
+    """Return the first file of a state that its manifest does not name, or None.
+
+    Without a manifest that can be read, the files' names alone tell.
     """
     try:
-        named = {MANIFEST, *(record.name for record in read_manifest(state).files)}
+        names = {record.name for record in read_manifest(state).files} | {MANIFEST}
     except DamagedState:
-        named = {path.name for path in state.iterdir() if _STATE_FILE.fullmatch(path.name)}
+        names = {path.name for path in state.iterdir() if _STATE_FILE.fullmatch(path.name)}
     for path in sorted(state.iterdir()):
-        if path.name not in named or path.is_symlink() or not path.is_file():
+        if path.name not in names or path.is_symlink() or not path.is_file():
             return path
     return None
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Gives a finished temporary folder its name; what runs have published under it goes
-    afterwards.
+    """Give a finished temporary folder its name, and remove what runs have published under it.
 
-    Where the name is taken by anything else the new folder gets the next free one. CheckpointError
-    then: which one. The output folder's record knows what runs have published; a folder without a
-    record knows nothing.
+    The output folder's record knows what runs have published; without a record nothing is known.
+    Where the name is taken by anything else the new folder gets the next free name, which the
+    CheckpointError then tells.
     """
     for path in temporary.glob("*.safetensors"):
-        read_header(path)  # what ranks have written elsewhere is seen, whole, from here
+        # Other ranks may have written it: this process must see it, and see it whole.
+        read_header(path)
     files.flush_folder(temporary)
     root = final.parent
     name = final.name
-    new = {path.name: describe_file(path) for path in sorted(temporary.iterdir())}
+    new_listing = {path.name: describe_file(path) for path in sorted(temporary.iterdir())}
     files.restore_replaced(root, name)
     files.remove_leftovers(root, RECORD)
-    taken = final.exists() or final.is_symlink()
-    unrecorded = find_unrecorded_file(root, name) if taken else None
+    is_taken = final.exists() or final.is_symlink()
+    unrecorded = find_unrecorded_file(root, name) if is_taken else None
     if unrecorded is not None:
         free = find_free(final)
         files.rename(temporary, free)
@@ -341,30 +342,31 @@ def publish(temporary: Path, final: Path) -> None:
             f"{unrecorded}: was not written by a run, and stays; what was to replace it is {free}"
         )
     record = read_record(root)
-    former = record.folders.get(name, []) if record and taken else []
-    if (
-        record is not None
-    ):  # before the exchange, so that the folder is known as ours on both sides of it
-        record.folders[name] = [new, *(listing for listing in former if listing != new)]
+    former_listings = record.folders.get(name, []) if record and is_taken else []
+    if record is not None:
+        # Before the exchange, so that a process that is killed leaves a folder that is known as
+        # ours on both sides of it.
+        others = [listing for listing in former_listings if listing != new_listing]
+        record.folders[name] = [new_listing, *others]
         write_record(root, record)
-    if taken:
-        _remove_replaced(files.exchange(temporary, final), former, final)
+    if is_taken:
+        _remove_replaced(files.exchange(temporary, final), former_listings, final)
     else:
         files.rename(temporary, final)
     if record is not None:
-        record.folders[name] = [new]
+        record.folders[name] = [new_listing]
         record.earlier = [folder for folder in record.earlier if folder != name]
         write_record(root, record)
 
 
 def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
-    """Removes what was exchanged, unless something came into it at the last moment."""
+    """Remove what was exchanged, unless something came into it at the last moment."""
     if find_unlisted_file(old, listings) is None:
         files.remove_temporary(old)
         return
-    kept = find_free(final)
-    files.rename(old, kept)
-    get_logger().warning("warning: %s holds files that no run wrote; it is now %s", final, kept)
+    new_path = find_free(final)
+    files.rename(old, new_path)
+    get_logger().warning("warning: %s holds files that no run wrote; it is now %s", final, new_path)
 
 
 def find_free(path: Path) -> Path:
@@ -375,35 +377,27 @@ def find_free(path: Path) -> Path:
     return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
 
 
-# The folders of saved states: which there are, which are removed, and those that hold the weights
-# of a best step.
-#
-#   output_dir/state/step_40/       a state to resume from; the newest `checkpoint.keep_last_n` stay
-#              state/best/step_25/  weights of a best step; stays while a state or the run names it
-#
 # A state's `state.json` names the best step that its run had by then. So whichever state a run goes
 # on from, after a kill or by `resume=PATH`, the weights of that best step are there, though a later
 # step was better.
-
-
 STATE = "state.json"
 BEST_RECORD = "best"  # in what a run adds to state.json
 PREFIX = "step_"
 
 
 def list_readable_states(root: Path) -> list[tuple[Path, Manifest]]:
-    """Folders whose manifest reads, newest first."""
-    found = []
+    """Return the folders of states with a readable manifest, newest first, and the manifests."""
+    states = []
     for path in list_state_folders(root):
         try:
-            found.append((path, read_manifest(path)))
+            states.append((path, read_manifest(path)))
         except DamagedState:
             continue
-    return sorted(found, key=lambda item: item[1].sequence, reverse=True)
+    return sorted(states, key=lambda item: item[1].sequence, reverse=True)
 
 
 def list_state_folders(root: Path) -> list[Path]:
-    """Every folder with the name of a state."""
+    """Return every folder with the name of a state, sorted by name."""
     return sorted(
         path
         for path in root.glob(f"{PREFIX}*")
@@ -412,22 +406,21 @@ def list_state_folders(root: Path) -> list[Path]:
 
 
 def parse_step(path: Path) -> int:
-    """Of `step_40` and of `step_40-2`: 40."""
+    """Return the step in a folder's name: 40 of `step_40` and of `step_40-2`."""
     return int(re.split("[_-]", path.name)[1])
 
 
 def prune_states(root: Path, keep: int) -> None:
-    """Removes states older than the newest `keep`, counting those with all their files, so one is
-    always left.
-    """
-    kept = 0
+    """Remove the states older than the newest `keep`."""
+    num_whole = 0
     for path, _ in list_readable_states(root):
         try:
-            if kept >= keep:
+            if num_whole >= keep:
                 _remove_state(path)
             else:
+                # A state that lacks a file does not count, so that one to resume from is left.
                 check_presence(path)
-                kept += 1
+                num_whole += 1
         except DamagedState:
             continue
 
@@ -444,13 +437,14 @@ def _remove_state(path: Path) -> None:
 
 
 def prune_best(root: Path, current: str | None) -> None:
-    """Removes the weights of best steps that no state in `root` names, except `current`: of the run
-    itself; and what a killed run left of others.
+    """Remove the weights of best steps that neither a state in `root` nor the run names.
+
+    current: name of the run's own best step, if it has one.
     """
-    files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")
-    named = {current} | {read_best_name(path) for path, _ in list_readable_states(root)}
+    files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")  # of a run that was killed
+    used_names = {read_best_name(path) for path, _ in list_readable_states(root)}
     for path, _ in list_readable_states(root / BEST_FOLDER):
-        if path.name not in named:
+        if path.name != current and path.name not in used_names:
             _remove_state(path)
 
 
@@ -465,8 +459,9 @@ def read_state_json(state: Path) -> dict[str, Any]:
 
 
 def read_best_name(state: Path) -> str | None:
-    """The folder, in `best`, of the best step that a state's run had by then; None: it kept none,
-    or is damaged.
+    """Return the name of the folder in `best` that a state names as its run's best step by then.
+
+    None if the run kept none, or the state is damaged.
     """
     try:
         record = read_state_json(state)["extra"].get(BEST_RECORD) or {}
@@ -477,11 +472,12 @@ def read_best_name(state: Path) -> str | None:
 
 
 def copy_best_state(state: Path, root: Path, name: str) -> str:
-    """Sees to it that the weights of the best step that `state` names are in `root/best`: copied
-    where the state is another run's. Returns the folder's name there. Raises CheckpointError if
-    they are gone.
+    """Make sure that the best step that `state` names is in `root/best`; return its name there.
+
+    Its weights are copied where the state is another run's. CheckpointError if they are gone.
     """
-    source, best = state.parent / BEST_FOLDER / name, root / BEST_FOLDER
+    source = state.parent / BEST_FOLDER / name
+    best = root / BEST_FOLDER
     try:
         manifest = check_presence(source)
     except DamagedState as damage:
@@ -494,15 +490,17 @@ def copy_best_state(state: Path, root: Path, name: str) -> str:
     target = find_free(best / f"{PREFIX}{manifest.step}")
     temporary = files.temporary_path(target)
     files.make_folder(temporary)
-    for file in (*(record.name for record in manifest.files), MANIFEST):
-        files.copy_file(source / file, temporary / file)
+    for record in manifest.files:
+        files.copy_file(source / record.name, temporary / record.name)
+    files.copy_file(source / MANIFEST, temporary / MANIFEST)  # last, as it is written
     files.publish_folder(temporary, target)
     return target.name
 
 
 def find_best_state(root: Path) -> Path | None:
-    """The weights that a run in `root` has as its best: those that its newest state names, or
-    without a state the newest; None: it keeps none.
+    """Return the folder with the weights of the best step of the run in `root`, or None.
+
+    It is the one that the newest state names; without a state, the newest.
     """
     states = [path for path, _ in list_readable_states(root)]
     if states:

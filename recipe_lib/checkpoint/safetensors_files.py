@@ -1,7 +1,8 @@
-"""safetensors files: their headers, checked against the file; and files written piece by piece.
+"""Read and check the headers of safetensors files, and write such files piece by piece.
 
 A header says where each tensor lies, so faults are found without reading a tensor, and a file is
-written without ever holding more than one piece of one tensor in host memory.
+written without ever holding more than one piece of one tensor in host memory. `Reader` reads the
+tensors of a checkpoint of several files by name.
 """
 
 import json
@@ -37,11 +38,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_EIGHT_BITS = (
-    "F8_E4M3",
-    "F8_E5M2",
-    "F8_E8M0",
-)  # of checkpoints that are quantized already; never written
+# Of checkpoints that are quantized already; never written.
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fromkeys(
     _EIGHT_BITS, 1
 )
@@ -52,26 +50,21 @@ _COMPARED_ROWS = 4096  # of two tensors, at a time
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file: the format's name of its type, its shape, and its first and last byte + 1
-    in the data.
-    """
+    """One tensor in a file's header."""
 
-    dtype: str
+    dtype: str  # the format's name of the type, such as BF16
     shape: tuple[int, ...]
-    start: int
-    end: int
+    start: int  # its first byte, counted from the end of the header
+    end: int  # one past its last byte
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a checkpoint: the file it is in, and what the file's header says of it.
-
-    extra: it was exported as a recipe's extra parameter, which the model's family does not have.
-    """
+    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
 
     file: Path
     entry: TensorEntry
-    extra: bool = False
+    extra: bool = False  # a parameter that a recipe added: the model's family does not have it
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,9 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks a file's header; CheckpointError if it is cut short, a pointer, or not this
-    format.
+    """Read and check a file's header.
+
+    Raises CheckpointError for a file that is cut short, a git-lfs pointer, or no safetensors file.
     """
     try:
         size = check_regular(path)
@@ -113,10 +107,11 @@ def read_header(path: Path) -> Header:
         fields = parse_json(text)
     except ValueError as error:
         raise _make_format_fault(path, "a header that is not JSON") from error
-    return _check_header(path, fields, size - 8 - length, 8 + length)
+    return _check_header(path, fields, data_bytes=size - 8 - length, data_start=8 + length)
 
 
-def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> Header:
+def _check_header(path: Path, fields: Any, *, data_bytes: int, data_start: int) -> Header:
+    """Return the header, whose tensors must fill the data without gaps and without overlaps."""
     if not isinstance(fields, dict):
         raise _make_format_fault(path, "a header that is not a JSON object")
     metadata = fields.pop("__metadata__", {})
@@ -140,23 +135,24 @@ def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> 
 def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-            numbers = [*shape, start, end]
-            if all(type(number) is int and number >= 0 for number in numbers):
+            # `type`, since a bool is an int to isinstance and to the pattern above.
+            if all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+                # A type that is not known has no size to check; who reads the tensor refuses it.
                 if dtype not in _ITEM_BYTES or end - start == math.prod(shape) * _ITEM_BYTES[dtype]:
                     return TensorEntry(dtype, tuple(shape), start, end)
     raise _make_format_fault(path, f"an impossible entry for {name}")
 
 
-def _make_cut_short_fault(path: Path, found: int, expected: int) -> CheckpointError:
+def _make_cut_short_fault(path: Path, size: int, expected: int) -> CheckpointError:
     return CheckpointError(
-        f"{path}: cut short: {format_bytes(found)} ({found} bytes), expected {expected} bytes;"
+        f"{path}: cut short: {format_bytes(size)} ({size} bytes), expected {expected} bytes;"
         " fetch the file again"
     )
 
 
-def _make_format_fault(path: Path, found: str) -> CheckpointError:
+def _make_format_fault(path: Path, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: not a whole safetensors file: found {found}; fetch the file again"
+        f"{path}: not a whole safetensors file: found {fault}; fetch the file again"
     )
 
 
@@ -177,14 +173,13 @@ class Reader(ExitStack):
         return self._open(name).get_slice(name)
 
     def open_entry(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
-        """Return slices of the tensor that an entry lies in, or is made of. dtype: of what is made
-        of codes.
+        """Return slices of the tensor that an entry lies in, or of what its view makes.
+
+        dtype: of weights that the view decodes from codes.
         """
-        return (
-            self.slice(entry.file_name)
-            if entry.view is None
-            else OpenView(entry.view, self.slice, dtype)
-        )
+        if entry.view is None:
+            return self.slice(entry.file_name)
+        return OpenView(entry.view, self.slice, dtype)
 
     def _open(self, name: str) -> Any:
         path = self._tensors[name].file
@@ -194,25 +189,25 @@ class Reader(ExitStack):
 
 
 def have_same_numbers(first: Any, second: Any) -> bool:
-    """Return whether two opened tensors are equal, the second in the first's type; some rows at a
-    time.
+    """Return whether two opened tensors are equal, the second one cast to the type of the first.
+
+    Some rows are compared at a time, so that two embeddings need not fit into memory.
     """
-    shape, other = (
-        list(one.get_shape() if hasattr(one, "get_shape") else one.view.shape)
-        for one in (first, second)
-    )
-    if shape != other:
+    shape = _get_shape(first)
+    if shape != _get_shape(second):
         return False
-    parts: list[Any] = (
-        [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)]
-        if shape
-        else [...]
-    )
+    parts: list[Any] = [...]  # a number by itself has no rows
+    if shape:
+        parts = [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)]
     for part in parts:
         rows = first[part]
         if not torch.equal(rows, second[part].to(rows.dtype)):
             return False
     return True
+
+
+def _get_shape(opened: Any) -> list[int]:
+    return list(opened.get_shape() if hasattr(opened, "get_shape") else opened.view.shape)
 
 
 @dataclass(frozen=True)
@@ -235,22 +230,22 @@ def write_tensor_file(
     pieces: Iterable[torch.Tensor],
     metadata: dict[str, str],
 ) -> FileRecord:
-    """Writes a new safetensors file and flushes it to the disk.
+    """Write a new safetensors file and flush it to the disk.
 
     plan: the tensors in file order. pieces: their data in the same order, each tensor whole or in
     consecutive pieces along its first dimension (a fused tensor is written from its parts); taken
     one at a time.
     """
     header = _make_header(plan, metadata)
-    total = sum(tensor.num_bytes for tensor in plan)
-    with HashedFile(path) as file, phase(f"writing {path.name}", total, "bytes") as going:
+    num_bytes = sum(tensor.num_bytes for tensor in plan)
+    with HashedFile(path) as file, phase(f"writing {path.name}", num_bytes, "bytes") as progress:
         file.write(header)
         for piece in pieces:
             for chunk in copy_to_host(piece):
                 file.write(chunk)
-                going.advance(len(chunk))
+                progress.advance(len(chunk))
             del piece  # a gathered tensor must be gone before the next one is gathered
-        if file.size != len(header) + total:
+        if file.size != len(header) + num_bytes:
             raise RuntimeError(f"{path}: the pieces do not fill the planned tensors")
     return file.record()
 
@@ -267,15 +262,15 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
         }
         position = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (
-        -len(text) % 8
-    )  # data begins on a multiple of 8 bytes, as readers that map the file like it
+    # Data begins on a multiple of 8 bytes, so that a reader that maps the file has it aligned.
+    text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 def copy_to_host(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES, copied to the host
-    one by one.
+    """Yield a tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES.
+
+    A piece is copied to the host when it is asked for.
     """
     flat = tensor.detach().contiguous().view(-1)
     for piece in flat.split(max(1, CHUNK_BYTES // flat.element_size())):

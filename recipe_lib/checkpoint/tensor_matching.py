@@ -1,8 +1,8 @@
-"""What each tensor of a checkpoint's files is to a model: read, left out for a reason, or a fault
-of one line.
+"""Match the tensors of a checkpoint's files with the parameters of a model.
 
-Every reader of a model folder takes its tensors from `read_headers`, and their places from
-`match_tensors`, so that none of them is dropped without a word.
+Every tensor is read, left out for a reason that is logged, or a fault of one line. Every reader of
+a model folder takes its tensors from `read_headers` and their parameters from `match_tensors`, so
+that none of them is dropped without a word.
 """
 
 import re
@@ -38,20 +38,23 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import counted, format_bytes, name_first
 
-EXTRA = (  # metadata of a file: names of those of its tensors that only a recipe's model has
-    "tune_extra_parameters"
-)
+# Key of a file's metadata: the names of those of its tensors that a recipe added to the model.
+EXTRA = "tune_extra_parameters"
 READABLE_TYPES = {
     DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
-_WRAPPER = r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
+_WRAPPER = (
+    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+    r"|^(module|base_model\.model)\."
+)
 _LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
 _UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
 _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folder"
-_FP8, _MXFP4 = "F8_E4M3", "U8"
-_BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4
+_FP8 = "F8_E4M3"
+_MXFP4 = "U8"  # the file's type of MXFP4 blocks: two codes in a byte
+_BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4 blocks
 _ORIGINAL = "take the checkpoint that this one was made from"
-Made = TypeVar("Made")
+Converted = TypeVar("Converted")
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -66,17 +69,24 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     index = find_weights(folder)
     file_read = INDEX if index else SINGLE
     named = read_config(folder).get("transformers_weights")
-    if named not in (None, file_read):  # transformers would read another file than we do
+    # transformers would read another file than we do.
+    if named not in (None, file_read):
         raise CheckpointError(
             f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected"
             f" {file_read}, the file that is read; rename the weights, and take the key out"
         )
     headers = {name: read_header(folder / name) for name in sorted(set(index.values()) or {SINGLE})}
-    lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
-    if lost:
-        fault = f"names {min(lost)} in {index[min(lost)]}, which does not hold it"
-        more = f" (and {len(lost) - 1} more such names)" if len(lost) > 1 else ""
-        raise CheckpointError(f"{folder / INDEX}: {fault}{more}; download the folder again")
+    missing_names = [
+        name for name, file_name in index.items() if name not in headers[file_name].tensors
+    ]
+    if missing_names:
+        first = min(missing_names)
+        num_more = len(missing_names) - 1
+        more = f" (and {num_more} more such names)" if num_more else ""
+        raise CheckpointError(
+            f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{more};"
+            " download the folder again"
+        )
     extras = {name for header in headers.values() for name in list_extra_names(header)}
     tensors: dict[str, FileTensor] = {}
     for file_name, header in headers.items():
@@ -92,10 +102,11 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 
 
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:
-    """Return whether two files have the same tensor under one name."""
+    """Return True if two files have the same tensor under one name."""
+    if first.entry.dtype != second.entry.dtype:
+        return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
-        is_same_type = first.entry.dtype == second.entry.dtype
-        return is_same_type and have_same_numbers(first_file.slice(name), second_file.slice(name))
+        return have_same_numbers(first_file.slice(name), second_file.slice(name))
 
 
 def list_extra_names(header: Header) -> set[str]:
@@ -104,12 +115,11 @@ def list_extra_names(header: Header) -> set[str]:
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
-    """Raise CheckpointError for all faults that headers show, before memory is taken: one line a
-    kind of fault.
+    """Raise CheckpointError for all faults that headers show, before memory is taken.
 
-    Names that are missing, unknown, or of another shape; types that are no weights (quantized);
-    files that are missing, cut short or git-lfs pointers; an index that disagrees with its files or
-    names files elsewhere.
+    One line for each kind: names that are missing, unknown, or of another shape; types that are no
+    weights (quantized); files that are missing, cut short or git-lfs pointers; an index that
+    disagrees with its files or names files elsewhere.
     """
     match_tensors(spec, folder, parameter_shapes(spec))
 
@@ -117,24 +127,20 @@ def check_weights(spec: ModelSpec, folder: Path) -> None:
 def match_tensors(
     spec: ModelSpec, folder: Path, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
-    """Return the entries to read and the tensors they lie in. Raises CheckpointError as
-    `check_weights` does.
+    """Return the entries to read, and the tensors they lie in by the names in the files.
 
-    shapes: of the parameters, by our names.
+    shapes: of the parameters, by our names. Raises CheckpointError as `check_weights` does.
     """
     tensors = read_headers(folder)
     raise_faults(CheckpointError, [find_quantized_fault(spec, folder, tensors)])
     entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
     if SCORE not in tensors and head_labels(read_config(folder)) is None:
-        entries = [
-            entry for entry in entries if entry.our_name != SCORE
-        ]  # a new head, which starts at random
-    expected = compute_file_shapes(
-        [entry for entry in entries if entry.made is None and entry.view is None], shapes
-    )
-    readable: dict[
-        str, Collection[str]
-    ] = {}  # of tensors that are no plain weights, the types that they may have
+        # A causal language model gets a new head, which starts at random.
+        entries = [entry for entry in entries if entry.our_name != SCORE]
+    plain_entries = [entry for entry in entries if entry.made is None and entry.view is None]
+    expected = compute_file_shapes(plain_entries, shapes)
+    # Of tensors that are no plain weights (codes, scales), the types that they may have.
+    readable: dict[str, Collection[str]] = {}
     for entry in entries:
         if entry.view is not None:
             for name, form in entry.view.tensors().items():
@@ -150,14 +156,16 @@ def match_tensors(
         if entry.file_name in expected
     }
     unused = _explain_unused(spec, tensors, expected.keys() | conversion_inputs)
-    buffers = buffer_names(spec)  # of any type: tables of integers too
-    buffer_files = {entry.file_name for entry in entries if entry.our_name in buffers}
-    weights = ((expected.keys() - buffer_files) | conversion_inputs) & tensors.keys()
+    # Buffers may have any type: tables of integers too.
+    buffers = buffer_names(spec)
+    names_of_buffers = {entry.file_name for entry in entries if entry.our_name in buffers}
+    weights = ((expected.keys() - names_of_buffers) | conversion_inputs) & tensors.keys()
     unreadable = {
         name
         for name in tensors
         if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)
     }
+    with_shapes = {name: tensors[name] for name in tensors.keys() - unreadable}
     faults = [
         *describe_foreign_tensors(
             spec,
@@ -166,22 +174,22 @@ def match_tensors(
             foreign={name for name, reason in unused.items() if reason is None},
         ),
         _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable),
-        find_shape_fault(
-            folder, expected, {name: tensors[name] for name in tensors.keys() - unreadable}
-        ),
-        _find_conversion_fault(folder, entries, shapes, tensors),
+        # The shape of a tensor of another type says nothing: packed codes have fewer columns.
+        find_shape_fault(folder, expected, with_shapes),
+        _find_conversion_fault(folder, entries, shapes=shapes, tensors=tensors),
     ]
     raise_faults(CheckpointError, faults)
     for copy, entry in copies.items():
-        _check_copy(folder, copy, entry, tensors)
+        _check_copy(folder, copy, entry=entry, tensors=tensors)
     return entries, tensors
 
 
 def _explain_unused(
     spec: ModelSpec, tensors: Mapping[str, FileTensor], used: Collection[str]
 ) -> dict[str, str | None]:
-    """Return why each tensor that is not used may be left out, None: it may not; a recipe's extra
-    ones are not here.
+    """Return why each unused tensor may be left out; None where it may not.
+
+    A recipe's extra parameters are not among them.
     """
     return {
         name: why_left_out(spec, name, len(tensors[name].entry.shape))
@@ -191,17 +199,16 @@ def _explain_unused(
 
 
 def _check_copy(
-    folder: Path, copy: str, entry: WeightEntry, tensors: Mapping[str, FileTensor]
+    folder: Path, copy: str, *, entry: WeightEntry, tensors: Mapping[str, FileTensor]
 ) -> None:
-    """Raise CheckpointError for a tied tensor that has other numbers than the one that it is tied
-    to.
+    """Raise CheckpointError if a tied tensor differs from the one that it is tied to.
 
-    transformers 5 does not tie the two then, others drop one of them: which one is meant only the
-    user knows.
+    transformers 5 does not tie the two then, others drop one of them: only the user knows which one
+    is meant.
     """
-    with Reader(tensors) as read:
-        weight = read.open_entry(entry, torch.float32)
-        opened_copy = read.slice(copy)
+    with Reader(tensors) as reader:
+        weight = reader.open_entry(entry, torch.float32)
+        opened_copy = reader.slice(copy)
         # Both ways: each casts the second to the type of the first, and the narrower one would hide
         # a difference.
         if have_same_numbers(weight, opened_copy) and have_same_numbers(opened_copy, weight):
@@ -216,11 +223,13 @@ def _check_copy(
 def log_left_out(
     spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
-    """Log a line for each reason to leave tensors of a checked folder out, and for files that are
-    not read.
+    """Log what of a checked folder is not used.
 
-    what: begins the lines, `model` of what is loaded, `export` of what is written. tensors: of
-    `read_headers`.
+    There is a line for each reason to leave tensors out, one for files that are not read, and one
+    for buffers that keep their first values.
+
+    what: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
+    `read_headers` returns them.
     """
     tensors = read_headers(folder) if tensors is None else tensors
     entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
@@ -240,13 +249,13 @@ def log_left_out(
     unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
     if unread:
         get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
-    kept = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
-    if kept:
+    missing_buffers = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
+    if missing_buffers:
         get_logger().info(
             "%s: not in the files: %s (%d): keep their first values",
             what,
-            _shorten(kept),
-            len(kept),
+            _shorten(missing_buffers),
+            len(missing_buffers),
         )
 
 
@@ -258,9 +267,7 @@ def _list_file_names(entry: WeightEntry) -> Collection[str]:
 
 
 def _shorten(names: Collection[str]) -> str:
-    """Return names without the numbers of their layers, as a line may show them; of many the parts
-    that they are of.
-    """
+    """Return names for one line: without layer numbers, and of many only the parts they are in."""
     shown = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
     if len(shown) > 3:
         shown = sorted({re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in shown})
@@ -270,8 +277,9 @@ def _shorten(names: Collection[str]) -> str:
 def compute_file_shapes(
     entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each tensor of a file must have; that of a fused one is its parts' rows
-    together.
+    """Return the shape that each tensor of a file must have.
+
+    A fused tensor (Phi 3's qkv) has the rows of all its parameters.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
@@ -279,16 +287,17 @@ def compute_file_shapes(
         if not shape:  # a number by itself has no rows
             expected[entry.file_name] = ()
             continue
-        rows = entry.start + shape[0]
-        expected[entry.file_name] = (max(rows, expected.get(entry.file_name, (0,))[0]), *shape[1:])
+        num_rows = max(entry.start + shape[0], expected.get(entry.file_name, (0,))[0])
+        expected[entry.file_name] = (num_rows, *shape[1:])
     return expected
 
 
 def _find_type_fault(
     folder: Path, unreadable: Mapping[str, FileTensor], readable: Mapping[str, Collection[str]]
 ) -> str | None:
-    """Return a line for tensors of types that cannot be read. readable: the types of those that are
-    no weights.
+    """Return a line for tensors of types that cannot be read; None if there are none.
+
+    readable: of tensors that are no plain weights, the types that they may have.
     """
     if not unreadable:
         return None
@@ -312,8 +321,9 @@ def find_shape_fault(
     tensors: Mapping[str, FileTensor],
     by: str = "config.json",
 ) -> str | None:
-    """Return a line for tensors of another shape than expected; None: there are none. by: what
-    expects the shapes.
+    """Return a line for tensors of another shape than expected; None if there are none.
+
+    by: what the expected shapes are from, named in the line.
     """
     names = sorted(expected.keys() & tensors.keys())
     misshapen = [name for name in names if tensors[name].entry.shape != expected[name]]
@@ -327,39 +337,44 @@ def find_shape_fault(
     )
 
 
-def get_converted(made: Mapping[str, Made], name: str) -> Made:
-    """Return what of a conversion, tensors or shapes, is a parameter's: that of its name, or the
-    first.
+def get_converted(converted: Mapping[str, Converted], name: str) -> Converted:
+    """Return a parameter's part of a conversion's result, tensors or shapes.
+
+    It is the part of its name; of a conversion that makes one parameter only, that one.
     """
-    return made[name] if name in made else next(iter(made.values()))
+    return converted[name] if name in converted else next(iter(converted.values()))
 
 
 def _find_single(names: list[str]) -> str | None:
-    """Return the first name whose numbers are not those of a name of each kind: an expert that has
-    not all matrices.
+    """Return the first tensor of an expert that lacks one of its matrices; None if there is none.
+
+    Names are of one kind if they differ in their numbers alone, those of layer and expert.
     """
     numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
-    kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    numbers_by_kind: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for name in names:
-        kinds[re.sub(r"\d+", "*", name)].add(numbers[name])
-    common = set.intersection(*kinds.values()) if kinds else set()
-    return min((name for name in names if numbers[name] not in common), default=None)
+        numbers_by_kind[re.sub(r"\d+", "*", name)].add(numbers[name])
+    complete = set.intersection(*numbers_by_kind.values()) if numbers_by_kind else set()
+    return min((name for name in names if numbers[name] not in complete), default=None)
 
 
 def _find_conversion_fault(
     folder: Path,
     entries: list[WeightEntry],
+    *,
     shapes: dict[str, tuple[int, ...]],
     tensors: dict[str, FileTensor],
 ) -> str | None:
-    """Return what is wrong with tensors of which transformers makes others: their number, or their
-    shapes.
+    """Return a line for parameters that cannot be converted from their tensors, or to their shape.
+
+    A conversion makes a parameter of several tensors, as transformers does with those of experts.
     """
     misfits = []
     for entry in entries:
         if entry.made is not None:
-            shapes_made = entry.made.shapes(lambda name: tensors[name].entry.shape)
-            shape = get_converted(shapes_made, entry.our_name) if shapes_made else None
+            converted_shapes = entry.made.shapes(lambda name: tensors[name].entry.shape)
+            # None where the tensors do not go together.
+            shape = get_converted(converted_shapes, entry.our_name) if converted_shapes else None
             if shape != shapes[entry.our_name]:
                 misfits.append((entry, entry.made.names(), shape))
     if not misfits:
@@ -367,7 +382,8 @@ def _find_conversion_fault(
     entry, names, shape = misfits[0]
     result = "which do not go together" if shape is None else f"which make {list(shape)}"
     single = _find_single(names)
-    result += f", {single} having no counterpart" if single else ""
+    if single:
+        result += f", {single} having no counterpart"
     more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and"
@@ -376,100 +392,114 @@ def _find_conversion_fault(
     )
 
 
+# What a foreign tensor is and what to do about it, as the end of a line about it.
 _OTHER = "; check that config.json and the weights are of one model"
 _BEYOND = (
     " (a layer beyond num_hidden_layers); correct num_hidden_layers in config.json, or"
     f" {_LEAVE_OUT}"
 )
-# What tensors are by their names, and what to do; the first pattern that is found in one says it.
+# Pattern of a tensor's name -> such a text; the first pattern that is found in a name counts.
 _KINDS = {
-    _WRAPPER: " (names of a wrapper); save the module inside of it (torch.compile: model._orig_mod, "
-    "DistributedDataParallel: model.module, PEFT: model.merge_and_unload())",
-    r"\.(lora_\w+|modules_to_save|base_layer)\.": " (of an adapter); merge it into the model (PEFT: "
-    "model.merge_and_unload()), and save that",
-    r"[._](qweight|qzeros|scales|g_idx|(weight|input)_(scale|zero_point|packed|shape)\w*|absmax|quant_map|SCB)$":
-    " (of quantized weights); take the checkpoint that this one was made from",
-    r"^(v_head|value_head|score|classifier|reward_head)\.": " (a head that predicts no tokens); name its class in "
-    "architectures of config.json (...ForSequenceClassification has score.weight alone, for reward_distributed); "
-    f"{_LEAVE_OUT}",
-    r"\.bias$": " (a bias); set attention_bias or mlp_bias in config.json if the family has it; "
-    f"{_LEAVE_OUT}",
-}  # fmt: skip
+    _WRAPPER: (
+        " (names of a wrapper); save the module inside of it (torch.compile: model._orig_mod,"
+        " DistributedDataParallel: model.module, PEFT: model.merge_and_unload())"
+    ),
+    r"\.(lora_\w+|modules_to_save|base_layer)\.": (
+        " (of an adapter); merge it into the model (PEFT: model.merge_and_unload()), and save that"
+    ),
+    r"[._](qweight|qzeros|scales|g_idx|(weight|input)_(scale|zero_point|packed|shape)\w*"
+    r"|absmax|quant_map|SCB)$": (
+        " (of quantized weights); take the checkpoint that this one was made from"
+    ),
+    r"^(v_head|value_head|score|classifier|reward_head)\.": (
+        " (a head that predicts no tokens); name its class in architectures of config.json"
+        " (...ForSequenceClassification has score.weight alone, for reward_distributed);"
+        f" {_LEAVE_OUT}"
+    ),
+    r"\.bias$": (
+        " (a bias); set attention_bias or mlp_bias in config.json if the family has it;"
+        f" {_LEAVE_OUT}"
+    ),
+}
 
 
 def describe_foreign_tensors(
     spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]
 ) -> list[str]:
-    """Return a line for parameters that the files lack, and one for each kind of tensors that the
-    model has not.
+    """Return a line for missing parameters, and one for each kind of tensors that are not ours.
+
+    missing, foreign: names in the files.
     """
-    names_by_kind: dict[str, list[str]] = defaultdict(list)
+    names_by_remedy: dict[str, list[str]] = defaultdict(list)
     for name in sorted(foreign):
-        names_by_kind[_find_kind(spec, name)].append(name)
-    lost = sorted(set(missing) - {re.sub(_WRAPPER, r"\1", name) for name in foreign})
+        names_by_remedy[_describe_foreign(spec, name)].append(name)
+    # A parameter that is there under a wrapper's name is told once, as foreign.
+    unwrapped_names = {re.sub(_WRAPPER, r"\1", name) for name in foreign}
+    missing_names = sorted(set(missing) - unwrapped_names)
     lines = []
-    if lost:
-        remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
+    if missing_names:
+        remedy = _UNTIED if missing_names[0].endswith("lm_head.weight") else ""
         lines.append(
-            f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}"
+            f"{folder}: {name_first(missing_names, 'is', 'are')} missing; download the folder"
+            f" again{remedy}"
         )
-    for kind, names in names_by_kind.items():
+    for remedy, names in names_by_remedy.items():
         lines.append(
-            f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{kind}"
+            f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{remedy}"
         )
     return lines
 
 
-def _find_kind(spec: ModelSpec, name: str) -> str:
-    """Return what a tensor is that the model has not, and what to do."""
+def _describe_foreign(spec: ModelSpec, name: str) -> str:
     layer = _LAYER.search(name)
     if layer and int(layer[1]) >= spec.num_layers:
         return _BEYOND
-    return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, name)), _OTHER)
+    return next((text for pattern, text in _KINDS.items() if re.search(pattern, name)), _OTHER)
 
 
 def find_quantized_fault(
-    spec: ModelSpec, folder: Path, found: Mapping[str, FileTensor]
+    spec: ModelSpec, folder: Path, tensors: Mapping[str, FileTensor]
 ) -> str | None:
-    """One line for codes that config.json does not speak of, and for codes without their scales;
-    None: no such fault.
+    """Return a line for codes that config.json does not declare, and for codes without scales.
 
-    Of tensors that are no codes nothing is said here.
+    None if there is no such fault. Tensors that are no codes are not looked at.
     """
     if not isinstance(spec, DecoderSpec):
         return None
-    types = {name: tensor.entry.dtype for name, tensor in found.items()}
+    types = {name: tensor.entry.dtype for name, tensor in tensors.items()}
     blocks = sorted(name for name in types if name.endswith(_BLOCKS))
-    odd = [name for name in blocks if types[name] != _MXFP4]
-    if odd:
-        named = name_first(odd, "has", "have")
+    mistyped = [name for name in blocks if types[name] != _MXFP4]
+    if mistyped:
+        named = name_first(mistyped, "has", "have")
         return (
-            f"{folder}: {named} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8;"
-            f" {_ORIGINAL}"
+            f"{folder}: {named} the name of MXFP4 blocks and type {types[mistyped[0]]}, expected"
+            f" U8; {_ORIGINAL}"
         )
     if blocks and not spec.codes.mxfp4:
-        return _describe_undeclared(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
-    codes = sorted(name for name, kind in types.items() if kind == _FP8)
-    bare = [name for name in codes if f"{name}_scale_inv" not in types]
-    if len(bare) < len(codes) and spec.codes.fp8_block is None:
+        return _describe_undeclared(
+            folder, blocks, codes="MXFP4 blocks", expected="quant_method mxfp4"
+        )
+    fp8_names = sorted(name for name, dtype in types.items() if dtype == _FP8)
+    unscaled = [name for name in fp8_names if f"{name}_scale_inv" not in types]
+    if len(unscaled) < len(fp8_names) and spec.codes.fp8_block is None:
         return _describe_undeclared(
             folder,
-            codes,
-            "FP8 numbers with scales of blocks",
-            "quant_method fp8 and weight_block_size",
+            fp8_names,
+            codes="FP8 numbers with scales of blocks",
+            expected="quant_method fp8 and weight_block_size",
         )
-    if bare and spec.codes.fp8_block is not None:
-        named = name_first(bare, "has", "have")
+    if unscaled and spec.codes.fp8_block is not None:
+        named = name_first(unscaled, "has", "have")
         return (
-            f"{folder}: {named} FP8 numbers without scales, expected {bare[0]}_scale_inv;"
+            f"{folder}: {named} FP8 numbers without scales, expected {unscaled[0]}_scale_inv;"
             f" {_ORIGINAL}"
         )
     return None
 
 
-def _describe_undeclared(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
+def _describe_undeclared(folder: Path, names: Sequence[str], *, codes: str, expected: str) -> str:
     return (
-        f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say;"
+        f"{folder}: {name_first(names, 'has', 'have')} {codes}, which config.json does not say;"
         f" expected quantization_config with {expected}: take the config.json of the same"
         " checkpoint"
     )

@@ -1,5 +1,8 @@
-"""A tokenizer's files in an export: with the template, the special tokens and the stop tokens of
-the training.
+"""Write a tokenizer's files into an export.
+
+`copy_tokenizer` copies them with the chat template, the special tokens and the stop tokens that the
+model was trained with. A sentencepiece model gets a tokenizer.json (`make_tokenizer_json`), which
+transformers reads without the packages that parse the model.
 """
 
 import json
@@ -22,11 +25,9 @@ from recipe_lib.units import format_bytes
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENS_MAP = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-)
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENS_MAP = "special_tokens_map.json"
 # Only these are copied from a tokenizer's folder: no code, no weights, nothing unknown.
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
@@ -50,24 +51,25 @@ _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokeniz
 
 
 def list_tokenizer_files(source: Path | None) -> list[Path]:
-    """Return the files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the
-    settings next to it.
+    """Return the tokenizer's files to copy into an export.
 
-    Raises DataError for one that cannot be copied, as a link that leads nowhere: without it the
-    export is another one.
+    source: a folder, of which TOKENIZER_FILES and SETTINGS_FILES are taken, or a tokenizer file,
+    which comes first, with the settings next to it. Raises DataError for a file that cannot be
+    copied, as a link that leads nowhere: without it the export is another one.
     """
     if source is None:
         return []
     folder = source.parent if source.is_file() else source
     names = SETTINGS_FILES if source.is_file() else (*TOKENIZER_FILES, *SETTINGS_FILES)
-    found = [
+    # lexists, so that a link that leads nowhere is told and not passed over.
+    paths = [
         folder / name
         for name in names
         if os.path.lexists(folder / name) and folder / name != source
     ]
     if source.is_file():
-        found.insert(0, source)
-    for path in found:
+        paths.insert(0, source)
+    for path in paths:
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -75,7 +77,7 @@ def list_tokenizer_files(source: Path | None) -> list[Path]:
             raise DataError(f"{path}: {error.strerror}; {suggest_remedy(error)}") from error
         if size > JSON_LIMIT:
             raise DataError(f"{path}: is larger than {format_bytes(JSON_LIMIT)}; name another file")
-    return found
+    return paths
 
 
 def copy_tokenizer(
@@ -85,41 +87,39 @@ def copy_tokenizer(
     stop_ids: Collection[int],
     pad_id: int | None = None,
 ) -> None:
-    """The tokenizer's files, with template and stop tokens that the model was trained with, where
-    they differ.
+    """Copy a tokenizer's files, with the template and stop tokens that the model was trained with.
 
+    copied: see `list_tokenizer_files`.
     chat_template: its text or its file; None: the tokenizer keeps its own. A template stands in
-    tokenizer_config.json too, where older programs look for it, and with it BOS and EOS. A
-    sentencepiece model gets a tokenizer.json, without which transformers needs packages that few
-    have. pad_id: named for padding in a tokenizer_config.json, so that what a tokenizer pads with
-    is what the model's config.json takes for padding.
+        tokenizer_config.json too, where older programs look for it, and with it BOS and EOS.
+    stop_ids: for generation_config.json.
+    pad_id: named for padding in a tokenizer_config.json, so that what a tokenizer pads with is what
+        the model's config.json takes for padding.
     """
-    settings: dict[str, Any] = {}
+    generation: dict[str, Any] = {}
     for path in copied:
+        is_replaced = chat_template is not None and path.name in _TEMPLATES
         if path.name == GENERATION and stop_ids:
-            settings = read_json(path)
-        elif path.name != TOKENIZER_CONFIG and (
-            chat_template is None or path.name not in _TEMPLATES
-        ):
+            generation = read_json(path)
+        elif path.name != TOKENIZER_CONFIG and not is_replaced:
             files.copy_file(path, temporary / path.name)
     if stop_ids:
-        files.write_json(temporary / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
-    text = read_template(chat_template) if isinstance(chat_template, Path) else chat_template
-    if text is not None:
-        files.write_bytes(temporary / CHAT_TEMPLATE, text.encode())
+        files.write_json(temporary / GENERATION, generation | {"eos_token_id": sorted(stop_ids)})
+    template = read_template(chat_template) if isinstance(chat_template, Path) else chat_template
+    if template is not None:
+        files.write_bytes(temporary / CHAT_TEMPLATE, template.encode())
     vocabulary = next((path for path in copied if path.name not in SETTINGS_FILES), None)
-    before = next((path for path in copied if path.name == TOKENIZER_CONFIG), None)
     _write_settings(
         temporary,
-        before,
-        None if vocabulary is None else _load_if_readable(vocabulary),
-        text,
-        pad_id,
+        source=next((path for path in copied if path.name == TOKENIZER_CONFIG), None),
+        tokenizer=None if vocabulary is None else _load_if_readable(vocabulary),
+        template=template,
+        pad_id=pad_id,
     )
 
 
 def _load_if_readable(vocabulary: Path) -> Tokenizer | None:
-    """The tokenizer; None for one that we cannot read, which is copied as it is."""
+    """Return the tokenizer; None for one that we cannot read, which is copied as it is."""
     try:
         return load_tokenizer(
             vocabulary.parent if vocabulary.name in TOKENIZER_FILES else vocabulary
@@ -130,27 +130,29 @@ def _load_if_readable(vocabulary: Path) -> Tokenizer | None:
 
 def _write_settings(
     temporary: Path,
-    before: Path | None,
+    *,
+    source: Path | None,
     tokenizer: Tokenizer | None,
     template: str | None,
     pad_id: int | None,
 ) -> None:
-    """tokenizer_config.json, with what transformers needs and it lacks, and tokenizer.json where
-    there is none.
+    """Write tokenizer_config.json with what transformers needs, and a missing tokenizer.json.
+
+    source: the tokenizer's own tokenizer_config.json; None: it has none.
     """
     try:
-        read: dict[str, Any] | None = {} if before is None else read_object(before)
+        source_config: dict[str, Any] | None = {} if source is None else read_object(source)
     except (OSError, ValueError):
-        read = None
-    if read is None or (tokenizer is None and template is None):
-        if before is not None:
-            files.copy_file(before, temporary / TOKENIZER_CONFIG)
+        source_config = None
+    if source_config is None or (tokenizer is None and template is None):
+        if source is not None:
+            files.copy_file(source, temporary / TOKENIZER_CONFIG)
         return
-    config = dict(read)
+    config = dict(source_config)
     if tokenizer is not None and not (temporary / TOKENIZER_JSON).is_file():
-        made = make_tokenizer_json(tokenizer)
-        if made is not None:
-            files.write_bytes(temporary / TOKENIZER_JSON, made.encode())
+        text = make_tokenizer_json(tokenizer)
+        if text is not None:
+            files.write_bytes(temporary / TOKENIZER_JSON, text.encode())
             config["tokenizer_class"] = _ANY_CLASS
         elif isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
             get_logger().warning(
@@ -163,33 +165,25 @@ def _write_settings(
         config.setdefault("tokenizer_class", _ANY_CLASS)
     if template is not None:
         config["chat_template"] = template
-    if tokenizer is not None and config != read:
+    if tokenizer is not None and config != source_config:
         # BOS and EOS as they are written, where the tokenizer's own files do not name them.
-        named = find_object(temporary / TOKENS_MAP)
-        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        unnamed = {
-            role: number for role, number in ids.items() if number is not None and role not in named
-        }
-        config = {
-            **{
-                role: tokenizer.get_token_bytes(number).decode() for role, number in unnamed.items()
-            },
-            **config,
-        }
-    is_written = before is not None or config != read
+        named_roles = find_object(temporary / TOKENS_MAP)
+        role_texts: dict[str, Any] = {}
+        for role, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+            if token is not None and role not in named_roles:
+                role_texts[role] = tokenizer.get_token_bytes(token).decode()
+        config = role_texts | config
+    is_written = source is not None or config != source_config
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
         config["pad_token"] = tokenizer.get_token_bytes(pad_id).decode("utf-8", errors="replace")
-    if config != read:
+    if config != source_config:
         files.write_json(temporary / TOKENIZER_CONFIG, config)
-    elif before is not None:
-        files.copy_file(before, temporary / TOKENIZER_CONFIG)
+    elif source is not None:
+        files.copy_file(source, temporary / TOKENIZER_CONFIG)  # unchanged, to the byte
 
 
-# A sentencepiece model as a tokenizer.json, which transformers reads without the packages that
-# parse the model.
-
-
-_SPACE = "▁"
+_SPACE = "▁"  # sentencepiece's letter for a space
+# Texts on which the two tokenizers must agree.
 _SAMPLES = (
     "Hello there, how are you?",
     "  two  spaces,\ta tab\n\nand lines \n of 1234567890 digits ",
@@ -199,30 +193,29 @@ _SAMPLES = (
 
 
 def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
-    """The file's text; None for a tokenizer that is no sentencepiece model, or is one that this
-    cannot write.
+    """Return the text of a tokenizer.json for a sentencepiece model; None if it cannot be written.
 
-    It is compared with the tokenizer itself on some texts, alone and after special tokens: what
-    would differ is not given.
+    It is compared with the tokenizer itself on some texts, alone and after special tokens; if they
+    differ there is none.
     """
     vocabulary = tokenizer.vocabulary
     if not isinstance(vocabulary, SentencePieceVocabulary):
         return None
     model = vocabulary.model
     scores = {model.id_to_piece(i): model.get_score(i) for i in range(len(model))}
-    if len(scores) != len(model):
+    if len(scores) != len(model):  # two ids of one piece, which a tokenizer.json cannot have
         return None
     unigrams = tokenizers.models.Unigram(
         list(scores.items()), model.unk_id(), byte_fallback=_has_bytes(model)
     )
+    # The file does not say which of the two it is: that which encodes as the model does.
     for kind in (_build_byte_pairs(model, scores), unigrams):
         built = tokenizers.Tokenizer(kind)
         _set_space_rules(built, vocabulary)
         added = sorted(tokenizer.added_tokens, key=lambda token: token.id)
         built.add_tokens([_convert_added_token(token) for token in added])
-        if all(built.token_to_id(token.content) == token.id for token in added) and _encodes_same(
-            built, tokenizer
-        ):
+        has_same_ids = all(built.token_to_id(token.content) == token.id for token in added)
+        if has_same_ids and _encodes_same(built, tokenizer):
             if tokenizer.add_bos_by_default and tokenizer.bos_id is not None:
                 bos = tokenizer.get_token_bytes(tokenizer.bos_id).decode()
                 built.post_processor = tokenizers.processors.TemplateProcessing(
@@ -235,7 +228,10 @@ def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
 
 
 def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -> Any:
-    """The merges are what two pieces make another one, the best scored first."""
+    """Return the BPE model of a sentencepiece model.
+
+    Every two pieces that make another one are a merge, the best scored first.
+    """
     ids = {piece: at for at, piece in enumerate(scores)}
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
@@ -256,9 +252,7 @@ def _has_bytes(model: SentencePieceProcessor) -> bool:
 
 
 def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
-    """Where a space is put before a text: nowhere, at its start alone, or after special tokens
-    too.
-    """
+    """Set where a space is put: nowhere, at the start of a text, or after special tokens too."""
     spaces = [tokenizers.normalizers.Replace(" ", _SPACE)]
     if vocabulary.collapses_spaces:
         spaces.insert(0, tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
@@ -276,7 +270,8 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
     else:
         built.normalizer = tokenizers.normalizers.Sequence(spaces)
     replaced = tokenizers.decoders.Replace(_SPACE, " ")
-    fallback, fused = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
+    fallback = tokenizers.decoders.ByteFallback()
+    fused = tokenizers.decoders.Fuse()
     built.decoder = tokenizers.decoders.Sequence([replaced, fallback, fused, *stripped])
 
 
@@ -286,38 +281,33 @@ def _convert_added_token(token: AddedToken) -> Any:
         special=token.special,
         lstrip=token.lstrip,
         rstrip=token.rstrip,
-        normalized=False,
+        normalized=False,  # matched in the text as it is, before spaces are put
     )
 
 
 def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
-    """Whether both give the same ids for the samples, and for the vocabulary's own words.
-
-    A text alone is taken without spaces around it: models that drop them do so at the ends of a
-    whole text only.
-    """
-    marks = [
-        tokenizer.get_token_bytes(i).decode()
-        for i in (tokenizer.bos_id, tokenizer.eos_id)
-        if i is not None
+    """Return True if both give the same ids for the samples, and for the vocabulary's own words."""
+    specials = [
+        tokenizer.get_token_bytes(token).decode()
+        for token in (tokenizer.bos_id, tokenizer.eos_id)
+        if token is not None
     ]
-    return all(
-        built.encode(text, add_special_tokens=False).ids
-        == tokenizer.encode(text, allow_special=True)
-        for sample in (*_SAMPLES, *_list_words(tokenizer))
-        for text in (sample.strip(), *(f"{mark}{sample}{mark}{sample}" for mark in marks))
-    )
+    for sample in (*_SAMPLES, *_list_words(tokenizer)):
+        # Alone without spaces around it: models that drop them do so at the ends of a whole text.
+        texts = [sample.strip()]
+        texts += [f"{special}{sample}{special}{sample}" for special in specials]
+        for text in texts:
+            ids = built.encode(text, add_special_tokens=False).ids
+            if ids != tokenizer.encode(text, allow_special=True):
+                return False
+    return True
 
 
 def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
-    """All pieces as text, some thousand at a time."""
-    texts = [
-        tokenizer.get_token_bytes(i).decode(errors="ignore") for i in range(tokenizer.vocab_size)
-    ]
-    words = [
-        text
-        for i, text in enumerate(texts)
-        if text and not tokenizer.is_special(i) and "⁇" not in text
-    ]
+    """Yield all ordinary pieces as text, some thousand at a time."""
+    ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
+    texts = [tokenizer.get_token_bytes(token).decode(errors="ignore") for token in ids]
+    # The unknown token's text, ⁇, is encoded as other pieces.
+    words = [text for text in texts if text and "⁇" not in text]
     for start in range(0, len(words), 4096):
         yield "".join(words[start : start + 4096])

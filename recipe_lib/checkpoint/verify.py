@@ -1,8 +1,11 @@
-"""An export loaded again and compared with what was trained: names, counts, and logits of a fixed
-prompt.
+"""Load an export again and compare it with what was trained.
+
+Compared are names, counts, and the logits of a fixed prompt: first as this library reads the export
+(`load_model_with_adapter`, `compare_logits`), then as the libraries do that it is for,
+transformers and PEFT (`check_with_transformers`, `check_with_peft`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,7 +42,8 @@ from recipe_lib.models.spec import ExternalSpec, ModelSpec
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
-_ROWS, _LENGTH = 2, 32
+_ROWS = 2  # of the fixed prompt
+_LENGTH = 32
 # What rounding may change, as a share of the largest logit: sums in another order, or weights
 # rounded once more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -47,22 +51,23 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest difference of two models' logits; largest logit; how much the adapters change (None:
-    none).
-    """
+    """The difference of an exported model's logits from those of the trained one."""
 
+    # Largest difference.
     difference: float
+    # Largest logit.
     largest: float
+    # How much the adapters change the base's logits at most; None: there are none.
     change: float | None
 
     def is_within_rounding(self, dtype: torch.dtype) -> bool:
-        """Whether the difference is what rounding explains, and no more (NaN never does)."""
+        """Return True if rounding explains the difference. NaN never is."""
         return self.difference <= _TOLERANCE[dtype] * max(self.largest, 1e-3)
 
     def __str__(self) -> str:
-        change = (
-            "" if self.change is None else f"; the adapter changes them by up to {self.change:.2g}"
-        )
+        change = ""
+        if self.change is not None:
+            change = f"; the adapter changes them by up to {self.change:.2g}"
         return (
             f"logits differ by {self.difference:.2g} at most (the largest is"
             f" {self.largest:.3g}{change})"
@@ -70,19 +75,23 @@ class Comparison:
 
 
 def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
-    """The section `lora` that makes a model for an adapter: its largest rank, and its usual
-    scaling.
+    """Return the section `lora` that makes a model for an adapter.
+
+    It has the adapter's largest rank, and its usual scaling.
     """
-    modules = adapter.modules(spec)
+    modules = adapter.list_modules(spec)
     rank = max(adapter.config.get_rank(module) for module in modules)
+    if isinstance(spec, ExternalSpec):
+        target_modules = [module.name for module in modules]
+    else:
+        target_modules = targets_of(modules)
     return LoraConfig(
         rank=rank,
+        # What the scaling is divided by is the same for all alphas.
         alpha=find_usual_scaling(adapter, spec) / compute_scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
-        target_modules=(
-            [one.name for one in modules] if isinstance(spec, ExternalSpec) else targets_of(modules)
-        ),
+        target_modules=target_modules,
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
 
@@ -94,7 +103,7 @@ def load_model(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> Decoder:
-    """Return a model folder's model. lora: with new adapters."""
+    """Return a model folder's model, ready to evaluate. lora: gives it new adapters."""
     model = build_meta(spec, dtype)
     if lora is not None:
         add_adapters(model, lora, dtype)
@@ -114,61 +123,59 @@ def load_model_with_adapter(
     device: torch.device,
     storage: str | None = None,
 ) -> tuple[Decoder, int]:
-    """The base with an adapter from its folder, in full precision; and how many modules it was put
-    on.
+    """Return the base with an adapter from its folder, and the number of modules it was put on.
+
+    The adapter is in full precision. It may be one of some layers only: it is looked at, merged and
+    generated with, not trained on.
 
     storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as the adapter's file
-    says. An adapter may be one of some layers only: it is looked at, merged and generated with, not
-    trained on.
+    says.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
     cfg = make_adapter_settings(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
-    cfg.dtype = "fp32" if dtype != torch.float64 else None
+    cfg.dtype = "fp32" if dtype != torch.float64 else None  # None: the model's own
     model = load_model(spec, base, dtype, device, cfg)
     return model, load_adapter(model, spec, folder, some=True)
 
 
 def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
-    """Return the fixed prompt of random tokens `[2, 32]`, shorter for a model of fewer
-    positions.
-    """
+    """Return the fixed prompt of random tokens `[2, 32]`, shorter where positions are fewer."""
     shape = (_ROWS, min(_LENGTH, max_positions))
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def compute_prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
-    """Logits `[2, 32, v]` of a prompt that is the same for all models of one vocabulary, on the
-    host.
+    """Return logits `[2, 32, v]` of the fixed prompt, on the host.
+
+    The prompt is the same for all models of one vocabulary.
     """
-    tokens = make_prompt(model.spec.vocab_size, model.spec.max_positions).to(
-        next(model.parameters()).device
-    )
-    with (
-        phase("computing logits of a fixed prompt"),
-        nullcontext() if with_adapters else adapters_off(model),
-    ):
+    tokens = make_prompt(model.spec.vocab_size, model.spec.max_positions)
+    tokens = tokens.to(next(model.parameters()).device)
+    adapters = nullcontext() if with_adapters else adapters_off(model)
+    with phase("computing logits of a fixed prompt"), adapters:
         return model(tokens).cpu()
 
 
 def compare_logits(
-    trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor | None = None
+    trained: torch.Tensor, exported: torch.Tensor, base: torch.Tensor | None = None
 ) -> Comparison:
-    """trained, exported, before: logits of the trained and of the reloaded model, and of the base
-    alone.
+    """Return how logits of a reloaded model differ from those of the trained one.
+
+    base: of the base alone, if the model has adapters.
     """
-    wide = trained.double()
-    difference = float((wide - exported.double()).abs().max())
-    change = None if before is None else float((wide - before.double()).abs().max())
-    return Comparison(difference, float(wide.abs().max()), change)
+    trained = trained.double()
+    change = None if base is None else float((trained - base.double()).abs().max())
+    return Comparison(
+        difference=float((trained - exported.double()).abs().max()),
+        largest=float(trained.abs().max()),
+        change=change,
+    )
 
 
-# An export opened by the libraries that it is for, transformers and PEFT, and compared with what
-# was trained.
-
-
+# What other libraries raise for a model that they cannot open.
 _FAULTS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError)
 
 
@@ -187,17 +194,17 @@ def check_with_peft(
     not open it, or computes something else.
     """
     adapter = read_adapter(folder)
-    dtype = (
-        torch.float32 if dtype == torch.float64 else dtype
-    )  # transformers has norms and rotations in fp32
-    why_not = _why_not_opened(base, spec, dtype, device, "transformers", "peft")
+    # transformers has norms and rotations in fp32.
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    why_not = _why_not_opened(
+        base, spec, dtype=dtype, device=device, packages=("transformers", "peft")
+    )
     if why_not is None and adapter.extras:
         why_not = "PEFT does not know the parameters that the recipe added"
     if why_not is not None:
         return f"note: not opened with PEFT: {why_not}"
-    if (
-        adapter.metadata.get(BASE_STORAGE, "none") != "none"
-    ):  # PEFT has the base's own numbers, not their rounding
+    if adapter.metadata.get(BASE_STORAGE, "none") != "none":
+        # PEFT gets the base's own numbers, not those that they were rounded to in training.
         model = load_model_with_adapter(folder, spec, base, dtype, device, storage="none")[0]
         trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
         del model
@@ -205,10 +212,11 @@ def check_with_peft(
         try:
             with phase("opening the base with transformers"):
                 model = open_model(base, dtype, device)
-            vocabulary = trained[0].shape[-1]
-            is_resized = vocabulary != model.config.get_text_config().vocab_size
+            vocab_size = trained[0].shape[-1]
+            is_resized = vocab_size != model.config.get_text_config().vocab_size
+            # Not computed where the prompt may have tokens that the base lacks.
             base_logits = (
-                trained[1] if is_resized else compute_logits(model, vocabulary, spec.max_positions)
+                trained[1] if is_resized else compute_logits(model, vocab_size, spec.max_positions)
             )
         except (ImportError, *_FAULTS) as error:
             return (
@@ -216,7 +224,7 @@ def check_with_peft(
                 f" ({first_line(error)})"
             )
         if is_resized:  # its new rows have no numbers before PEFT brings them
-            model.resize_token_embeddings(vocabulary, mean_resizing=False)
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
         alone = _compare_steady(trained[1], base_logits, None, dtype)
         if not alone.is_within_rounding(dtype):
             return f"note: not opened with PEFT: transformers computes the base otherwise: {alone}"
@@ -224,17 +232,17 @@ def check_with_peft(
         opened = _open_adapter(model, adapter, device)
         if isinstance(opened, str):
             return f"note: not opened with PEFT: {opened}"
-        logits = compute_logits(opened, vocabulary, spec.max_positions)
-    before = trained[1] if trained[1].shape == trained[0].shape else None
-    comparison = compare_logits(trained[0], logits, before)
-    steady = _compare_steady(trained[0], logits, before, dtype)
-    # However little the adapter changes: closer than half of that, or as close as the libraries are
-    # without it.
-    missed = steady.change is not None and steady.difference > max(
-        steady.change / 2, 2 * alone.difference
-    )
+        logits = compute_logits(opened, vocab_size, spec.max_positions)
+    trained_base = trained[1] if trained[1].shape == trained[0].shape else None
+    comparison = compare_logits(trained[0], logits, trained_base)
+    steady = _compare_steady(trained[0], logits, trained_base, dtype)
+    is_missed = False
+    if steady.change is not None:
+        # An adapter that changes little must not pass by rounding alone: logits must be closer than
+        # half of its change, or as close as the libraries are without it.
+        is_missed = steady.difference > max(steady.change / 2, 2 * alone.difference)
     reader = f"PEFT {version('peft')} on transformers {version('transformers')}"
-    if missed or not steady.is_within_rounding(dtype):
+    if is_missed or not steady.is_within_rounding(dtype):
         raise CheckpointError(
             f"{folder}: {reader} computes another model than was trained: {comparison}; use the"
             f" merged model (tune export {folder} --merge), or write the adapter again (--adapter"
@@ -249,16 +257,17 @@ def check_with_transformers(
     dtype: torch.dtype,
     device: torch.device,
     trained: Tensor,
-    before: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> str:
-    """Return the line about a model's folder opened by transformers. Raises CheckpointError for
-    another model.
+    """Return the line about a model's folder opened by transformers.
 
-    dtype: of what is compared. trained, before: logits of the fixed prompt; of an adapter's base
-    alone.
+    Raises CheckpointError if that computes another model.
+
+    dtype: of what is compared. trained, base: logits of the fixed prompt; `base` are those of a
+    merged adapter's base alone.
     """
     dtype = torch.float32 if dtype == torch.float64 else dtype
-    why_not = _why_not_opened(folder, spec, dtype, device, "transformers")
+    why_not = _why_not_opened(folder, spec, dtype=dtype, device=device, packages=("transformers",))
     if why_not is not None:
         return f"note: not opened with transformers: {why_not}"
     with silence_transformers():
@@ -268,9 +277,9 @@ def check_with_transformers(
             logits = compute_logits(model, trained.shape[-1], spec.max_positions)
         except (ImportError, *_FAULTS) as error:
             return f"note: not opened with transformers: it says {first_line(error)}"
-    comparison = compare_logits(trained, logits, before)
+    comparison = compare_logits(trained, logits, base)
     reader = f"transformers {version('transformers')}"
-    if not _compare_steady(trained, logits, before, dtype).is_within_rounding(dtype):
+    if not _compare_steady(trained, logits, base, dtype).is_within_rounding(dtype):
         raise CheckpointError(
             f"{folder}: {reader} computes another model than was trained: {comparison}; do not use"
             " it there, and report this"
@@ -281,12 +290,13 @@ def check_with_transformers(
 def open_model(
     folder: Path, dtype: torch.dtype | str, device: torch.device | None = None, **more: Any
 ) -> Any:
-    """Return transformers' model of a folder. Nothing of the folder's own code is run, no pickled
-    weights are read.
+    """Return transformers' model of a folder.
+
+    Nothing of the folder's own code is run, no pickled weights are read.
     """
     import transformers
 
-    # Without a word transformers asks on the terminal whether to run a folder's code.
+    # Where trust_remote_code is not given, transformers asks on the terminal whether to run code.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, **more
     )
@@ -313,9 +323,14 @@ def silence_transformers() -> Iterator[None]:
 
 
 def _why_not_opened(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *packages: str
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    packages: Sequence[str],
 ) -> str | None:
-    """Return why the other libraries cannot say anything about a model; None: they can."""
+    """Return why the other libraries cannot say anything about a model; None if they can."""
     missing = next((package for package in packages if not has_package(package)), None)
     if missing is not None:
         return f"found no package {missing}; {install_line(missing)}"
@@ -329,17 +344,19 @@ def _why_not_opened(
     headers = read_headers(folder)
     if any(tensor.extra for tensor in headers.values()):
         return "transformers does not know the parameters that the recipe added"
-    needed = (
-        sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values()) * dtype.itemsize
-    )
-    room, what = free_host_memory()
-    if device.type == "cpu" and needed > room:
-        return f"it takes {format_bytes(needed)} of host memory, {format_bytes(room)} {what}"
+    num_elements = sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values())
+    num_bytes = num_elements * dtype.itemsize
+    free_bytes, description = free_host_memory()
+    if device.type == "cpu" and num_bytes > free_bytes:
+        return (
+            f"it takes {format_bytes(num_bytes)} of host memory,"
+            f" {format_bytes(free_bytes)} {description}"
+        )
     return None
 
 
 def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any:
-    """Return PEFT's model on a base; a text, why PEFT itself cannot be used."""
+    """Return PEFT's model on a base, or a text, why PEFT itself cannot be used."""
     try:
         from peft import PeftModel
 
@@ -357,42 +374,42 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
 
 
 def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
-    """Raise CheckpointError for a pattern that does not come to an end with a name of the
-    model's.
+    """Raise CheckpointError for a pattern that does not come to an end with a name of the model's.
+
+    PEFT matches them without a limit of time.
     """
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
-    whole = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
+    selections = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
+    patterns = tuple(pattern for pattern in selections if isinstance(pattern, str))
     try:
-        first_matches(
-            tuple(pattern for pattern in whole if isinstance(pattern, str)), names, whole=True
-        )
+        first_matches(patterns, names, whole=True)
         first_matches((*config.rank_pattern, *config.alpha_pattern), names)
     except PatternError as fault:
         raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
 
 
 @torch.no_grad()
-def compute_logits(model: nn.Module, vocabulary: int, max_positions: int) -> Tensor:
+def compute_logits(model: nn.Module, vocab_size: int, max_positions: int) -> Tensor:
     """Return logits of the fixed prompt by transformers' model, on the host."""
-    tokens = make_prompt(vocabulary, max_positions)
+    tokens = make_prompt(vocab_size, max_positions).to(next(model.parameters()).device)
     with phase("computing logits of a fixed prompt"):
-        logits: Tensor = model(
-            input_ids=tokens.to(next(model.parameters()).device), use_cache=False
-        ).logits
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits.cpu()
 
 
 def _compare_steady(
-    trained: Tensor, logits: Tensor, before: Tensor | None, dtype: torch.dtype
+    trained: Tensor, logits: Tensor, base: Tensor | None, dtype: torch.dtype
 ) -> Comparison:
-    """Return the comparison that decides: in 16 bits of the half of the tokens that differ less.
+    """Return the comparison that decides whether two models are the same.
 
-    Two right programs round differently, and a token at a tie of a router then goes to other
-    experts.
+    In 16 bits it is one of the half of the tokens that differ less.
     """
     if dtype.itemsize >= torch.float32.itemsize:
-        return compare_logits(trained, logits, before)
+        return compare_logits(trained, logits, base)
+    # Two right programs round differently, and a token at a tie of a router then goes to other
+    # experts.
     differences = (trained.double() - logits.double()).abs().amax(dim=-1).flatten()
     steady = differences.argsort()[: max(1, len(differences) // 2)]
-    kept = [None if one is None else one.flatten(0, 1)[steady] for one in (trained, logits, before)]
-    return compare_logits(kept[0], kept[1], kept[2])
+    if base is not None:
+        base = base.flatten(0, 1)[steady]
+    return compare_logits(trained.flatten(0, 1)[steady], logits.flatten(0, 1)[steady], base)

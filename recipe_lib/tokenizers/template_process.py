@@ -1,4 +1,4 @@
-"""Renders chat templates in a sandbox, and matches patterns; as a program, in a separate process.
+"""Render chat templates in a sandbox, and match patterns; as a program, in a separate process.
 
 Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special
 tokens by name, `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}`
@@ -14,7 +14,7 @@ import contextlib
 import datetime
 import html.entities  # noqa: F401
 import json
-import pprint  # noqa: F401  (Jinja imports it, html, textwrap, jinja2.constants, jinja2.debug late: no file opens then)
+import pprint  # noqa: F401
 import re
 import signal
 import sys
@@ -27,6 +27,9 @@ try:
 except ImportError:  # a system without limits still has the sandbox and the time limit
     resource = None  # type: ignore[assignment]
 
+# html.entities, pprint and textwrap are for Jinja, which imports them when it first uses them: no
+# file can be opened by then (see `_warm_up` for the rest).
+
 # The clock is frozen, or the same samples would be other tokens tomorrow and a run could not be
 # resumed. It shows the date that Llama 3's templates fall back to where there is no clock.
 DATE = datetime.datetime(2024, 7, 26)
@@ -38,11 +41,10 @@ MEMORY = 1 << 30  # bytes that the process may have
 class RenderRequest(NamedTuple):
     """Asks for one rendering of a conversation."""
 
-    num_messages: int  # of its first messages
+    num_messages: int  # how many of its first messages
     add_generation_prompt: bool = False  # a prompt for the next answer follows
-    replacements: Sequence[
-        tuple[int, str]
-    ] = ()  # (number of a message, what stands in place of its content)
+    # (number of a message, what stands in place of its content)
+    replacements: Sequence[tuple[int, str]] = ()
 
 
 # `marks`: two letters to write around what `{% generation %}` holds; `variables`: more that the
@@ -50,24 +52,27 @@ class RenderRequest(NamedTuple):
 Options = Mapping[str, Any]
 
 
-class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataError by who asks)
-    """A template that is not valid Jinja or has failed; str(): one line, without the template's
-    place.
+# No error by name: an outcome, which whoever asks turns into a DataError.
+class TemplateFault(Exception):  # noqa: N818
+    """A template that is not valid Jinja or has failed.
+
+    Its text is one line, without the file that the template came from.
     """
 
 
 def _make_sandbox() -> Any:
-    """Return an environment of Jinja's, which is imported here: tokenizers are, where no template
-    is rendered.
-    """
+    """Return a Jinja environment in which a template can do no harm."""
+    # Here, since this module is imported with tokenizers, also where no template is rendered.
     import jinja2.ext
     import jinja2.nodes
     import jinja2.parser
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}` renders as what is between, in its own scope
-        as transformers has it; the environment's `marks` stand around it, a letter each or nothing.
+        """`{% generation %} ... {% endgeneration %}`, which renders as what is between.
+
+        That has a scope of its own, as in transformers. The environment's `marks` stand around it,
+        a letter each or nothing.
         """
 
         tags = {"generation"}
@@ -79,16 +84,15 @@ def _make_sandbox() -> Any:
         def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
-                line
-            )
+            block = jinja2.nodes.CallBlock(self.call_method("_put_marks"), [], [], body)
+            return block.set_lineno(line)
 
-        def _marked(self, caller: Callable[[], str]) -> str:
+        def _put_marks(self, caller: Callable[[], str]) -> str:
             begin, end = self.environment.marks  # type: ignore[attr-defined]
             return f"{begin}{caller()}{end}"
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Also refuses the products that would fill the memory in one expression."""
+        """Jinja's sandbox, which also refuses products that would fill the memory at once."""
 
         intercepted_binops = frozenset({"*", "**"})
         largest = SPARE_CHARACTERS
@@ -96,13 +100,12 @@ def _make_sandbox() -> Any:
         def call_binop(
             self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
         ) -> Any:
-            if operator == "**" or not all(
-                isinstance(side, (int, float)) for side in (left, right)
-            ):
-                size = [
-                    len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)
-                ]
-                if operator == "**" or size[0] * size[1] > self.largest:
+            sides = (left, right)
+            are_numbers = all(isinstance(side, (int, float)) for side in sides)
+            # Any power, as 9**9**9 never ends; and a text or list that is repeated too often.
+            if operator == "**" or not are_numbers:
+                sizes = [len(side) if hasattr(side, "__len__") else abs(side) for side in sides]
+                if operator == "**" or sizes[0] * sizes[1] > self.largest:
                     raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
             return super().call_binop(context, operator, left, right)
 
@@ -120,20 +123,23 @@ def _raise_exception(message: str) -> NoReturn:
 def _dump_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    """JSON as text for a model: nothing is escaped for HTML."""
+    """Return JSON as text for a model: nothing is escaped for HTML, as Jinja's own filter does."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 class Renderer:
-    """A compiled template. tokens: the special tokens by their names, `bos_token` etc."""
+    """A compiled template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], remedy: str = "") -> None:
-        """remedy: what else than to correct it helps. Raises TemplateFault for a source that is not
-        Jinja.
+        """Compile a template. Raises TemplateFault for a source that is not Jinja.
+
+        tokens: the special tokens by their names, `bos_token` etc. remedy: what helps, besides to
+        correct the template.
         """
-        self._tokens, self._length = dict(tokens), len(source)
         from jinja2 import TemplateSyntaxError
 
+        self._tokens = dict(tokens)
+        self._length = len(source)
         environment = _make_sandbox()
         environment.filters["tojson"] = _dump_json
         environment.globals["raise_exception"] = _raise_exception
@@ -142,10 +148,10 @@ class Renderer:
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
-            said = " ".join((error.message or "").split())
+            message = " ".join((error.message or "").split())
             raise TemplateFault(
-                f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it,"
-                f" or {remedy}"
+                f"line {error.lineno}: the chat template is not valid Jinja ({message});"
+                f" correct it, or {remedy}"
             ) from None
         except RecursionError:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
@@ -159,34 +165,42 @@ class Renderer:
     ) -> str:
         """Return the first messages of a conversation as text, the contents of some replaced.
 
-        Raises TemplateFault with what the template itself objects to."""
-        num_messages, prompt, replacements = request
-        taken = list(messages[:num_messages])
+        Raises TemplateFault with what the template itself objects to.
+        """
+        # Unpacked, since a request that has come as JSON is a list.
+        num_messages, add_generation_prompt, replacements = request
+        shown = list(messages[:num_messages])
         for number, content in replacements:
             if number < num_messages:
-                taken[number] = {**taken[number], "content": content}
+                shown[number] = {**shown[number], "content": content}
         options = options or {}
         self._environment.marks = options.get("marks") or ("", "")  # type: ignore[attr-defined]
-        room = (
-            SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([taken, tools], default=str))
-        )
-        parts, length = [], 0
+        input_length = self._length + len(json.dumps([shown, tools], default=str))
+        max_length = SPARE_CHARACTERS + 16 * input_length
+        variables: dict[str, Any] = {**self._tokens, "documents": None}
+        variables |= options.get("variables") or {}
+        # Last: no sample replaces the conversation itself.
+        variables["messages"] = shown
+        variables["add_generation_prompt"] = add_generation_prompt
+        variables["tools"] = tools
+        parts = []
+        length = 0
         try:
-            given = {"messages": taken, "add_generation_prompt": prompt, "tools": tools}
-            given = {**self._tokens, "documents": None, **(options.get("variables") or {}), **given}
-            for part in self._template.generate(**given):
+            # In parts, so that a template that writes without end is stopped before memory is full.
+            for part in self._template.generate(**variables):
                 parts.append(part)
                 length += len(part)
-                if length > room:
-                    _raise_exception(f"it renders more than {room} characters")
+                if length > max_length:
+                    _raise_exception(f"it renders more than {max_length} characters")
         except RecursionError:
             raise TemplateFault("the chat template failed (it calls itself without end)") from None
         except MemoryError:
             raise TemplateFault("the chat template failed (it needs too much memory)") from None
         except Exception as error:  # noqa: BLE001  (a template is a program: it can raise anything)
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise TemplateFault(f"the chat template failed ({said})") from None
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise TemplateFault(f"the chat template failed ({message})") from None
         text = "".join(parts)
+        # A lone surrogate, which no tokenizer takes.
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
             raise TemplateFault("the chat template failed (it writes half of a character)")
         return text
@@ -197,8 +211,9 @@ def match_patterns(
 ) -> list[int | None] | str:
     """Return for each name the number of the first pattern that matches it, None without one.
 
-    whole: a pattern takes all of a name, not its end after a dot. Returns a text, the end of a
-    sentence about it, for a pattern that is no regular expression.
+    For a pattern that is no regular expression, return a text: the end of a sentence about it.
+
+    whole: a pattern takes all of a name, not its end after a dot.
     """
     compiled = []
     for pattern in patterns:
@@ -218,7 +233,7 @@ def match_patterns(
 
 
 def _warm_up() -> None:
-    """Imports what is imported only when it is used: afterwards no file can be opened."""
+    """Import what Jinja imports only when it is used: afterwards no file can be opened."""
     import jinja2.constants
     import jinja2.debug  # noqa: F401
 
@@ -230,58 +245,68 @@ def _warm_up() -> None:
 
 
 def _limit_process() -> None:
-    """No new file, no growing file, no core, bounded memory; for good."""
+    """Forbid the process new files, growing files, cores and children, and bound its memory.
+
+    It cannot undo that.
+    """
     if resource is None:
         return
     limits = {
         "RLIMIT_AS": MEMORY,
         "RLIMIT_FSIZE": 0,
-        "RLIMIT_NOFILE": 3,
+        "RLIMIT_NOFILE": 3,  # the three standard streams, which are open
         "RLIMIT_CORE": 0,
         "RLIMIT_NPROC": 0,
     }
     for name, limit in limits.items():
         if hasattr(resource, name):
-            with contextlib.suppress(
-                ValueError, OSError
-            ):  # a system may know a limit without allowing it
+            # A system may know a limit without allowing it.
+            with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(getattr(resource, name), (limit, limit))
 
 
-def _answer_request(request: Any, known: dict[str, Renderer]) -> Any:
-    """Matches (`patterns`, `names`, `whole`); compiles (`source`, `tokens`, `remedy`) or renders
-    (`messages`, `wanted`, `tools`, `options`) with the template `name`.
+def _answer_request(request: Any, renderers: dict[str, Renderer]) -> Any:
+    """Match patterns, compile the template `name`, or render with it; return the answer.
+
+    request: one of three kinds, which its keys tell: `patterns`, `names`, `whole`; or `name`,
+    `source`, `tokens`, `remedy`; or `name`, `messages`, `wanted`, `tools`, `options`. renderers:
+    the templates that are compiled, by name.
     """
     if "patterns" in request:
         return match_patterns(request["patterns"], request["names"], request["whole"])
+    name = request["name"]
     if "source" in request:
         try:
-            known[request["name"]] = Renderer(
-                request["source"], request["tokens"], request["remedy"]
-            )
+            renderers[name] = Renderer(request["source"], request["tokens"], request["remedy"])
         except TemplateFault as fault:
             return str(fault)
         except MemoryError:
             return "the chat template failed (it needs too much memory)"
         return None
-    found = []
-    template, given = known[request["name"]], [request["tools"], request["options"]]
-    for wanted in request["wanted"]:
+    answers: list[list[str | None]] = []
+    for render_request in request["wanted"]:
         try:
-            found.append([template.render(request["messages"], wanted, *given), None])
+            text = renderers[name].render(
+                request["messages"],
+                render_request,
+                tools=request["tools"],
+                options=request["options"],
+            )
+            answers.append([text, None])
         except TemplateFault as fault:
-            found.append([None, str(fault)])
-    return found
+            answers.append([None, str(fault)])
+    return answers
 
 
 def _serve() -> None:
-    known: dict[str, Renderer] = {}
+    renderers: dict[str, Renderer] = {}
     _warm_up()
     _limit_process()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # then the kernel ends the process
-        sys.stdout.buffer.write(json.dumps(_answer_request(request, known)).encode("ascii") + b"\n")
+        answer = json.dumps(_answer_request(request, renderers))
+        sys.stdout.buffer.write(answer.encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
         signal.setitimer(signal.ITIMER_REAL, 0)
 

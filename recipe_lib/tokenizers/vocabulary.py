@@ -2,7 +2,8 @@
 
 A vocabulary turns ordinary text into ids and an id into bytes. It knows nothing of chat, BOS or
 control tokens: no text can produce one here. What all kinds share (special tokens, BOS, decoding)
-is in `tokenizer.py`.
+is in `tokenizer.py`. What a tokenizer.json makes of a text is bounded here (`read_growth`,
+`check_length`), before the tokenizers library takes the memory for it.
 """
 
 import base64
@@ -30,8 +31,9 @@ from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
 
 class TextPosition(Enum):
-    """Where a piece of ordinary text stands; some vocabularies put a space before the first word of
-    a text.
+    """The position of a piece of ordinary text.
+
+    Some vocabularies put a space before the first word of a text.
     """
 
     START = "start of the text"
@@ -47,12 +49,12 @@ class Vocabulary(ABC):
     matches_added = False  # encode() finds added tokens that are not special by itself
     eats_first_space = False  # encode() begins a text with a space that is not in it
     eats_space_after_special = False  # and also after a special token
-    bos_id: int | None = None  # what the file itself says
-    eos_id: int | None = None
-    _bytes: list[bytes]  # what each id stands for
+    bos_id: int | None = None  # as the file itself says
+    eos_id: int | None = None  # as the file itself says
+    _bytes: list[bytes]  # bytes that each id stands for
 
     @abstractmethod
-    def encode(self, text: str, place: TextPosition) -> list[int]:
+    def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
 
     @abstractmethod
@@ -64,8 +66,9 @@ class Vocabulary(ABC):
         return self._bytes[token]
 
     def puts_bos_first(self, bos_id: int) -> bool:
-        """Return whether this kind of tokenizer puts BOS before a text by default, as models are
-        trained with it.
+        """Return True if this tokenizer puts BOS before a text by default.
+
+        Models are trained with it.
         """
         return True
 
@@ -79,26 +82,27 @@ class SentencePieceVocabulary(Vocabulary):
     NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
 
     def __init__(self, path: Path, model: bytes, legacy: bool, special: Iterable[str]) -> None:
-        """path: named in errors. model: what the file holds. legacy: text after a special token
-        begins like a new text (the Llama-2 convention of Hugging Face).
+        """Read the model and find out how it treats spaces. Raises DataError.
 
-        special: strings that ordinary text must not turn into one token, even where the model
-        would.
+        path: named in errors. model: content of the file. legacy: text after a special token begins
+        like a new text (the Llama-2 convention of Hugging Face). special: strings that ordinary
+        text must not turn into one token, even where the model would.
         """
         try:
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            said = first_line(error, 160)
+            message = first_line(error, 160)
             raise DataError(
-                f"{path}: found no sentencepiece model ({said}); copy the file again"
+                f"{path}: found no sentencepiece model ({message}); copy the file again"
             ) from None
         self.size = len(self._first)
-        self.bos_id, self.eos_id = (
-            i if i >= 0 else None for i in (self._first.bos_id(), self._first.eos_id())
-        )
-        control = [i for i in range(self.size) if self._first.is_control(i)]
-        self.added = tuple(AddedToken(self._first.id_to_piece(i), i) for i in control)
+        # The library says -1 for none.
+        self.bos_id = self._first.bos_id() if self._first.bos_id() >= 0 else None
+        self.eos_id = self._first.eos_id() if self._first.eos_id() >= 0 else None
+        control_ids = [i for i in range(self.size) if self._first.is_control(i)]
+        self.added = tuple(AddedToken(self._first.id_to_piece(i), i) for i in control_ids)
+        # How the model treats spaces is seen by trying it: fields of the protobuf have defaults.
         pieces = self._first.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
         self.eats_space_after_special = self.eats_first_space and legacy
@@ -114,23 +118,25 @@ class SentencePieceVocabulary(Vocabulary):
         """The model as the file has it."""
         return self._first
 
-    def encode(self, text: str, place: TextPosition) -> list[int]:
-        """Ids of a piece of ordinary text."""
+    def encode(self, text: str, position: TextPosition) -> list[int]:
+        """Return the ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _break_matches(text, self._breakable):
-            if place is TextPosition.START or (
-                place is TextPosition.AFTER_SPECIAL and self.eats_space_after_special
+            is_after_special = position is TextPosition.AFTER_SPECIAL
+            if position is TextPosition.START or (
+                is_after_special and self.eats_space_after_special
             ):
                 ids += self._first.encode(part)
             else:
-                ids += self._inner.encode(
-                    re.sub(" {2,}", " ", part) if self.collapses_spaces else part
-                )
-            place = TextPosition.INSIDE
+                # NO_PREFIX also takes away that the model makes several spaces one.
+                text_inside = re.sub(" {2,}", " ", part) if self.collapses_spaces else part
+                ids += self._inner.encode(text_inside)
+            position = TextPosition.INSIDE
         return ids
 
     def find(self, piece: str) -> int | None:
-        """The id of a piece; None: there is none."""
+        """Return the id of a piece; None if there is none."""
+        # The library gives the unknown token's id for what is no piece.
         token = self._first.piece_to_id(piece)
         return token if self._first.id_to_piece(token) == piece else None
 
@@ -155,7 +161,7 @@ class TiktokenVocabulary(Vocabulary):
     LONG_SPACE = re.compile(r"\s{500000}")
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """path: named in errors."""
+        """Read the lines of a file. path: named in errors. Raises DataError."""
         ranks = _read_ranks(path, content)
         self.size = len(ranks)
         self._ids = ranks
@@ -164,17 +170,16 @@ class TiktokenVocabulary(Vocabulary):
             "llama3", pat_str=self.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
-    def encode(self, text: str, place: TextPosition) -> list[int]:
-        """Ids of a piece of ordinary text."""
+    def encode(self, text: str, position: TextPosition) -> list[int]:
+        """Return the ids of a piece of ordinary text."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
-        return [
-            i
-            for a, b in zip(cuts, cuts[1:], strict=False)
-            for i in self._encoding.encode_ordinary(text[a:b])
-        ]
+        ids: list[int] = []
+        for start, stop in itertools.pairwise(cuts):
+            ids += self._encoding.encode_ordinary(text[start:stop])
+        return ids
 
     def find(self, piece: str) -> int | None:
-        """The id of a piece; None: there is none."""
+        """Return the id of a piece; None if there is none."""
         return self._ids.get(piece.encode())
 
 
@@ -183,16 +188,19 @@ class JsonVocabulary(Vocabulary):
 
     matches_added = True
 
-    def __init__(self, path: Path, file: bytes) -> None:
-        """path: named in errors. file: what it holds."""
-        os.environ.setdefault(
-            "TOKENIZERS_PARALLELISM", "false"
-        )  # texts come one by one: threads of a batch would wait
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Read and build the tokenizer. Raises DataError.
+
+        path: named in errors. content: of the file.
+        """
+        # Texts come one by one: threads of a batch would wait.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._path = path
-        text = file.decode("utf-8", errors="replace")
+        text = content.decode("utf-8", errors="replace")
         try:
-            content = parse_json(text)
-            self._growth = read_growth(path, content)
+            fields = parse_json(text)
+            # Before the library sees the file, which may make it take all memory.
+            self._growth = read_growth(path, fields)
             with _catch_panics(path):
                 self._first = _build_tokenizer(text)
         except DataError:
@@ -202,67 +210,66 @@ class JsonVocabulary(Vocabulary):
                 f"{path}: found no tokenizer ({first_line(error, 160)}); copy the file again"
             ) from None
         self.added = tuple(
-            AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or []
+            AddedToken.read(entry, str(path)) for entry in fields.get("added_tokens") or []
         )
-        self._after_special = self._build_variant(content, keep_always=True)
+        self._after_special = self._build_variant(fields, keep_always=True)
         self._variants = {
             TextPosition.START: self._first,
             TextPosition.AFTER_SPECIAL: self._after_special,
-            TextPosition.INSIDE: self._build_variant(content, keep_always=False),
+            TextPosition.INSIDE: self._build_variant(fields, keep_always=False),
         }
-        pieces = content["model"]["vocab"]
-        self.size = (
-            max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
-        )
+        pieces = fields["model"]["vocab"]
+        if isinstance(pieces, dict):
+            self.size = max(pieces.values(), default=-1) + 1
+        else:  # a unigram model's list of pieces with their scores
+            self.size = len(pieces)
         if self.size > MAX_VOCABULARY:
             raise DataError(
                 f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy"
                 " the file again"
             )
-        self.eats_first_space = any(
-            (
-                part.get("type") == "Strip"
-                and part.get("content") == " "
-                and part.get("start", 0) > 0
-            )
-            or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
-            for part in _list_decoders(content.get("decoder"))
-        )
+        # A space that the decoder takes away is one that the encoder puts there.
+        self.eats_first_space = any(map(_drops_first_space, _list_decoders(fields.get("decoder"))))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
         with _catch_panics(path):
             self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
-        self._to_bytes = _make_piece_decoder(content.get("decoder"))
+        self._to_bytes = _make_piece_decoder(fields.get("decoder"))
 
-    def encode(self, text: str, place: TextPosition) -> list[int]:
-        """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
-        chosen = self._variants[place]
+    def encode(self, text: str, position: TextPosition) -> list[int]:
+        """Return the ids of a piece of ordinary text.
+
+        Added tokens that are not special are found in it.
+        """
+        tokenizer = self._variants[position]
         with _catch_panics(self._path):
-            check_length(self._path, chosen, text, self._growth)
-            return chosen.encode_batch_fast([text], add_special_tokens=False)[
-                0
-            ].ids  # without offsets: a sixth faster
+            check_length(self._path, tokenizer, text=text, growth=self._growth)
+            # Without offsets, which makes it a sixth faster.
+            encodings = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return encodings[0].ids
 
     def get_token_bytes(self, token: int) -> bytes:
-        """What an id stands for; part of a character for some, nothing for ids that are not
-        used.
+        """Return what an id stands for.
+
+        It is a part of a character for some ids, and nothing for those that are not used.
         """
         piece = self._first.id_to_token(token)
         return b"" if piece is None else self._to_bytes(piece)
 
     def find(self, piece: str) -> int | None:
-        """The id of a token as the file spells it; None: there is none."""
+        """Return the id of a token as the file spells it; None if there is none."""
         return self._first.token_to_id(piece)
 
     def puts_bos_first(self, bos_id: int) -> bool:
-        """Whether the file's own post-processor puts BOS before a text."""
+        """Return True if the file's own post-processor puts BOS before a text."""
         return self._puts_first == [bos_id]
 
-    def _build_variant(self, content: dict[str, Any], keep_always: bool) -> Any:
-        """The same tokenizer without the space that it puts before a text; `keep_always`: only
-        where it is put once.
+    def _build_variant(self, fields: dict[str, Any], keep_always: bool) -> Any:
+        """Return the same tokenizer without the space that it puts before a text.
+
+        fields: of the file. keep_always: only without a space that is put once, at the start.
         """
-        parts = {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
-        changed = content | copy.deepcopy(parts)
+        parts = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
+        changed = fields | copy.deepcopy(parts)
         if not _drop_prefix(changed, keep_always):
             return self._first
         return _build_tokenizer(json.dumps(changed))
@@ -277,33 +284,40 @@ def _build_tokenizer(text: str) -> Any:
     return built
 
 
-def _drop_prefix(content: dict[str, Any], keep_always: bool) -> bool:
-    """Takes the leading space out of a tokenizer.json in place; true if there was one."""
-    found = False
+def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> bool:
+    """Take the leading space out of a tokenizer.json's fields, in place; return True if it had one.
+
+    keep_always: leave a space that is put before every piece of text.
+    """
+    is_changed = False
     for section, kind in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        outer = content.get(section) or {}
-        parts = outer.get(kind) if outer.get("type") == "Sequence" else [outer]
-        for part in list(parts or []):
-            once = part.get("prepend_scheme") == "first"
-            always = (
-                part.get("type") == "Prepend"
-                or part.get("add_prefix_space")
-                or "prepend_scheme" in part
-            )
-            if not (once or (always and not keep_always)):
+        outer = fields.get(section) or {}
+        is_sequence = outer.get("type") == "Sequence"
+        parts = (outer.get(kind) or []) if is_sequence else [outer]
+        for part in list(parts):
+            is_prepend = part.get("type") == "Prepend"
+            is_put_once = part.get("prepend_scheme") == "first"
+            is_put_always = is_prepend or part.get("add_prefix_space") or "prepend_scheme" in part
+            if not (is_put_once or (is_put_always and not keep_always)):
                 continue
-            if part.get("type") == "Prepend" and parts is not None and part is not outer:
+            if is_prepend and is_sequence:
                 parts.remove(part)
-            elif part.get("type") == "Prepend":
-                content[section] = None
+            elif is_prepend:
+                fields[section] = None
             elif part.get("prepend_scheme") == "never":
                 continue
             elif "prepend_scheme" in part:
                 part["prepend_scheme"] = "never"
             else:
                 part["add_prefix_space"] = False
-            found = True
-    return found
+            is_changed = True
+    return is_changed
+
+
+def _drops_first_space(decoder: dict[str, Any]) -> bool:
+    if decoder.get("type") == "Strip":
+        return decoder.get("content") == " " and decoder.get("start", 0) > 0
+    return decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme", "always") != "never"
 
 
 def _list_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -313,36 +327,40 @@ def _list_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
-    """A function from a piece as the file spells it to the bytes it stands for."""
-    kinds = {part.get("type") for part in _list_decoders(decoder)}
+    """Return a function from a piece as the file spells it to the bytes it stands for."""
+    steps = _list_decoders(decoder)
+    kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
         table = _build_byte_level_table()
-        return lambda piece: (
-            bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
-        )
-    replaced = [
-        part.get("pattern") or {}
-        for part in _list_decoders(decoder)
-        if part.get("type") == "Replace"
-    ]
-    spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in replaced)
-    by_byte = "ByteFallback" in kinds
 
-    def to_bytes(piece: str) -> bytes:
-        if by_byte and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+        def decode_byte_level(piece: str) -> bytes:
+            if all(letter in table for letter in piece):
+                return bytes(table[letter] for letter in piece)
+            return piece.encode()  # an added token, which is written as it is
+
+        return decode_byte_level
+    patterns = [step.get("pattern") or {} for step in steps if step.get("type") == "Replace"]
+    has_spaces = any(pattern.get("String") == "▁" for pattern in patterns)
+    has_spaces = has_spaces or "Metaspace" in kinds
+    has_byte_pieces = "ByteFallback" in kinds
+
+    def decode_piece(piece: str) -> bytes:
+        if has_byte_pieces and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
-        return (piece.replace("▁", " ") if spaces else piece).encode()
+        return (piece.replace("▁", " ") if has_spaces else piece).encode()
 
-    return to_bytes
+    return decode_piece
 
 
 def _build_byte_level_table() -> dict[str, int]:
-    """GPT-2's printable letter for each byte, inverted: bytes that print stand for themselves,
-    others from U+0100.
+    """Return GPT-2's printable letters -> the bytes they stand for.
+
+    Bytes that print stand for themselves, the others are letters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    table = {chr(byte): byte for byte in printable}
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(256 + number): byte for number, byte in enumerate(unprintable)}
 
 
 def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
@@ -368,27 +386,26 @@ def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern that matches any of the strings, the longest first; None for none."""
-    ordered = sorted(set(strings), key=lambda s: (-len(s), s))
+    """Return a pattern that matches any of the strings, the longest first; None for no strings."""
+    # Of alternatives the first one that matches is taken, not the longest.
+    ordered = sorted(set(strings), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def _break_matches(text: str, pattern: re.Pattern[str] | None) -> list[str]:
-    """The text, cut after the first letter of each match, so that no part contains one."""
+    """Return the text cut after the first letter of each match, so that no part contains one."""
     if pattern is None:
         return [text]
     cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
-    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [text[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 @contextmanager
 def _catch_panics(path: Path) -> Iterator[None]:
-    """What a file makes the library written in Rust give up on, which is no Exception in Python, is
-    a DataError.
-    """
+    """Turn a panic of the tokenizers library, which is written in Rust, into a DataError."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # a panic is no Exception in Python
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(
@@ -397,15 +414,10 @@ def _catch_panics(path: Path) -> Iterator[None]:
         ) from None
 
 
-# Bounds what a tokenizer.json makes of a text, before the tokenizers library takes the memory for
-# it.
-#
-# The library has no limit of its own: thirty steps that double a text end the process.
+# The tokenizers library has no limit of its own: thirty steps that double a text end the process.
 
-
-MOST_CHARACTERS = (
-    2**24
-)  # of a normalized text; a longer one may have up to four times its own length
+# Of a normalized text; that of a longer text may have up to four times its own length.
+MOST_CHARACTERS = 2**24
 MOST_GROWTH = 2**20  # of all normalizers together, in characters for one of the text
 _MOST_CUT_GROWTH = 16  # of the pre-tokenizers: one that writes bytes as letters makes four of one
 _MOST_ADDED_IDS = 2**16  # that a post-processor puts around a text
@@ -423,56 +435,57 @@ _GROWTH = {
 
 
 def read_growth(path: Path, content: Any) -> float:
-    """Return the characters that a tokenizer.json's normalizers make of one at most. DataError for
-    one that has no bound.
+    """Return the characters that a tokenizer.json's normalizers make of one at most.
+
+    Raises DataError for a file that has no bound.
     """
     content = content if isinstance(content, dict) else {}
     growth = math.prod(map(_compute_step_growth, _list_steps(content.get("normalizer"))))
-    added = sum(
-        len(token["content"]) for token in content.get("added_tokens") or []
-    )  # these are normalized too
-    if growth > MOST_GROWTH or growth * added > max(MOST_CHARACTERS, 4 * added):
+    # The added tokens are normalized too.
+    num_added = sum(len(token["content"]) for token in content.get("added_tokens") or [])
+    if growth > MOST_GROWTH or growth * num_added > max(MOST_CHARACTERS, 4 * num_added):
         raise _make_growth_fault(path, "normalizers that make a text longer without bound")
-    if (
-        math.prod(map(_compute_step_growth, _list_steps(content.get("pre_tokenizer"))))
-        > _MOST_CUT_GROWTH
-    ):
+    cut_growth = math.prod(map(_compute_step_growth, _list_steps(content.get("pre_tokenizer"))))
+    if cut_growth > _MOST_CUT_GROWTH:
         raise _make_growth_fault(path, "pre-tokenizers that make a text longer without bound")
     for step in _list_steps(content.get("post_processor")):
         _check_template(path, step)
     return growth
 
 
-def check_length(path: Path, tokenizer: Any, text: str, growth: float) -> None:
-    """Raise DataError if the text, as the tokenizer normalizes it, is too long. growth: as of
-    `read_growth`.
+def check_length(path: Path, tokenizer: Any, *, text: str, growth: float) -> None:
+    """Raise DataError if the text, as the tokenizer normalizes it, is too long.
+
+    growth: see `read_growth`.
     """
     # The library makes a new object for each look at its normalizer: only a text that could be too
     # long is worth it.
     if len(text) * growth <= MOST_CHARACTERS or tokenizer.normalizer is None:
         return
     normalizer = tokenizer.normalizer
-    left, step = max(MOST_CHARACTERS, 4 * len(text)), max(1, int(MOST_CHARACTERS / growth))
+    # In pieces, each of which stays below the limit whatever the normalizer makes of it.
+    step = max(1, int(MOST_CHARACTERS / growth))
+    num_left = max(MOST_CHARACTERS, 4 * len(text))
     for start in range(0, len(text), step):
-        left -= len(normalizer.normalize_str(text[start : start + step]))
-        if left < 0:
+        num_left -= len(normalizer.normalize_str(text[start : start + step]))
+        if num_left < 0:
             raise _make_growth_fault(
                 path, f"normalizers that make a text of {len(text)} characters too long to be read"
             )
 
 
 def _list_steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Return the steps of a part of the file, those of a sequence one after the other."""
+    """Yield the steps of a part of the file, those of a sequence one after the other."""
     if not isinstance(part, dict):
         return
-    inner = [
+    sequences = [
         part[name]
         for name in ("normalizers", "pretokenizers", "processors")
         if isinstance(part.get(name), list)
     ]
-    if not inner:
+    if not sequences:
         yield part
-    for step in itertools.chain(*inner):
+    for step in itertools.chain(*sequences):
         yield from _list_steps(step)
 
 
@@ -481,9 +494,8 @@ def _compute_step_growth(step: dict[str, Any]) -> float:
     match step:
         case {"pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1, len(new) / len(old))
-        case {"content": str(new)} | {
-            "prepend": str(new)
-        }:  # a regular expression may match where there is nothing
+        case {"content": str(new)} | {"prepend": str(new)}:
+            # A regular expression may match before each character.
             return 1 + len(new)
         case {"precompiled_charsmap": str(table)}:
             return 1 + _find_longest_replacement(table)
@@ -493,32 +505,29 @@ def _compute_step_growth(step: dict[str, Any]) -> float:
 
 
 def _find_longest_replacement(table: str) -> int:
-    """Return the length of the longest replacement in sentencepiece's table.
-
-    It has the size of a trie in 4 bytes, the trie, and then the replacements, ended by NUL each.
-    """
+    """Return the length of the longest replacement in sentencepiece's table, in base64."""
     try:
         content = base64.b64decode(table)
     except (binascii.Error, ValueError):  # the library refuses it
         return 0
+    # The size of a trie in 4 bytes, the trie, and then the replacements, ended by NUL each.
     return max(map(len, content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")))
 
 
 def _check_template(path: Path, step: dict[str, Any]) -> None:
-    """Raise DataError for a post-processor that repeats the text, or puts ids without bound around
-    it.
-    """
+    """Raise DataError for a post-processor that repeats the text, or adds ids without bound."""
     match step:
         case {"single": list(pieces), "special_tokens": dict(tokens)}:
-            named = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]
-            ids = sum(len(token["ids"]) for token in named if token)
-            if sum("Sequence" in piece for piece in pieces) > 1 or ids > _MOST_ADDED_IDS:
+            added = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]
+            num_ids = sum(len(token["ids"]) for token in added if token)
+            num_texts = sum("Sequence" in piece for piece in pieces)
+            if num_texts > 1 or num_ids > _MOST_ADDED_IDS:
                 raise _make_growth_fault(
                     path, "a post-processor that makes a text longer without bound"
                 )
 
 
-def _make_growth_fault(path: Path, what: str) -> DataError:
+def _make_growth_fault(path: Path, fault: str) -> DataError:
     return DataError(
-        f"{path}: found {what}; expected the tokenizer of a model, copy the file again"
+        f"{path}: found {fault}; expected the tokenizer of a model, copy the file again"
     )

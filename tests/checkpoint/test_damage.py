@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe_lib.checkpoint import resumable_state as state
+from recipe_lib.checkpoint import resumable_state
 from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import MANIFEST
 from recipe_lib.errors import CheckpointError
@@ -163,7 +163,7 @@ def test_without_hashes_the_flipped_tensors_would_pass(
     saved: tuple[Path, str], tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: what the comparison of names and sizes alone does not see."""
-    monkeypatch.setattr(state, "find_damaged_file", lambda *arguments: None)
+    monkeypatch.setattr(resumable_state, "find_damaged_file", lambda *arguments, **named: None)
     shutil.copytree(saved[0], tmp_path / "state")
     flip_bit_of_a_tensor(tmp_path / "state" / "step_2", random.Random(0))
     assert find_state(tmp_path / "state", "latest", world) == tmp_path / "state" / "step_2"

@@ -363,6 +363,10 @@ def test_what_other_ranks_wait_for_is_gathered_after_a_fault(memory_path: Path) 
     plan = [PlannedTensor(str(number), torch.float32, (2,)) for number in range(4)]
     with pytest.raises(ValueError, match="tensor 1"):
         write_gathered(
-            memory_path / "x", plan, chain.from_iterable(map(gather, range(4))), {}, SingleRank()
+            memory_path / "x",
+            plan,
+            pieces=chain.from_iterable(map(gather, range(4))),
+            metadata={},
+            world=SingleRank(),
         )
     assert gathered == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipe_lib import files
-from recipe_lib.checkpoint import resumable_state as state
+from recipe_lib.checkpoint import resumable_state
 from recipe_lib.checkpoint.optimizer_state import hash_frozen_parameters
 from recipe_lib.checkpoint.rank_groups import find_holders
 from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
@@ -223,7 +223,7 @@ def test_names_are_in_the_order_of_the_whole_model() -> None:
             with staged(name, spec_of(CONFIG)) as (model, world):
                 holders = find_holders(model, world)
                 assert holders.first["model.layers.0.mlp.up_proj.weight"] == 0
-                assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.own == 0)
+                assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.leader == 0)
                 orders.append(list(holders.first))
         return orders
 
@@ -320,7 +320,7 @@ def test_the_room_that_is_asked_for_is_that_of_all_stages(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        state.files, "require_space", lambda folder, needed, purpose: asked.append(needed)
+        resumable_state.files, "require_space", lambda folder, needed, purpose: asked.append(needed)
     )
 
     def work(name: str) -> int:

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint import model_export as weights_out
-from recipe_lib.checkpoint import rank_groups as holders
-from recipe_lib.checkpoint import safetensors_files as tensor_files
+from recipe_lib.checkpoint import model_export, rank_groups, safetensors_files
 from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, export_model, load_weights
@@ -107,12 +105,12 @@ def test_folders_are_those_of_one_process(case: str, memory_path: Path) -> None:
 def test_no_rank_holds_more_than_a_parameter_or_a_piece(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 128)
+    monkeypatch.setattr(safetensors_files, "CHUNK_BYTES", 128)
 
     def work() -> tuple[int, int, int]:
         alive: list[weakref.ref] = []
         most, largest, received = 0, 0, 0
-        real, receive = weights_out.gather_whole, holders._receive
+        real, receive = model_export.gather_whole, rank_groups._receive
 
         def count(parameter: torch.Tensor) -> torch.Tensor:
             nonlocal most
@@ -127,7 +125,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
                 largest, received = max(largest, len(piece)), received + len(piece)
                 yield piece
 
-        weights_out.gather_whole, holders._receive = count, measure
+        model_export.gather_whole, rank_groups._receive = count, measure
         with staged("stages of shards", spec_of(CONFIG)) as (model, world):
             export(model, CONFIG, memory_path / "out", world)
             own = sum(value.numel() * 4 for name, value in model.named_parameters())

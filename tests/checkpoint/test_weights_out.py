@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint import model_export as weights_out
+from recipe_lib.checkpoint import model_export
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
 from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.errors import CheckpointError, StorageError
@@ -123,7 +123,7 @@ def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
         "quantization_config": {},
         "_name_or_path": "/home/me",
     }
-    exported = weights_out.export_config(config, tiny_spec(), torch.bfloat16)
+    exported = model_export.export_config(config, tiny_spec(), torch.bfloat16)
     spelled = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_theta": 10000.0,
                "rope_scaling": None, "dtype": "bfloat16", "torch_dtype": "bfloat16"}  # fmt: skip
     assert exported == CONFIG | spelled
@@ -218,7 +218,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
     def export_sharded(out: Path) -> int:
         alive: list[weakref.ref] = []
         most = 0
-        real = weights_out.gather_whole
+        real = model_export.gather_whole
 
         def count(parameter: torch.Tensor) -> torch.Tensor:
             nonlocal most
@@ -227,7 +227,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
             alive.append(weakref.ref(whole))
             return whole
 
-        weights_out.gather_whole = count
+        model_export.gather_whole = count
         with tiny_world(replicate=2) as world:
             model = tiny_model(world, spec=spec)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -304,15 +304,15 @@ def test_room_is_looked_for_before_training(
 ) -> None:
     with tiny_world() as world:
         model = tiny_model(world)
-        weights_out.check_room(model, tmp_path / "new" / "model", world)
+        model_export.check_room(model, tmp_path / "new" / "model", world)
         monkeypatch.setattr(
             files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000)
         )
         with pytest.raises(StorageError) as raised:
-            weights_out.check_room(model, tmp_path / "new" / "model", world)
+            model_export.check_room(model, tmp_path / "new" / "model", world)
         (tmp_path / "old" / "model").mkdir(parents=True)
         with pytest.raises(StorageError) as beside:
-            weights_out.check_room(model, tmp_path / "old" / "model", world)
+            model_export.check_room(model, tmp_path / "old" / "model", world)
         assert (
             "the model at the end of the run, in addition to the one in"
             f" {tmp_path / 'old' / 'model'} that stays until then, needs " in str(beside.value)
@@ -324,7 +324,7 @@ def test_room_is_looked_for_before_training(
             tmp_path / "old" / ".model.0123abcd.tmp"
         ).mkdir()  # of a killed run: it is removed before there is a new one
         (tmp_path / "old" / ".model.0123abcd.tmp" / "x").write_bytes(bytes(10**6))
-        weights_out.check_room(model, tmp_path / "old" / "model", world)
+        model_export.check_room(model, tmp_path / "old" / "model", world)
         shutil.rmtree(tmp_path / "old")
     needed = format_bytes(sum(parameter.numel() for parameter in model.parameters()) * 4)
     assert (

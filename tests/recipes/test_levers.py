@@ -288,7 +288,9 @@ def test_sums_in_bf16_change_results(results: dict[Any, dict[str, Any]]):
 
 def test_the_page_is_made_from_the_table():
     page = (ROOT / "docs" / "measurements" / "levers.md").read_text(encoding="utf-8")
-    assert page == report(), "run `python -m benchmarks.levers --output docs/measurements/levers.md`"
+    assert page == report(), (
+        "run `python -m benchmarks.levers --output docs/measurements/levers.md`"
+    )
 
 
 def test_every_key_is_a_lever_or_said_not_to_be():

@@ -1,5 +1,8 @@
-"""A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF
-file.
+"""Write a Hugging Face model, or a LoRA adapter in PEFT's layout, as a GGUF file for llama.cpp.
+
+`describe_architecture` checks a spec against what llama.cpp computes for the family, so that a file
+which would load and give other answers is refused, or has its difference said.
+`write_gguf_model` and `write_gguf_adapter` write a file, read it back and compare.
 """
 
 import math
@@ -45,13 +48,6 @@ from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, ModelSpec, RopeSpec
 from recipe_lib.models.weight_names import weight_map
 
-# What llama.cpp is to know of a model: its architecture and numbers; and what it does not compute.
-# No torch.
-#
-# A spec is checked against what llama.cpp computes for the family, so that a file which would load
-# and give other answers is refused, or has its difference said.
-
-
 # Our family -> llama.cpp's name of the architecture.
 ARCHITECTURES = {
     "llama": "llama",
@@ -65,43 +61,39 @@ ARCHITECTURES = {
 }
 _PATTERNS = {"gemma2": 2, "gemma3": 6}  # every so many layers, one without a window
 _YARN_BETAS = (32.0, 1.0)  # others are read from the file for other architectures only
-_WIDE_SCALE = {
-    "gemma2": 46,
-    "gemma3": 62,
-}  # layers of the 27B, whose scores are scaled by the width over the heads
+# Layers of the 27B, whose scores are scaled by the width over the heads.
+_WIDE_SCALE = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """name: llama.cpp's. numbers: metadata by their keys without the architecture's name. notes:
-    what it does not compute as the model was trained, a line each.
-    """
+    """A model's architecture, as llama.cpp is to know it."""
 
+    # llama.cpp's name of the architecture.
     name: str
-    numbers: dict[str, Any]
+    # By the format's keys without the architecture's name.
+    metadata: dict[str, Any]
+    # What llama.cpp does not compute as the model was trained, a line each.
     notes: tuple[str, ...] = ()
-    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # Tensors of the file with the rotary embedding's factors, by name.
+    rope_tables: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def is_permuted(self) -> bool:
-        """Whether query and key rows have the order of its rotary embedding, in which pairs are
-        neighbors.
-        """
+        """True if the two channels that turn together are neighbors in query and key rows."""
         return self.name == "llama"
 
 
 def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
-    """The architecture of a model. CheckpointError: llama.cpp has none for it, or would compute
-    something else.
+    """Return what llama.cpp is to know of a model.
+
+    where: the model's folder, named in errors. Raises CheckpointError if llama.cpp has no such
+    architecture, or would compute something else.
     """
-    if (
-        isinstance(spec, ExternalSpec)
-        or spec.family not in ARCHITECTURES
-        or spec.mixture is not None
-    ):
-        family = spec.family
+    is_known = not isinstance(spec, ExternalSpec) and spec.family in ARCHITECTURES
+    if isinstance(spec, ExternalSpec) or not is_known or spec.mixture is not None:
         raise CheckpointError(
-            f"{where}: model_type {family!r} is not written as GGUF; expected one of"
+            f"{where}: model_type {spec.family!r} is not written as GGUF; expected one of"
             f" {', '.join(ARCHITECTURES)}; export it with --hf or --merge, and use llama.cpp's own"
             " convert_hf_to_gguf.py"
         )
@@ -110,8 +102,8 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
         raise CheckpointError(
             f"{where}: {fault}, which llama.cpp does not compute; serve the Hugging Face folder"
         )
-    rope, factors = _make_rope_metadata(spec, spec.rope)
-    numbers: dict[str, Any] = {
+    rope_metadata, rope_tables = _make_rope_metadata(spec, spec.rope)
+    metadata: dict[str, Any] = {
         "context_length": spec.max_positions,
         "embedding_length": spec.width,
         "block_count": spec.num_layers,
@@ -122,36 +114,36 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
         "attention.value_length": spec.head_width,
         "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
         "vocab_size": spec.vocab_size,
-        **rope,
+        **rope_metadata,
     }
     if spec.family == "gemma2":
-        numbers |= {
-            "attn_logit_softcapping": spec.attention_softcap,
-            "final_logit_softcapping": spec.logit_softcap,
-        }
+        metadata["attn_logit_softcapping"] = spec.attention_softcap
+        metadata["final_logit_softcapping"] = spec.logit_softcap
     elif spec.logit_softcap is not None:
-        numbers["final_logit_softcapping"] = spec.logit_softcap
-    window = next((one for one in spec.windows if one is not None), None)
+        metadata["final_logit_softcapping"] = spec.logit_softcap
+    window = next((window for window in spec.windows if window is not None), None)
     if spec.family in _PATTERNS and window is not None:
-        numbers["attention.sliding_window"] = window
+        metadata["attention.sliding_window"] = window
     elif spec.family == "phi3":
-        numbers["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
+        metadata["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
     if spec.local_rope is not None:
-        numbers["rope.freq_base_swa"] = float(spec.local_rope.base)
-    too_large = [
-        f"{name} {value}"
-        for name, value in numbers.items()
-        if isinstance(value, int) and value >= 2**32
-    ]
-    if too_large:
-        raise CheckpointError(
-            f"{where}: found {too_large[0]}, expected below 2^32, as a GGUF file has 32 bits for it"
-        )
-    return Architecture(ARCHITECTURES[spec.family], numbers, _list_notes(spec, window), factors)
+        metadata["rope.freq_base_swa"] = float(spec.local_rope.base)
+    for key, value in metadata.items():
+        if isinstance(value, int) and value >= 2**32:
+            raise CheckpointError(
+                f"{where}: found {key} {value}, expected below 2^32, as a GGUF file has 32 bits for"
+                " it"
+            )
+    return Architecture(
+        name=ARCHITECTURES[spec.family],
+        metadata=metadata,
+        notes=_list_notes(spec, window),
+        rope_tables=rope_tables,
+    )
 
 
 def _find_unsupported(spec: DecoderSpec) -> str | None:
-    """Return what of the model llama.cpp has no word for, as `found ...`."""
+    """Return what of the model llama.cpp does not compute, as `found ...`, or None."""
     family = spec.family
     pattern = _PATTERNS.get(family, 1)
     expected_windows = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
@@ -159,6 +151,7 @@ def _find_unsupported(spec: DecoderSpec) -> str | None:
     if _WIDE_SCALE.get(family) == spec.num_layers:
         scale = (spec.width // spec.num_heads) ** -0.5
     has_softcaps = spec.attention_softcap is not None and spec.logit_softcap is not None
+    # What llama.cpp has no key for, or takes as fixed for the family.
     faults = {
         "found weights that are quantized in its files": spec.codes != FileCodes(),
         "found attention_bias": family in ("gemma", "gemma2", "gemma3") and spec.qkv_bias,
@@ -189,7 +182,9 @@ def _find_unsupported(spec: DecoderSpec) -> str | None:
 
 
 def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
-    rope, local = spec.rope, spec.local_rope
+    """Return a text for each rotary embedding that llama.cpp lacks -> the model has it."""
+    rope = spec.rope
+    local = spec.local_rope
     is_yarn = rope.kind == "yarn"
     betas = (rope.numbers["beta_fast"], rope.numbers["beta_slow"]) if is_yarn else _YARN_BETAS
     return {
@@ -214,60 +209,61 @@ def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
 def _make_rope_metadata(
     spec: DecoderSpec, rope: RopeSpec
 ) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-    """The metadata of the rotary embedding, and the tables of factors that are tensors of the
-    file.
-    """
-    numbers: dict[str, Any] = {
+    """Return the metadata of the rotary embedding, and its tables of factors by tensor name."""
+    metadata: dict[str, Any] = {
         "rope.dimension_count": rope.width,
         "rope.freq_base": float(rope.base),
     }
-    given = rope.numbers
+    settings = rope.numbers
     if rope.kind == "linear":
-        numbers |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(given["factor"])}
+        metadata["rope.scaling.type"] = "linear"
+        metadata["rope.scaling.factor"] = float(settings["factor"])
     elif rope.kind == "yarn":
-        factor = float(given["factor"])
+        factor = float(settings["factor"])
         usual_magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-        numbers |= {
+        metadata |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": factor,
-            "rope.scaling.original_context_length": int(given["original_positions"]),
-            # llama.cpp multiplies YaRN's usual one with it
+            "rope.scaling.original_context_length": int(settings["original_positions"]),
+            # llama.cpp multiplies YaRN's usual magnitude with it.
             "rope.scaling.attn_factor": rope.attention_factor / usual_magnitude,
         }
     elif rope.kind == "llama3":
-        return numbers, {"rope_freqs.weight": _compute_llama3_factors(rope)}
+        return metadata, {"rope_freqs.weight": _compute_llama3_factors(rope)}
     elif rope.kind == "longrope":
-        numbers |= {
+        metadata |= {
             "rope.scaling.type": "longrope",
-            "rope.scaling.original_context_length": int(given["original_positions"]),
+            "rope.scaling.original_context_length": int(settings["original_positions"]),
             "rope.scaling.attn_factor": rope.attention_factor,
         }
-        names = {
-            "rope_factors_long.weight": "long_factor",
-            "rope_factors_short.weight": "short_factor",
+        return metadata, {
+            "rope_factors_long.weight": tuple(settings["long_factor"]),
+            "rope_factors_short.weight": tuple(settings["short_factor"]),
         }
-        return numbers, {name: tuple(given[key]) for name, key in names.items()}
     if spec.family == "phi3" and rope.kind == "default":
-        numbers["rope.scaling.original_context_length"] = spec.max_positions
-    return numbers, {}
+        metadata["rope.scaling.original_context_length"] = spec.max_positions
+    return metadata, {}
 
 
 def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
-    """What each pair's frequency is divided by: nothing for short waves, the factor for long ones,
-    between them a mean (https://arxiv.org/abs/2407.21783).
+    """Return what each pair's frequency is divided by, `[rope width / 2]`.
+
+    It is 1 for short waves, the factor for long ones, between them a mean
+    (https://arxiv.org/abs/2407.21783).
     """
-    given, factors = rope.numbers, []
-    factor, original = given["factor"], given["original_positions"]
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    settings = rope.numbers
+    low = settings["low_freq_factor"]
+    high = settings["high_freq_factor"]
+    divisors = []
     for pair in range(rope.width // 2):
-        turns = (
-            original * rope.base ** (-2 * pair / rope.width) / (2 * math.pi)
-        )  # in the first context
-        share = (
-            min(1.0, max(0.0, (turns - low) / (high - low))) if high > low else float(turns >= high)
-        )
-        factors.append(1 / ((1 - share) / factor + share))
-    return tuple(factors)
+        # How often the pair turns within the context of the first training.
+        frequency = rope.base ** (-2 * pair / rope.width)
+        turns = settings["original_positions"] * frequency / (2 * math.pi)
+        share = float(turns >= high)  # of the frequency that stays
+        if high > low:
+            share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        divisors.append(1 / ((1 - share) / settings["factor"] + share))
+    return tuple(divisors)
 
 
 def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
@@ -291,9 +287,6 @@ def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
     )
 
 
-# A Hugging Face model folder as one GGUF file.
-
-
 # The format's numbers for what most tensors of a file are.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "bf16": 32}
 _BLOCKS_VERSION = 2  # of the block formats
@@ -302,12 +295,13 @@ _LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and share
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written and read back: what differs from the model in use, how many tensors there
-    are of each type, and fields.
-    """
+    """Summary of a file that was written and read back."""
 
+    # What differs from the model in use, a line each.
     notes: tuple[str, ...]
+    # Type -> number of tensors.
     types: Counter[str]
+    # Of the metadata.
     num_fields: int
 
     @property
@@ -322,12 +316,14 @@ class GgufReport:
 def write_gguf_model(
     folder: Path, out: Path, kind: str, *, name: str, pre: str | None = None
 ) -> GgufReport:
-    """Writes the file `out`, reads it back and compares. One tensor at a time is in memory.
+    """Write a model folder as the file `out`, read it back and compare.
+
+    One tensor at a time is in memory.
 
     kind: one of GGUF_KINDS. name: of the model, for who looks at the file. pre: see
     `read_vocabulary`. Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
-    import_gguf()
+    import_gguf()  # refuses before anything is read
     spec = read_trained_spec(read_config(folder), str(folder))
     architecture = describe_architecture(spec, str(folder))
     assert isinstance(spec, DecoderSpec)
@@ -339,9 +335,9 @@ def write_gguf_model(
         "general.name": vocabulary.choose_name(name),
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": _BLOCKS_VERSION,
-        **{f"{architecture.name}.{key}": value for key, value in architecture.numbers.items()},
-        **make_vocabulary_fields(vocabulary),
     }
+    fields |= {f"{architecture.name}.{key}": value for key, value in architecture.metadata.items()}
+    fields |= make_vocabulary_fields(vocabulary)
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
     notes = (*architecture.notes, *vocabulary.notes)
@@ -351,53 +347,68 @@ def write_gguf_model(
 def list_model_tensors(
     spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str
 ) -> list[GgufTensor]:
-    """The tensors of the file, in the model's order; tables of the rotary embedding first."""
-    found = read_headers(folder)
-    extras = sorted(name for name, tensor in found.items() if tensor.extra)
+    """Return the tensors of the file in the model's order, the rotary embedding's tables first."""
+    tensors = read_headers(folder)
+    extras = sorted(name for name, tensor in tensors.items() if tensor.extra)
     if extras:
         raise CheckpointError(
             f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it"
         )
-    usual = {entry.our_name: entry.file_name for entry in weight_map(spec)}
-    places = {usual[entry.our_name]: entry.file_name for entry in weight_map(spec, list(found))}
-    names = find_gguf_names(architecture.name, spec.num_layers, list(places))
-    readers = {
-        names[own]: _make_reader(spec, architecture, own, found[held], held)
-        for own, held in places.items()
+    # The package knows the names of transformers' own files; a folder may have older ones.
+    usual_names = {entry.our_name: entry.file_name for entry in weight_map(spec)}
+    file_names = {
+        usual_names[entry.our_name]: entry.file_name for entry in weight_map(spec, list(tensors))
     }
-    shapes = {names[own]: found[held].entry.shape for own, held in places.items()}
-    for table, factors in architecture.factors.items():
-        readers[table] = partial(torch.tensor, factors, dtype=torch.float32)
-        shapes[table] = (len(factors),)
-    large = architecture.name in _LARGE and spec.num_layers == 80
-    large = large and (spec.num_heads != spec.num_kv_heads or architecture.name != "llama")
-    choices = choose_types(shapes, kind, spec.num_layers, large=large)
-    order = [*architecture.factors, *names.values()]
-    return [GgufTensor(name, shapes[name], choices[name], readers[name]) for name in order]
+    gguf_names = find_gguf_names(architecture.name, spec.num_layers, list(file_names))
+    readers: dict[str, Callable[[], Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, factors in architecture.rope_tables.items():
+        readers[name] = partial(torch.tensor, factors, dtype=torch.float32)
+        shapes[name] = (len(factors),)
+    for usual_name, file_name in file_names.items():
+        name = gguf_names[usual_name]
+        tensor = tensors[file_name]
+        readers[name] = _make_reader(
+            spec, architecture, name=usual_name, tensor=tensor, file_name=file_name
+        )
+        shapes[name] = tensor.entry.shape
+    shares_heads = spec.num_heads != spec.num_kv_heads or architecture.name != "llama"
+    is_large = architecture.name in _LARGE and spec.num_layers == 80 and shares_heads
+    types = choose_types(shapes, kind, spec.num_layers, large=is_large)
+    return [GgufTensor(name, shapes[name], types[name], readers[name]) for name in shapes]
 
 
 def find_gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, str]:
-    """Name in a Hugging Face file -> name in a GGUF file, by the package's tables."""
+    """Return name in a Hugging Face file -> name in a GGUF file, by the package's tables."""
     gguf = import_gguf()
     kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[architecture], layers)
-    made = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
-    for name, found in made.items():
-        if found is None:
+    gguf_names = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
+    for name, gguf_name in gguf_names.items():
+        if gguf_name is None:
             raise CheckpointError(
                 f"{name}: the package gguf has no name for it in {architecture}; update the package"
             )
-    return made
+    return gguf_names
 
 
 def _make_reader(
-    spec: DecoderSpec, architecture: Architecture, name: str, tensor: FileTensor, held: str
+    spec: DecoderSpec,
+    architecture: Architecture,
+    *,
+    name: str,
+    tensor: FileTensor,
+    file_name: str,
 ) -> Callable[[], Tensor]:
-    """What reads a tensor, as llama.cpp wants its values."""
+    """Return a function that reads a tensor, with the values that llama.cpp wants.
+
+    name: of transformers. file_name: of the tensor in its file.
+    """
 
     def read() -> Tensor:
         with safe_open(str(tensor.file), framework="pt") as file:
-            values = file.get_tensor(held)
+            values = file.get_tensor(file_name)
+        # llama.cpp multiplies with the norm's weight, Gemma with 1 + weight.
         if spec.norm_offset and name.endswith("norm.weight"):
             return values.float() + 1
         return permute_rows(values, spec, name) if architecture.is_permuted else values
@@ -406,9 +417,10 @@ def _make_reader(
 
 
 def permute_rows(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
-    """Query and key rows with the two channels that turn together next to each other, as
-    llama.cpp's Llama has them; in the files of Hugging Face they are half a head apart. Others
-    unchanged.
+    """Return query and key rows in the order of llama.cpp's Llama; other tensors unchanged.
+
+    The two channels that turn together are next to each other there; in the files of Hugging Face
+    they are half a head apart.
     """
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.rsplit(".", 2)[-2])
     if heads is None or name.rsplit(".", 1)[-1] not in ("weight", "bias", "lora_b"):
@@ -417,7 +429,7 @@ def permute_rows(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
 
 
 def make_vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    """The metadata of the tokenizer."""
+    """Return the metadata of the tokenizer; keys without a value are left out."""
     fields: dict[str, Any] = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -429,21 +441,21 @@ def make_vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
         "add_bos_token": vocabulary.add_bos,
         "add_space_prefix": vocabulary.add_space,
     }
-    own = {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
+    fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
     if vocabulary.template is not None:
-        own["tokenizer.chat_template"] = vocabulary.template
-    return own
+        fields["tokenizer.chat_template"] = vocabulary.template
+    return fields
 
 
 def write_gguf_adapter(
     adapter_folder: Path, base: Path, out: Path, kind: str, *, name: str
 ) -> GgufReport:
-    """Writes the file `out`, reads it back and compares.
+    """Write an adapter's folder as the file `out`, read it back and compare.
 
     base: the folder of the model that the adapter is for. kind: one of ADAPTER_KINDS. name: for who
     looks at the file. Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
-    import_gguf()
+    import_gguf()  # refuses before anything is read
     spec = read_trained_spec(read_config(base), str(base))
     architecture = describe_architecture(spec, str(base))
     assert isinstance(spec, DecoderSpec)
@@ -451,10 +463,12 @@ def write_gguf_adapter(
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base)
     _check_loadable(adapter, spec, saved)
-    modules = adapter.modules(spec)
-    rank = adapter.config.get_rank(modules[0])
-    alpha = find_usual_scaling(adapter, spec) * rank
-    tensors = _list_adapter_tensors(adapter, modules, spec, architecture, kind, alpha)
+    modules = adapter.list_modules(spec)
+    # llama.cpp divides by the rank of each module, and has one alpha for all.
+    alpha = find_usual_scaling(adapter, spec) * adapter.config.get_rank(modules[0])
+    tensors = _list_adapter_tensors(
+        adapter, modules, spec=spec, architecture=architecture, kind=kind, alpha=alpha
+    )
     fields = {
         "general.type": "adapter",
         "general.name": name,
@@ -468,7 +482,8 @@ def write_gguf_adapter(
 
 
 def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
-    """Raise CheckpointError for what llama.cpp has no place for."""
+    """Raise CheckpointError for an adapter that llama.cpp does not load."""
+    adapts_embedding = any(module.is_embedding for module in adapter.list_modules(spec))
     fault = None
     if adapter.config.dora:
         fault = "is a DoRA adapter"
@@ -476,9 +491,7 @@ def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights
         fault = f"has the extra parameter {min(adapter.extras)}"
     elif saved.parts:
         fault = f"brings {min(saved.parts)} of the base along"
-    elif spec.tied and (
-        HEAD in adapter.tensors or any(module.is_embedding for module in adapter.modules(spec))
-    ):
+    elif spec.tied and (HEAD in adapter.tensors or adapts_embedding):
         fault = (
             "adapts the embedding or the output projection of a model that has one matrix for both"
         )
@@ -492,48 +505,57 @@ def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights
 def _list_adapter_tensors(
     adapter: AdapterFile,
     modules: list[FileModule],
+    *,
     spec: DecoderSpec,
     architecture: Architecture,
     kind: str,
     alpha: float,
 ) -> list[GgufTensor]:
-    """A and B of each module, named after the weight that they change."""
+    """Return A and B of each module, named after the weight that they change."""
     names = find_gguf_names(
         architecture.name, spec.num_layers, [f"{module.name}.weight" for module in modules]
     )
     tensors = []
     for module in modules:
         # llama.cpp multiplies with alpha / rank everywhere: a module of another scaling has the
-        # rest in its B
+        # rest in its B.
         factor = adapter.config.compute_scaling(module) * adapter.config.get_rank(module) / alpha
-        first, second = _read_factors(adapter, module, spec, architecture, factor)
+        matrices = _read_factors(
+            adapter, module, spec=spec, architecture=architecture, factor=factor
+        )
         name = names[f"{module.name}.weight"]
-        tensors.append(
-            GgufTensor(f"{name}.lora_a", tuple(first.shape), kind.upper(), first.contiguous)
-        )
-        tensors.append(
-            GgufTensor(f"{name}.lora_b", tuple(second.shape), kind.upper(), second.contiguous)
-        )
+        for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True):
+            tensors.append(
+                GgufTensor(
+                    name=f"{name}.{suffix}",
+                    shape=tuple(matrix.shape),
+                    kind=kind.upper(),
+                    read=matrix.contiguous,
+                )
+            )
     return tensors
 
 
 def _read_factors(
     adapter: AdapterFile,
     module: FileModule,
+    *,
     spec: DecoderSpec,
     architecture: Architecture,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """A `[r, in]` and B `[out, r]`; of the embedding A `[v, r]`, from which tokens' rows are taken,
-    and B `[d, r]`.
+    """Return A `[r, in]` and B `[out, r]` of a module.
+
+    Of the embedding A is `[v, r]`, from which tokens' rows are taken, and B `[d, r]`.
+
+    factor: is multiplied into B.
     """
     if module.is_embedding:
-        first, second = (
-            adapter.read(module.name, EMBEDDING_FIRST).T,
-            adapter.read(module.name, EMBEDDING_SECOND),
-        )
+        first = adapter.read(module.name, EMBEDDING_FIRST).T
+        second = adapter.read(module.name, EMBEDDING_SECOND)
     else:
-        first, second = adapter.read(module.name, FIRST), adapter.read(module.name, SECOND)
+        first, second = (adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
     if architecture.is_permuted:
+        # The rows of the weight are permuted, and so are those of what is added to it.
         second = permute_rows(second, spec, f"{module.name}.lora_b")
     return first, second.float() * factor if factor != 1 else second

@@ -1,19 +1,19 @@
-"""A GGUF file, written a part of a tensor at a time, and read back.
+"""Write a GGUF file a part of a tensor at a time, and read it back.
 
 The package `gguf` writes the head of the file and knows the block formats of up to 32 weights.
-q4_K, q5_K and q6_K it reads and does not write; they are written here.
+q4_K, q5_K and q6_K it reads and does not write; they are written here (`encode_blocks`).
 
-A row is cut into blocks of 256 weights. A block has one or two numbers in fp16, and for each 32
-(q6_K: 16) of its weights a small integer that these are multiplied by: the scale of that part and,
-in q4_K and q5_K, how far below zero its smallest weight may be. What is chosen is, for each part,
-the scale and minimum with the least weighted squared error among the best fits to some roundings of
-its weights.
+In these a row is cut into blocks of 256 weights. A block has one or two numbers in fp16, and for
+each 32 (q6_K: 16) of its weights a small integer that these are multiplied by: the scale of that
+part and, in q4_K and q5_K, how far below zero its smallest weight may be. Of each part the scale
+and minimum with the least weighted squared error are taken, among the best fits to some roundings
+of its weights.
 """
 
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,6 @@ from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
-
-# Which type each tensor of a GGUF file has, as llama.cpp's own conversion and quantization choose
-# it. No torch.
-
 
 # The format's name of a type -> weights in a block of it, of which a row has a whole number.
 BLOCK_SIZES = {
@@ -52,47 +48,49 @@ _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 def choose_types(
     shapes: Mapping[str, tuple[int, ...]], kind: str, layers: int, *, large: bool = False
 ) -> dict[str, str]:
-    """The type of each tensor of a file, by its name in the file.
+    """Return the type of each tensor of a file, by its name in the file.
 
-    shapes: of all tensors, rows first. kind: one of GGUF_KINDS. large: a model of 80 layers whose
-    value heads serve several query heads, where values get a bit more. Vectors and tables of
-    factors stay in fp32.
+    They are those of llama.cpp's own conversion and quantization. Vectors and tables of factors
+    stay in fp32.
+
+    shapes: of all tensors, rows first. kind: one of GGUF_KINDS. layers: how many the model has.
+    large: a model of 80 layers whose value heads serve several query heads, where values get a bit
+    more.
     """
-    return {
-        name: _choose_type(name, shape, kind, layers, large, shapes)
-        for name, shape in shapes.items()
-    }
+    is_tied = "output.weight" not in shapes
+    types: dict[str, str] = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            types[name] = "F32"
+            continue
+        columns = shape[-1]
+        best = _WHOLE.get(kind) or _choose_mixed_type(
+            name, columns, layers=layers, large=large, tied=is_tied
+        )
+        # fp16, where rows are no whole blocks of any type.
+        candidates = (best, _SMALLER.get(best, "F16"))
+        fitting = (type_ for type_ in candidates if columns % BLOCK_SIZES[type_] == 0)
+        types[name] = next(fitting, "F16")
+    return types
 
 
-def _choose_type(
-    name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]
-) -> str:
-    if len(shape) < 2:
-        return "F32"
-    wanted = _WHOLE.get(kind) or _choose_mixed_type(
-        name, shape[-1], layers, large, tied="output.weight" not in names
-    )
-    fitting = (
-        kind for kind in (wanted, _SMALLER.get(wanted, "F16")) if shape[-1] % BLOCK_SIZES[kind] == 0
-    )
-    return next(fitting, "F16")
+def _choose_mixed_type(name: str, columns: int, *, layers: int, large: bool, tied: bool) -> str:
+    """Return the type of a matrix in q4_k_m: 4 bits, and more for what decides most.
 
-
-def _choose_mixed_type(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
-    """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values (in
-    one matrix with queries and keys where the model has them so) and the way down.
+    That is the output, and in half of the layers the values (in one matrix with queries and keys
+    where the model has them so) and the down projection.
     """
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return "Q8_0" if columns % BLOCK_SIZES["Q4_K"] else "Q6_K"
-    found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down|attn_qkv)\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down|attn_qkv)\.weight", name)
+    if match is None:
         return "Q4_K"
-    layer = int(found[1])
+    layer = int(match[1])
     eighth = layers // 8
     # The first eighth of the layers, the last, and every third between.
     if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2:
         return "Q6_K"
-    return "Q5_K" if large and found[2] != "ffn_down" else "Q4_K"
+    return "Q5_K" if large and match[2] != "ffn_down" else "Q4_K"
 
 
 _PIECE = 2**22  # weights that are converted at a time
@@ -112,25 +110,25 @@ _STRETCHES = {
     "q5_K": [round(-0.5 + 0.1 * step, 1) for step in range(16)],
     "q6_K": [round(0.1 * step, 1) for step in range(-9, 10)],
 }
-_BLOCKS_AT_ONCE = (
-    2**18
-)  # weights that are worked on together: as many as stay in a processor's cache
+# Weights that are worked on together: as many as stay in a processor's cache.
+_BLOCKS_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file: its name and shape there, rows first, its type, and what gives its
-    values as they are in the model.
-    """
+    """A tensor of the file."""
 
     name: str
+    # In the file, rows first.
     shape: tuple[int, ...]
+    # The format's name of its type.
     kind: str
+    # Returns its values as they are in the model.
     read: Callable[[], Tensor]
 
 
 def import_gguf() -> Any:
-    """The package `gguf`. SetupError: it is not installed."""
+    """Return the package `gguf`. Raises SetupError if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -141,11 +139,10 @@ def import_gguf() -> Any:
 def write_gguf(
     out: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]
 ) -> None:
-    """Writes the file `out`, which takes its name when it is whole. StorageError, CheckpointError:
-    there is no file.
+    """Write the file `out`, which takes its name when it is whole.
 
     fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as
-    fp32.
+    fp32. Raises StorageError or CheckpointError; then there is no file.
     """
     gguf = import_gguf()
     types = {tensor.name: gguf.GGMLQuantizationType[tensor.kind] for tensor in tensors}
@@ -154,7 +151,7 @@ def write_gguf(
         block, block_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
         sizes[tensor.name] = math.prod(tensor.shape) // block * block_bytes
     with files.storage_faults():
-        files.remove_leftovers(out.parent, out.name)
+        files.remove_leftovers(out.parent, out.name)  # first: they take the space
         files.require_space(out.parent, sum(sizes.values()) + 64 * MIB, "the GGUF file")
         writer = gguf.GGUFWriter(None, architecture)
         _put_fields(writer, fields)
@@ -169,7 +166,7 @@ def write_gguf(
 
 
 def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
-    add = {
+    add_by_type = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
@@ -179,7 +176,7 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            add[type(value)](key, value)
+            add_by_type[type(value)](key, value)  # by `type`, since a bool is an int too
 
 
 def _write_all(
@@ -188,47 +185,47 @@ def _write_all(
     writer.write_header_to_file(temporary)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    # The package takes whole tensors alone, so their bytes go into its file past it.
     stream = writer.fout[0]
     writer.write_padding(stream, stream.tell())
-    with phase("writing the GGUF file", sum(sizes.values()), "bytes") as going:
+    with phase("writing the GGUF file", sum(sizes.values()), "bytes") as progress:
         for tensor in tensors:
-            written = 0
+            num_bytes = 0
             for piece in _encode_tensor(tensor):
                 files.before_operation("write", temporary)
                 stream.write(memoryview(piece.numpy()))
-                written += piece.numel()
-                going.advance(piece.numel())
-            if written != sizes[tensor.name]:
+                num_bytes += piece.numel()
+                progress.advance(piece.numel())
+            if num_bytes != sizes[tensor.name]:
                 raise RuntimeError(
-                    f"{tensor.name}: {written} bytes do not fill the planned {sizes[tensor.name]}"
+                    f"{tensor.name}: {num_bytes} bytes do not fill the planned {sizes[tensor.name]}"
                 )
-            writer.write_padding(stream, written)
+            writer.write_padding(stream, num_bytes)
     stream.flush()
     files.before_operation("flush", temporary)
     os.fsync(stream.fileno())
 
 
 def _split_rows(values: Tensor) -> Iterator[Tensor]:
-    """The rows, some at a time."""
+    """Yield the rows, some at a time."""
     rows = values.reshape(-1, values.shape[-1])
     yield from rows.split(max(1, _PIECE // max(1, rows.shape[1])))
 
 
 def _encode_tensor(tensor: GgufTensor) -> Iterator[Tensor]:
-    """The tensor's bytes, some rows at a time."""
-    kind = tensor.kind
-    values = tensor.read()
-    for piece in _split_rows(values):
+    """Yield the tensor's bytes, some rows at a time. Raises CheckpointError for NaN or infinity."""
+    for piece in _split_rows(tensor.read()):
         if not bool(torch.isfinite(piece).all()):
             raise CheckpointError(
                 f"{tensor.name}: found NaN or an infinity among the weights; use an earlier state"
             )
-        yield encode(piece, kind, tensor.name).contiguous().view(-1)
+        yield encode(piece, tensor.kind, tensor.name).contiguous().view(-1)
 
 
 def encode(rows: Tensor, kind: str, name: str) -> Tensor:
-    """The bytes `[rows, bytes of a row]` of weights `[rows, columns]`. CheckpointError: beyond the
-    range of fp16.
+    """Return the bytes `[rows, bytes of a row]` of weights `[rows, columns]`.
+
+    name: of the tensor, for errors. Raises CheckpointError for weights beyond the range of fp16.
     """
     if kind in _TORCH:
         cast = rows.to(_TORCH[kind])
@@ -240,81 +237,85 @@ def encode(rows: Tensor, kind: str, name: str) -> Tensor:
     if kind.endswith("_K"):
         return encode_blocks(rows, kind.replace("Q", "q"))
     gguf = import_gguf()
-    return torch.from_numpy(
-        gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind])
-    )
+    codes = gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(codes)
 
 
 def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> None:
-    """Reads the file and compares its metadata and every tensor with what it was made of.
+    """Read the file and compare its metadata and every tensor with what it was made of.
 
-    CheckpointError: it differs by more than the rounding of its types.
+    Raises CheckpointError if it differs by more than the rounding of its types.
     """
     gguf = import_gguf()
     reader = gguf.GGUFReader(out)
     for key, value in fields.items():
-        held = reader.get_field(key)
-        if held is None or not _is_same_field(held.contents(), value):
+        file_field = reader.get_field(key)
+        if file_field is None or not _is_same_field(file_field.contents(), value):
             raise _make_fault(out, f"{key} differs")
-    found = {held.name: held for held in reader.tensors}
-    if list(found) != [tensor.name for tensor in tensors]:
+    file_tensors = {file_tensor.name: file_tensor for file_tensor in reader.tensors}
+    if list(file_tensors) != [tensor.name for tensor in tensors]:
         raise _make_fault(out, "has other tensors")
-    with phase("reading the GGUF file back", len(tensors), "tensors") as going:
+    with phase("reading the GGUF file back", len(tensors), "tensors") as progress:
         for tensor in tensors:
-            _check_tensor(gguf, out, tensor, found[tensor.name])
-            going.advance(1)
+            _check_tensor(gguf, out, tensor=tensor, file_tensor=file_tensors[tensor.name])
+            progress.advance(1)
 
 
-def _is_same_field(held: Any, value: Any) -> bool:
+def _is_same_field(contents: Any, value: Any) -> bool:
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float32).item() == held
+        return torch.tensor(value, dtype=torch.float32).item() == contents
     if isinstance(value, list) and value and isinstance(value[0], float):
-        return torch.equal(
-            torch.tensor(held, dtype=torch.float32), torch.tensor(value, dtype=torch.float32)
-        )
+        written = torch.tensor(value, dtype=torch.float32)
+        return torch.equal(torch.tensor(contents, dtype=torch.float32), written)
     if isinstance(value, list) and value and isinstance(value[0], bytes):
-        return [one.decode("utf-8", errors="replace") for one in value] == held
-    return bool(held == value)
+        # The package decodes pieces of a vocabulary, some of which are no whole characters.
+        return [piece.decode("utf-8", errors="replace") for piece in value] == contents
+    return bool(contents == value)
 
 
-def _check_tensor(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> None:
-    """Raise CheckpointError for a tensor that differs by more than its type rounds."""
+def _check_tensor(gguf: Any, out: Path, *, tensor: GgufTensor, file_tensor: Any) -> None:
+    """Raise CheckpointError for a tensor that differs by more than its type rounds.
+
+    file_tensor: what the package has read of the file.
+    """
     kind = tensor.kind
-    if held.tensor_type.name != kind or [*reversed(held.shape.tolist())] != list(tensor.shape):
+    tensor_type = file_tensor.tensor_type
+    # The format has the fastest dimension first.
+    file_shape = tuple(reversed(file_tensor.shape.tolist()))
+    if tensor_type.name != kind or file_shape != tensor.shape:
         raise _make_fault(out, f"{tensor.name} has another type or shape")
-    stored = held.data.reshape(-1).view("uint8")
-    block, size = gguf.GGML_QUANT_SIZES[held.tensor_type]
+    file_bytes = file_tensor.data.reshape(-1).view("uint8")
+    block, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
     at = 0
     for rows in _split_rows(tensor.read()):
-        length = rows.numel() // block * size
-        piece = torch.from_numpy(stored[at : at + length].copy())
-        at += length
+        num_bytes = rows.numel() // block * block_bytes
+        piece = torch.from_numpy(file_bytes[at : at + num_bytes].copy())
+        at += num_bytes
         codes = piece.view(rows.shape[0], -1).numpy()
-        read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
-        if kind in _TORCH and not torch.equal(read, rows.to(_TORCH[kind]).float()):
+        decoded = torch.from_numpy(gguf.quants.dequantize(codes, tensor_type))
+        if kind in _TORCH and not torch.equal(decoded, rows.to(_TORCH[kind]).float()):
             raise _make_fault(out, f"{tensor.name} has other weights")
-        if kind not in _TORCH and not _is_within_rounding(read, rows.float(), kind):
+        if kind not in _TORCH and not _is_within_rounding(decoded, rows.float(), kind):
             raise _make_fault(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
 
 
-def _is_within_rounding(read: Tensor, rows: Tensor, kind: str) -> bool:
-    """Whether no weight has changed by more than its type rounds."""
-    width = 256 if kind.endswith("_K") else 32
-    largest = rows.reshape(-1, width).abs().amax(1, keepdim=True)
-    allowed = (
-        largest * (_MOST[kind] + _F16_ROUNDING) + 32 * 2.0**-24
-    )  # a scale of fp16 may be as small as that
-    return bool(((read - rows).reshape(-1, width).abs() <= allowed).all())
+def _is_within_rounding(decoded: Tensor, rows: Tensor, kind: str) -> bool:
+    """Return True if no weight has changed by more than its type rounds."""
+    block = BLOCK_SIZES[kind]
+    largest = rows.reshape(-1, block).abs().amax(1, keepdim=True)
+    allowed = largest * (_MOST[kind] + _F16_ROUNDING)
+    allowed += 32 * 2.0**-24  # where a scale is as small as fp16's smallest steps
+    return bool(((decoded - rows).reshape(-1, block).abs() <= allowed).all())
 
 
-def _make_fault(out: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{out}: {what} from what was written; do not use it, and report this")
+def _make_fault(out: Path, fault: str) -> CheckpointError:
+    return CheckpointError(f"{out}: {fault} from what was written; do not use it, and report this")
 
 
 def encode_blocks(values: Tensor, kind: str) -> Tensor:
-    """The bytes `[rows, bytes of a row]` of weights `[rows, columns]`, columns a multiple of 256.
+    """Return the bytes `[rows, bytes of a row]` of weights `[rows, columns]` in blocks of 256.
 
-    kind: `q4_K`, `q5_K` or `q6_K`.
+    kind: `q4_K`, `q5_K` or `q6_K`. Columns must be a multiple of 256.
     """
     rows, columns = values.shape
     if columns % BLOCK:
@@ -330,111 +331,118 @@ def encode_blocks(values: Tensor, kind: str) -> Tensor:
 
 
 def _encode_shifted_blocks(blocks: Tensor, kind: str) -> Tensor:
-    """q4_K and q5_K: a weight is scale * code - minimum."""
-    levels, parts = _LEVELS[kind], blocks.unflatten(1, (8, 32))
+    """Return the bytes of blocks `[n, 256]` in q4_K or q5_K: a weight is scale * code - minimum."""
+    levels = _LEVELS[kind]
+    parts = blocks.unflatten(1, (8, 32))
     scales, minimums = _fit_shifted(parts, levels, _STRETCHES[kind])
     block_scale, scale_codes = _quantize_to_six_bits(scales)
     block_minimum, minimum_codes = _quantize_to_six_bits(minimums)
     step = block_scale.float() * scale_codes
     shift = block_minimum.float() * minimum_codes
-    codes = (
-        ((parts + shift[..., None]) * _invert(step)[..., None])
-        .round()
-        .clamp(0, levels)
-        .to(torch.uint8)
-    )
+    # With the scales and minimums as they are in the file, so that their rounding is made up for.
+    codes = ((parts + shift[..., None]) * _invert(step)[..., None]).round()
+    codes = codes.clamp(0, levels).to(torch.uint8)
     head = torch.cat([block_scale, block_minimum], 1).view(torch.uint8)
     packed = [head, _pack_six_bits(scale_codes.to(torch.uint8), minimum_codes.to(torch.uint8))]
     if kind == "q5_K":
-        # the fifth bit of the weights at one place of all eight parts is one byte
-        places = torch.arange(8, dtype=torch.uint8)[:, None]
-        packed.append(((codes >> 4) << places).sum(1, dtype=torch.uint8))
+        # The fifth bits of the weights at one place of all eight parts are one byte.
+        bits = torch.arange(8, dtype=torch.uint8)[:, None]
+        packed.append(((codes >> 4) << bits).sum(1, dtype=torch.uint8))
+    # Two neighboring parts share their bytes: the first has the lower four bits.
     low = (codes & 15).unflatten(1, (4, 2))
     packed.append((low[:, :, 0] | (low[:, :, 1] << 4)).flatten(1))
     return torch.cat(packed, 1)
 
 
 def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Tensor, Tensor]:
-    """Scale and minimum (both >= 0) of each part `[n, 8, 32]`, by least squares; larger weights
-    count for more.
+    """Return scale and minimum (both >= 0) of each part `[n, 8, 32]`, by weighted least squares.
+
+    Larger weights count for more, as in llama.cpp.
     """
     importance = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
-    total, moment = importance.sum(-1), (importance * parts).sum(-1)
-    best_low, highest = parts.amin(-1).clamp(max=0), parts.amax(-1)
+    total = importance.sum(-1)
+    moment = (importance * parts).sum(-1)
+    best_low = parts.amin(-1).clamp(max=0)
+    highest = parts.amax(-1)
     best_scale = (highest - best_low) / levels
     best_error = torch.full_like(best_scale, math.inf)
     for stretch in (None, *stretches):
         inverse = _invert(highest - best_low) * (levels + (stretch or 0.0))
         codes = ((parts - best_low[..., None]) * inverse[..., None]).round().clamp(0, levels)
-        if stretch is None:
-            scale, low = best_scale, best_low
-        else:
+        scale = best_scale
+        low = best_low
+        if stretch is not None:
+            # The line scale * code + low through these codes: the normal equations of two unknowns.
             weighted = importance * codes
-            first, second = weighted.sum(-1), (weighted * codes).sum(-1)
+            first = weighted.sum(-1)
+            second = (weighted * codes).sum(-1)
             product = (weighted * parts).sum(-1)
             determinant = total * second - first * first
             scale = (total * product - moment * first) / determinant
             low = (second * moment - first * product) / determinant
-            only_scale = product / second
-            scale, low = torch.where(low > 0, only_scale, scale), low.clamp(max=0)
+            # The format has no minimum above 0: the line goes through 0 then.
+            scale = torch.where(low > 0, product / second, scale)
+            low = low.clamp(max=0)
         error = (importance * (scale[..., None] * codes + low[..., None] - parts).square()).sum(-1)
         better = error < best_error  # never where the fit has no solution
         best_error = torch.where(better, error, best_error)
-        best_scale, best_low = (
-            torch.where(better, scale, best_scale),
-            torch.where(better, low, best_low),
-        )
+        best_scale = torch.where(better, scale, best_scale)
+        best_low = torch.where(better, low, best_low)
     return best_scale.clamp(min=0), -best_low
 
 
 def _quantize_to_six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers `[n, 8]` >= 0 as one in fp16 `[n, 1]` times codes `[n, 8]` from 0 to 63."""
+    """Return numbers `[n, 8]` >= 0 as one in fp16 `[n, 1]` times codes `[n, 8]` from 0 to 63."""
     largest = numbers.amax(-1, keepdim=True)
     codes = (numbers * (_invert(largest) * _SCALE_LEVELS)).round().clamp(0, _SCALE_LEVELS)
     return (largest / _SCALE_LEVELS).half(), codes
 
 
 def _pack_six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
-    """Twice eight codes `[n, 8]` of 6 bits in 12 bytes: those of the first four parts have the
-    upper bits of the last four above them.
-    """
+    """Return twice eight codes `[n, 8]` of 6 bits in 12 bytes `[n, 12]`."""
+    # Above the 6 bits of the first four parts stand the upper 2 bits of the last four.
     first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     second = minimums[:, :4] | ((minimums[:, 4:] >> 4) << 6)
     return torch.cat([first, second, (scales[:, 4:] & 15) | ((minimums[:, 4:] & 15) << 4)], 1)
 
 
 def _encode_symmetric_blocks(blocks: Tensor) -> Tensor:
-    """q6_K: a weight is scale * (code - 32), with codes from 0 to 63 and scales of 8 bits with a
-    sign.
+    """Return the bytes of blocks `[n, 256]` in q6_K: a weight is scale * (code - 32).
+
+    Codes are from 0 to 63, scales have 8 bits with a sign.
     """
     parts = blocks.unflatten(1, (16, 16))
     scales = _fit_symmetric(parts)
     largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))
     block_scale = (largest / -128).half()
-    codes_of_scales = (scales * (_invert(largest) * -128)).round().clamp(-128, 127)
-    step = block_scale.float() * codes_of_scales
+    scale_codes = (scales * (_invert(largest) * -128)).round().clamp(-128, 127)
+    step = block_scale.float() * scale_codes
     codes = (parts * _invert(step)[..., None]).round().clamp(-32, 31) + 32
+    # In each half of the block four runs of 32 weights: the lower 4 bits of two runs share a byte,
+    # the upper 2 bits of all four another one.
     halves = codes.to(torch.uint8).view(-1, 2, 4, 32)
-    low, high = halves & 15, halves >> 4
+    low = halves & 15
+    high = halves >> 4
     lows = torch.stack([low[:, :, 0] | (low[:, :, 2] << 4), low[:, :, 1] | (low[:, :, 3] << 4)], 2)
     highs = high[:, :, 0] | (high[:, :, 1] << 2) | (high[:, :, 2] << 4) | (high[:, :, 3] << 6)
-    packed = [lows.flatten(1), highs.flatten(1), codes_of_scales.to(torch.int8).view(torch.uint8)]
-    return torch.cat([*packed, block_scale.view(torch.uint8)], 1)
+    scale_bytes = scale_codes.to(torch.int8).view(torch.uint8)
+    block_scale_bytes = block_scale.view(torch.uint8)
+    return torch.cat([lows.flatten(1), highs.flatten(1), scale_bytes, block_scale_bytes], 1)
 
 
 def _fit_symmetric(parts: Tensor) -> Tensor:
-    """The scale of each part `[n, 16, 16]`, by least squares weighted with the weights' squares."""
+    """Return the scale of each part `[n, 16, 16]`, by least squares, squared weights as weights."""
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
     importance = parts.square()
-    best_scale, best_gain = torch.zeros_like(extreme), torch.zeros_like(extreme)
+    best_scale = torch.zeros_like(extreme)
+    best_gain = torch.zeros_like(extreme)
     for stretch in _STRETCHES["q6_K"]:
         inverse = _invert(extreme) * -(32 + stretch)
         codes = (parts * inverse[..., None]).round().clamp(-32, 31)
         product = (importance * parts * codes).sum(-1)
         second = (importance * codes.square()).sum(-1)
-        gain = product.square() * _invert(
-            second
-        )  # by how much the squared error is smaller than with zeros
+        # By how much the squared error is smaller than with zeros.
+        gain = product.square() * _invert(second)
         better = gain > best_gain
         best_gain = torch.where(better, gain, best_gain)
         best_scale = torch.where(better, product * _invert(second), best_scale)
@@ -442,5 +450,5 @@ def _fit_symmetric(parts: Tensor) -> Tensor:
 
 
 def _invert(numbers: Tensor) -> Tensor:
-    """1 / numbers, and 0 for 0."""
+    """Return 1 / numbers, and 0 for 0: a part of zeros has the scale 0."""
     return torch.where(numbers == 0, 0.0, 1 / numbers)

@@ -1,12 +1,13 @@
-"""A tokenizer's pieces and special tokens as GGUF files have them. No torch.
+"""Convert a tokenizer's pieces and special tokens to what GGUF files have of them. No torch.
 
 A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece model with the scores
 of its pieces (`llama`), which stand in its own file or follow from the order of the merges in a
 tokenizer.json made of it.
 
-llama.cpp has each way in which a byte-level tokenizer.json cuts text before it merges bytes in its
-code, under a name that the file gives. It is found by what tokenizer.json says itself: the patterns
-it cuts with, and whether a whole word of the vocabulary is taken without merging.
+A byte-level tokenizer.json cuts text before it merges bytes. llama.cpp has the ways of cutting in
+its code, and the file names one. `find_pre_tokenizer` finds the name by what tokenizer.json says
+itself: the patterns it cuts with, and whether a whole word of the vocabulary is taken without
+merging.
 """
 
 import re
@@ -22,12 +23,16 @@ from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.special_tokens import read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
-_PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}
+_PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}  # by which llama.cpp knows Phi 3's vocabulary
 _SAYS_PHI3 = re.compile("phi-?3", re.IGNORECASE)
-_ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0  # below any piece's: they are never made of others
+# Below any piece's, so that these are never made of other pieces.
+_ADDED_SCORE = -1000.0
+_UNUSED_SCORE = -10000.0
+# Parts of the patterns with which known tokenizers cut text.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _START = r"[^\r\n\p{L}\p{N}]?"
 
 
@@ -44,30 +49,38 @@ class PieceKind(IntEnum):
 
 @dataclass
 class GgufVocabulary:
-    """What a file says of its tokenizer.
+    """A tokenizer as a GGUF file has it."""
 
-    model: `gpt2` (byte-level merges) or `llama` (sentencepiece). pre: how text is cut, see
-    `find_pre_tokenizer`. tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: a
-    role, such as `bos`, -> id. strips: special tokens drop white space after them. notes: what
-    differs from the tokenizer, a line each.
-    """
-
+    # `gpt2` (byte-level merges) or `llama` (sentencepiece).
     model: str
+    # Name of the way in which text is cut, see `find_pre_tokenizer`.
     pre: str
+    # Piece of each id.
     tokens: list[bytes]
+    # PieceKind of each id.
     kinds: list[int]
+    # Score of each id, of `llama` alone.
     scores: list[float] | None = None
+    # Pairs of pieces, of `gpt2` alone.
     merges: list[str] | None = None
+    # Role, such as `bos` -> id.
     ids: dict[str, int] = field(default_factory=dict)
+    # Texts begin with BOS.
     add_bos: bool = False
+    # Texts begin with a space that is put there. None: not said.
     add_space: bool | None = None
+    # Chat template.
     template: str | None = None
+    # Special tokens drop white space after them.
     strips: bool = False
+    # What llama.cpp does otherwise than the tokenizer, a line each.
     notes: list[str] = field(default_factory=list)
 
     def choose_name(self, name: str) -> str:
-        """The model's name in the file. llama.cpp goes by it: with Phi-3 in it, special tokens drop
-        white space after them, and a vocabulary without Phi-3's is not loaded.
+        """Return the model's name in the file.
+
+        llama.cpp goes by it: with Phi-3 in it, special tokens drop white space after them, and a
+        vocabulary without Phi-3's is not loaded.
         """
         if not (self.strips and _PHI3.issubset(self.tokens)):
             return _SAYS_PHI3.sub("Phi 3", name)
@@ -75,186 +88,203 @@ class GgufVocabulary:
 
 
 def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVocabulary:
-    """The tokenizer of a model folder. size: rows of the model's embedding, of which each gets a
-    piece.
+    """Return the tokenizer of a model folder as a GGUF file has it.
 
-    pre: llama.cpp's name of the pre-tokenizer, where it is not known. CheckpointError: no
-    tokenizer, or one that the format has no place for.
+    size: rows of the model's embedding, of which each gets a piece. pre: llama.cpp's name of the
+    pre-tokenizer, where it is not known. Raises CheckpointError if there is no tokenizer, or one
+    that the format cannot hold.
     """
     try:
         tokenizer = load_tokenizer(folder, by_key=False)
         if not isinstance(tokenizer.vocabulary, (SentencePieceVocabulary, JsonVocabulary)):
-            other = folder / "tokenizer.json"  # next to the tiktoken vocabulary of Llama 3
-            tokenizer = load_tokenizer(other, by_key=False) if other.is_file() else tokenizer
+            # Llama 3's repository has both; its tiktoken vocabulary has no merges.
+            json_file = folder / "tokenizer.json"
+            if json_file.is_file():
+                tokenizer = load_tokenizer(json_file, by_key=False)
     except DataError as error:
         raise CheckpointError(*error.args) from error
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
-        found = _convert_sentencepiece(tokenizer, tokenizer.vocabulary, size)
+        vocabulary = _convert_sentencepiece(tokenizer, tokenizer.vocabulary, size)
     elif isinstance(tokenizer.vocabulary, JsonVocabulary):
         content = read_json(Path(tokenizer.place))
-        found = _convert_json(tokenizer, content, size, pre)
+        vocabulary = _convert_json(tokenizer, content, size=size, pre=pre)
     else:
         raise CheckpointError(
             f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has"
             " not; put the tokenizer.json of the model's own repository next to it"
         )
-    if pre is not None and found.model != "gpt2":
+    if pre is not None and vocabulary.model != "gpt2":
         raise CheckpointError(
             f"--pre: {tokenizer.place} is a sentencepiece model, which cuts no text; leave it out"
         )
-    _add_special_tokens(found, tokenizer, size)
-    return found
+    _add_special_tokens(vocabulary, tokenizer, size)
+    return vocabulary
 
 
-def _add_special_tokens(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
-    """Added tokens, the ids of those with a role, and the chat template."""
-    beyond = 0
+def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
+    """Set the added tokens, the ids of those with a role, and the chat template."""
+    num_left_out = 0
     for token in tokenizer.added_tokens:
         if token.id >= size:
-            beyond += 1
+            num_left_out += 1
             continue
-        kind = PieceKind.CONTROL if token.special else PieceKind.USER_DEFINED
-        if found.kinds[token.id] == PieceKind.UNKNOWN:
-            continue
-        found.kinds[token.id] = kind
-        text = (
-            token.content
-            if token.special or found.model == "gpt2"
-            else token.content.replace("▁", " ")
-        )
-        found.tokens[token.id] = text.encode()
-        if found.scores is not None:
-            found.scores[token.id] = _ADDED_SCORE
-    if beyond:
-        found.notes.append(
-            f"{beyond} tokens of the tokenizer have no row in the model, and are left out"
+        if vocabulary.kinds[token.id] == PieceKind.UNKNOWN:
+            continue  # llama.cpp looks for it by its kind
+        text = token.content
+        if not token.special and vocabulary.model == "llama":
+            text = text.replace("▁", " ")  # matched in the text as it is
+        vocabulary.kinds[token.id] = PieceKind.CONTROL if token.special else PieceKind.USER_DEFINED
+        vocabulary.tokens[token.id] = text.encode()
+        if vocabulary.scores is not None:
+            vocabulary.scores[token.id] = _ADDED_SCORE
+    if num_left_out:
+        vocabulary.notes.append(
+            f"{num_left_out} tokens of the tokenizer have no row in the model, and are left out"
         )
     roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
     end = tokenizer.turn_end.token
-    stops = {token.content: token.id for token in tokenizer.added_tokens}
-    if end is not None and stops.get(end) != tokenizer.eos_id:
-        roles["eot"] = stops.get(end)
-    unknown = next((at for at, kind in enumerate(found.kinds) if kind == PieceKind.UNKNOWN), None)
-    if unknown is not None:
-        roles["unknown"] = unknown
-    found.ids = {role: token for role, token in roles.items() if token is not None and token < size}
-    found.add_bos = tokenizer.add_bos_by_default
-    found.template = tokenizer.chat_template
-    found.strips = any(token.special and token.rstrip for token in tokenizer.added_tokens)
-    if found.strips and not _PHI3.issubset(found.tokens):
-        found.notes.append(
+    ids = {token.content: token.id for token in tokenizer.added_tokens}
+    if end is not None and ids.get(end) != tokenizer.eos_id:
+        roles["eot"] = ids.get(end)
+    if PieceKind.UNKNOWN in vocabulary.kinds:
+        roles["unknown"] = vocabulary.kinds.index(PieceKind.UNKNOWN)
+    vocabulary.ids = {
+        role: token for role, token in roles.items() if token is not None and token < size
+    }
+    vocabulary.add_bos = tokenizer.add_bos_by_default
+    vocabulary.template = tokenizer.chat_template
+    vocabulary.strips = any(token.special and token.rstrip for token in tokenizer.added_tokens)
+    if vocabulary.strips and not _PHI3.issubset(vocabulary.tokens):
+        vocabulary.notes.append(
             "llama.cpp keeps white space after special tokens, which this tokenizer drops"
         )
 
 
 def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
-    """Ids that no piece has are written as unused ones of a name that no text has."""
+    """Return a vocabulary of unused ids, under names that no text has, to be filled."""
     tokens = [f"[PAD{at}]".encode() for at in range(size)]
-    return GgufVocabulary(model, pre, tokens, [PieceKind.UNUSED] * size)
+    return GgufVocabulary(model, pre, tokens=tokens, kinds=[PieceKind.UNUSED] * size)
 
 
 def _convert_sentencepiece(
     tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int
 ) -> GgufVocabulary:
-    model, found = vocabulary.model, _make_empty("llama", "default", size)
-    found.scores = [_UNUSED_SCORE] * size
-    kinds = {
+    model = vocabulary.model
+    converted = _make_empty("llama", "default", size)
+    converted.scores = [_UNUSED_SCORE] * size
+    is_kind = {
         PieceKind.UNKNOWN: model.is_unknown,
         PieceKind.CONTROL: model.is_control,
         PieceKind.UNUSED: model.is_unused,
         PieceKind.BYTE: model.is_byte,
     }
-    pieces = min(size, len(model))
-    for at in range(pieces):
-        found.tokens[at] = model.id_to_piece(at).encode()
-        found.scores[at] = model.get_score(at)
-        found.kinds[at] = next((kind for kind, test in kinds.items() if test(at)), PieceKind.NORMAL)
-    normal = [found.scores[at] for at in range(pieces) if found.kinds[at] == PieceKind.NORMAL]
-    if any(score != int(score) for score in normal):
+    for at in range(min(size, len(model))):
+        converted.tokens[at] = model.id_to_piece(at).encode()
+        converted.scores[at] = model.get_score(at)
+        kinds = (kind for kind, test in is_kind.items() if test(at))
+        converted.kinds[at] = next(kinds, PieceKind.NORMAL)
+    normal_scores = [
+        score
+        for score, kind in zip(converted.scores, converted.kinds, strict=True)
+        if kind == PieceKind.NORMAL
+    ]
+    # Scores of byte pairs are ranks, those of unigrams logarithms of probabilities.
+    if any(score != int(score) for score in normal_scores):
         raise CheckpointError(
             f"{tokenizer.place}: is a sentencepiece model of the kind unigram, which llama.cpp does"
             " not merge as it does; expected one of byte pairs"
         )
-    _set_space_rules(found, tokenizer)
-    return found
+    _set_space_rules(converted, tokenizer)
+    return converted
 
 
-def _set_space_rules(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
+def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary
-    found.add_space = vocabulary.eats_first_space
+    converted.add_space = vocabulary.eats_first_space
     if isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.collapses_spaces:
-        found.notes.append(
+        converted.notes.append(
             "llama.cpp keeps several spaces in a row, which this tokenizer makes one"
         )
     if vocabulary.eats_first_space and not vocabulary.eats_space_after_special:
-        found.notes.append(
+        converted.notes.append(
             "llama.cpp puts a space before text after special tokens too, which this tokenizer does"
             " at the start alone"
         )
 
 
 def _convert_json(
-    tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str | None
+    tokenizer: Tokenizer, content: dict[str, Any], *, size: int, pre: str | None
 ) -> GgufVocabulary:
-    place, model = Path(tokenizer.place), content.get("model") or {}
+    path = Path(tokenizer.place)
+    model = content.get("model") or {}
     if model.get("type", "BPE") != "BPE":
         raise CheckpointError(
-            f"{place}: found a model of type {model.get('type')!r}, which llama.cpp does not merge"
+            f"{path}: found a model of type {model.get('type')!r}, which llama.cpp does not merge"
             " as it does; expected BPE"
         )
     merges = [
         merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []
     ]
-    if model.get("byte_fallback"):
-        found = _make_empty("llama", "default", size)
-        _set_space_rules(found, tokenizer)
-        found.scores = [_UNUSED_SCORE] * size
+    if model.get("byte_fallback"):  # made of a sentencepiece model
+        converted = _make_empty("llama", "default", size)
+        _set_space_rules(converted, tokenizer)
+        converted.scores = [_UNUSED_SCORE] * size
         ranks: dict[str, int] = {}
         for rank, merge in enumerate(merges):
             ranks.setdefault(merge.replace(" ", "", 1), rank)
         for piece, at in model["vocab"].items():
             if at < size:
                 is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-                found.kinds[at] = PieceKind.BYTE if is_byte else PieceKind.NORMAL
-                found.tokens[at] = piece.encode()
-                found.scores[at] = -float(ranks.get(piece, len(merges) + at))
+                converted.kinds[at] = PieceKind.BYTE if is_byte else PieceKind.NORMAL
+                converted.tokens[at] = piece.encode()
+                # llama.cpp merges the best score first; what no merge makes comes after all.
+                converted.scores[at] = -float(ranks.get(piece, len(merges) + at))
         unknown = model["vocab"].get(model.get("unk_token"))
         if unknown is not None and unknown < size:
-            found.kinds[unknown] = PieceKind.UNKNOWN
-        return found
-    found = _make_empty("gpt2", find_pre_tokenizer(content, place, pre), size)
-    found.merges = merges
+            converted.kinds[unknown] = PieceKind.UNKNOWN
+        return converted
+    converted = _make_empty("gpt2", find_pre_tokenizer(content, path, pre), size)
+    converted.merges = merges
     if content.get("normalizer"):
-        found.notes.append(
+        converted.notes.append(
             f"llama.cpp does not normalize text ({content['normalizer'].get('type')}), as this"
             " tokenizer does: letters that are written as several signs are other tokens there"
         )
     for piece, at in model["vocab"].items():
         if at < size:
-            found.tokens[at], found.kinds[at] = piece.encode(), PieceKind.NORMAL
-    return found
+            converted.tokens[at] = piece.encode()
+            converted.kinds[at] = PieceKind.NORMAL
+    return converted
 
 
 def _make_word_pattern(digits: str) -> str:
-    """Words with what stands before them, digits, signs, white space."""
+    """Return the pattern that cuts into words with what stands before them, digits, signs, spaces.
+
+    digits: pattern of a run of digits.
+    """
     return _CONTRACTIONS + rf"|{_START}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
 def _make_cased_word_pattern(digits: str, end: str) -> str:
-    """The same, with a new word where a small letter is followed by a capital one."""
+    """Return the pattern that also begins a word where a small letter is followed by a capital.
+
+    end: pattern of what may follow a word.
+    """
     cased = f"{_START}{_UPPER}*{_LOWER}+{end}|{_START}{_UPPER}+{_LOWER}*{end}"
     return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way of cutting. steps: patterns or kinds of steps in their order. whole_words: None: it
-    does not matter.
-    """
+    """One way of cutting text that llama.cpp has."""
 
+    # llama.cpp's.
     name: str
+    # Patterns, or kinds of steps (`digits`, `words`), in their order.
     steps: tuple[str, ...]
+    # Words of the vocabulary are taken without merging. None: that does not matter.
     whole_words: bool | None = None
+    # Its type in tokenizer.json.
     normalizer: str | None = None
 
 
@@ -268,20 +298,25 @@ _KNOWN = (
     PreTokenizer("gpt-2", ("words",)),
 )
 # Others that llama.cpp has and that --pre may name.
+# fmt: off
 _BY_NAME_ALONE = (
-    "default", "deepseek-llm", "deepseek-coder", "deepseek-v3", "deepseek-r1-qwen", "falcon", "falcon3", "starcoder",
-    "refact", "command-r", "stablelm2", "olmo", "smaug-bpe", "codeshell", "exaone", "exaone4", "minerva-7b", "llama4",
-    "chatglm-bpe", "glm4", "megrez", "hunyuan", "kimi-k2", "granite-docling", "lfm2", "seed-coder",
-)  # fmt: skip
+    "default", "deepseek-llm", "deepseek-coder", "deepseek-v3", "deepseek-r1-qwen", "falcon",
+    "falcon3", "starcoder", "refact", "command-r", "stablelm2", "olmo", "smaug-bpe", "codeshell",
+    "exaone", "exaone4", "minerva-7b", "llama4", "chatglm-bpe", "glm4", "megrez", "hunyuan",
+    "kimi-k2", "granite-docling", "lfm2", "seed-coder",
+)
+# fmt: on
 
 
 def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | None = None) -> str:
-    """The name for a tokenizer.json. named: by the user. CheckpointError: none is known to cut as
-    it does.
+    """Return llama.cpp's name of the way in which a tokenizer.json cuts text.
+
+    content: of the file. named: the name that the user gives, if any. Raises CheckpointError if
+    none is known to cut as the file does.
     """
-    known = [one.name for one in _KNOWN]
+    known_names = [known.name for known in _KNOWN]
     if named is not None:
-        names = [*known, *_BY_NAME_ALONE]
+        names = [*known_names, *_BY_NAME_ALONE]
         if named not in names:
             hint = did_you_mean(named, names) or f"; one of {', '.join(names)}"
             raise CheckpointError(f"--pre: llama.cpp has no pre-tokenizer {show(named)!r}{hint}")
@@ -289,21 +324,19 @@ def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | Non
     steps = _list_steps(content.get("pre_tokenizer"))
     whole_words = bool((content.get("model") or {}).get("ignore_merges"))
     normalizer = (content.get("normalizer") or {}).get("type")
-    for one in _KNOWN:
-        if (
-            one.steps == steps
-            and one.whole_words in (None, whole_words)
-            and one.normalizer == normalizer
-        ):
-            return one.name
+    for known in _KNOWN:
+        has_same_words = known.whole_words in (None, whole_words)
+        if known.steps == steps and has_same_words and known.normalizer == normalizer:
+            return known.name
     raise CheckpointError(
-        f"{where}: its pre_tokenizer is none of those known here ({', '.join(known)}), and a wrong"
-        " one gives other tokens; name the one of llama.cpp that cuts text as it does with --pre"
+        f"{where}: its pre_tokenizer is none of those known here ({', '.join(known_names)}), and a"
+        " wrong one gives other tokens; name the one of llama.cpp that cuts text as it does with"
+        " --pre"
     )
 
 
 def _list_steps(pre: Any) -> tuple[str, ...] | None:
-    """The steps as PreTokenizer has them; None: with one that is not among them."""
+    """Return the steps as PreTokenizer has them; None if one of them is of no known kind."""
     if not isinstance(pre, Mapping):
         return None
     parts = pre.get("pretokenizers") if pre.get("type") == "Sequence" else [pre]
