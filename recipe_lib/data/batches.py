@@ -63,45 +63,45 @@ def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Batch(_Tensors):
-    """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there
-    is none.
-
-    positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each.
-    attention: which tokens are no padding, and of packed sequences the documents; for others
-    causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the
-    micro-batch's `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1),
-    -1 for padding; else None. values: of labeled items, fp64 `[items of the micro-batch]`; they
-    have segments too. sequences: for each row the numbers of the dataset's sequences in it, in
-    their order.
-    """
+    """One micro-batch of a rank: b rows of s tokens, right-padded."""
 
     tokens: torch.Tensor
+    """int64 `[b, s]`"""
     labels: torch.Tensor
+    """int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none"""
     positions: torch.Tensor | None = None
+    """int64 `[b, s]`, of packed rows; None for rows of one document each"""
     attention: AttentionInfo | None = None
-    segments: torch.Tensor | None = None
-    num_segments: int = 0
-    values: torch.Tensor | None = None
+    """Which tokens are no padding and, of packed rows, the documents; for others causality is enough"""
+    sequence_ids: torch.Tensor | None = None
+    """int64 `[b, s]`, the sequence of the micro-batch that a token is of, -1 for padding; None where
+    an item is one unlabeled sequence. Of pair i the chosen answer is 2 i, the rejected one 2 i + 1"""
+    num_sequences: int = 0
+    """Sequences that `sequence_ids` counts; 0 without them"""
+    targets: torch.Tensor | None = None
+    """fp64 `[items of the micro-batch]`, the labels of whole items; such a batch has sequence ids too"""
     sequences: tuple[tuple[int, ...], ...] = ()
+    """For each row the numbers of the dataset's sequences in it, in their order"""
 
 
 @dataclass(frozen=True)
 class StepBatches(_Tensors):
-    """One step's micro-batches of this rank; the counts are those of all ranks together.
-
-    trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens:
-    also padding. items: sequences, or pairs. step: optimizer steps of the run before this one;
-    None: of no run. mismatched: for each micro-batch its prompts with other samples' answers, where
-    those were asked for; the counts leave them out.
-    """
+    """One step's micro-batches of this rank; the counts are those of all ranks together."""
 
     micro_batches: list[Batch]
-    trained_tokens: int
+    num_label_tokens: int
+    """Targets that the loss counts"""
     total_tokens: int
+    """Tokens of sequences, without padding"""
     padded_tokens: int
-    items: int = 0
+    """Tokens of rows, padding included"""
+    num_items: int = 0
+    """Sequences, or pairs"""
     step: int | None = None
+    """Optimizer steps of the run before this one; None: of no run"""
     mismatched: list[Batch] = field(default_factory=list)
+    """For each micro-batch its prompts with other samples' answers, where those were asked for (KTO's
+    KL estimate); the counts leave them out"""
 
 
 def make_step(
@@ -216,10 +216,10 @@ class _StepSlots:
         )
         return StepBatches(
             micro_batches=[self.batch(rows[number]) for number in own],
-            trained_tokens=int(self.dataset.trained_counts[numbers].sum()),
+            num_label_tokens=int(self.dataset.trained_counts[numbers].sum()),
             total_tokens=int(self.dataset.lengths[numbers].sum()),
             padded_tokens=sum(self.width(micro_batch) * len(micro_batch) for micro_batch in rows),
-            items=len(numbers) // self.dataset.group,
+            num_items=len(numbers) // self.dataset.group,
             mismatched=[self.mismatched(rows[number]) for number in own] if self.answer_of else [],
         )
 
@@ -258,7 +258,7 @@ class _StepSlots:
         items = [number // self.dataset.group for row in rows for number in row][
             :: self.dataset.group
         ]
-        return replace(batch, values=torch.from_numpy(self.dataset.values[items]))
+        return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
     def mismatched(self, rows: list[list[int]]) -> Batch:
         """The prompts of the same sequences, each with the answer of another one."""
@@ -298,7 +298,9 @@ class _StepSlots:
             )
             batch = replace(batch, positions=positions, attention=info)
         if self.dataset.group > 1 or self.dataset.labeled:
-            batch = replace(batch, segments=torch.from_numpy(segments), num_segments=num_segments)
+            batch = replace(
+                batch, sequence_ids=torch.from_numpy(segments), num_sequences=num_segments
+            )
         return batch
 
 

@@ -55,11 +55,11 @@ def sequence_scores(scores: Tensor, batch: Batch) -> Tensor:
     """The scores `[q, n]` in fp64 of a micro-batch's q sequences, out of those of its tokens `[b,
     s, n]`: each at the token that has its label, the last one.
     """
-    if batch.segments is None:
+    if batch.sequence_ids is None:
         raise ValueError("this batch holds no sequences to score")
-    count = batch.num_segments
+    count = batch.num_sequences
     places = torch.where(
-        batch.labels == IGNORED, count, batch.segments
+        batch.labels == IGNORED, count, batch.sequence_ids
     ).flatten()  # other tokens have one of their own
     found = scores.flatten(0, 1).double()
     return found.new_zeros(count + 1, found.shape[1]).index_add(0, places, found)[:count]
@@ -276,6 +276,6 @@ def values_of(batch: Batch) -> Any:
     """The margins, classes or labels (1: wanted) of a micro-batch's items. Raises ValueError for
     one without.
     """
-    if batch.values is None:
+    if batch.targets is None:
         raise ValueError("this batch holds no labels")
-    return batch.values
+    return batch.targets

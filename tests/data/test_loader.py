@@ -28,7 +28,7 @@ def plan_of(rows, packing: int | None = None) -> DataPlan:
 def flat(steps) -> list:
     """Everything in batches as plain lists."""
     return [
-        [step.trained_tokens, step.total_tokens, step.padded_tokens, step.items]
+        [step.num_label_tokens, step.total_tokens, step.padded_tokens, step.num_items]
         + [
             [batch.tokens.tolist(), batch.labels.tolist()]
             + [batch.attention.real.spans]
@@ -116,7 +116,7 @@ def test_workers_make_the_batches_and_end_with_them(rows, monkeypatch):
     for _ in range(6):
         step = next(batches)
         assert step.total_tokens == os.getpid()
-        pids.add(step.trained_tokens)
+        pids.add(step.num_label_tokens)
     assert len(pids) == 2
     batches.close()  # a run that stops early
     deadline = time.monotonic() + 10
@@ -148,7 +148,7 @@ def test_a_signal_to_all_processes_leaves_the_batches_to_come(rows, monkeypatch)
     first = [next(batches), next(batches)]
     for step in first:
         for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(step.trained_tokens, number)
+            os.kill(step.num_label_tokens, number)
     found = flat([*first, *batches])
     assert [step[4:] for step in found] == [step[4:] for step in expected]
 

@@ -186,7 +186,7 @@ def mean_of_own_tokens(recipe: Any) -> None:
 
     def train_step(batches: Any) -> Any:
         own = sum(int((batch.labels >= 0).sum()) for batch in batches.micro_batches)
-        return honest(replace(batches, trained_tokens=own * recipe.world.data_ranks))
+        return honest(replace(batches, num_label_tokens=own * recipe.world.data_ranks))
 
     recipe.train_step = train_step
 

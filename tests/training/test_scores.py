@@ -54,12 +54,12 @@ def step(model: Decoder, cfg: RewardConfig, batches: list[StepBatches]) -> dict[
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
     gradients.
     """
-    scores, count = scored_with(model), batches[0].items
+    scores, count = scored_with(model), batches[0].num_items
     model.zero_grad()
     sums = torch.zeros(2 if cfg.loss == "classification" else 4, dtype=torch.float64)
     for batch in (batch for each in batches for batch in each.micro_batches):
-        assert batch.values is not None
-        loss, numbers = score_loss(scores(batch), batch.values, cfg)
+        assert batch.targets is not None
+        loss, numbers = score_loss(scores(batch), batch.targets, cfg)
         (loss / count).backward()
         sums += numbers
     means = sums / count

@@ -71,7 +71,7 @@ def step(
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
     gradients.
     """
-    items = batches[0].items
+    items = batches[0].num_items
     mismatched = [batch for each in batches for batch in each.mismatched if cfg.loss == "kto"]
     world: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda total: total)
     point = reference_point(
@@ -86,8 +86,8 @@ def step(
     for batch in (batch for each in batches for batch in each.micro_batches):
         with torch.no_grad():
             old = log_probs(reference, batch, cfg)
-        assert batch.values is not None
-        loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.values, point, cfg)
+        assert batch.targets is not None
+        loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.targets, point, cfg)
         (loss / items).backward()
         sums += numbers
     loss, named = step_numbers(sums, items, point, cfg)
@@ -209,9 +209,9 @@ def test_mismatched_sequences() -> None:
     ):
         found = []
         for batch in (batch for one in steps for batch in one.mismatched):
-            assert batch.segments is not None and batch.values is None
-            for number in range(batch.num_segments):
-                here = batch.segments == number
+            assert batch.sequence_ids is not None and batch.targets is None
+            for number in range(batch.num_sequences):
+                here = batch.sequence_ids == number
                 found.append((batch.tokens[here].tolist(), batch.labels[here].tolist()))
         key = str
         assert sorted(found, key=key) == sorted(

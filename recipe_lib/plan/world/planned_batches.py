@@ -80,10 +80,10 @@ class PlannedData:
             )  # fmt: skip
         whole = replace(
             step,
-            trained_tokens=ranks * step.trained_tokens,
+            num_label_tokens=ranks * step.num_label_tokens,
             total_tokens=ranks * step.total_tokens,
             padded_tokens=ranks * step.padded_tokens,
-            items=ranks * step.items,
+            num_items=ranks * step.num_items,
         )
         on_device = _without_bytes(whole).to(self._world.device)
         if self._traced is None or self._traced >= len(on_device.micro_batches):
