@@ -8,21 +8,19 @@ from recipe_lib.data.batches import (
     step_batches,
     validation_steps,
 )
+from recipe_lib.data.chat_templates import trained_template
+from recipe_lib.data.data_plan import DataPlan, Packs, pack
 from recipe_lib.data.dataset import (
-    DataPlan,
     Dataset,
-    Packs,
     TokenSequence,
     as_trained,
     check_vocabulary,
-    pack,
     warn_of_overlap,
     warn_of_positions,
 )
 from recipe_lib.data.dataset_report import report_lines
 from recipe_lib.data.find_format import settle_formats
-from recipe_lib.data.rendering import trained_template
-from recipe_lib.data.templates import render_prompt, system_fault
+from recipe_lib.data.label_masks import render_prompt, system_fault
 from recipe_lib.data.tokenize_dataset import (
     PreparedData,
     build_dataset,

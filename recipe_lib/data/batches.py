@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from recipe_lib.data.dataset import DataPlan, Dataset, TokenSequence, pack
+from recipe_lib.data.data_plan import DataPlan, pack
+from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,

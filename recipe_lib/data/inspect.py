@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, TokenSequence, overlap, pack
+from recipe_lib.data.data_plan import pack
+from recipe_lib.data.dataset import Dataset, TokenSequence, overlap
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import counted

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from recipe_lib.data.rendering import THOUGHT_KEYS
+from recipe_lib.data.column_names import is_idle_key, read_truth, says_nothing
 from recipe_lib.data.samples import (
     Conversation,
     Message,
@@ -18,17 +18,15 @@ from recipe_lib.data.samples import (
     SampleFault,
     SamplePlaces,
     found_in,
-    is_idle_key,
     kind_of,
     list_of,
     parse_column,
     path_of,
-    read_truth,
     refuse_keys,
-    says_nothing,
     shown,
     text_of,
 )
+from recipe_lib.data.thinking import THOUGHT_KEYS
 from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -29,9 +29,9 @@ from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.find_format import with_format
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import columns_section
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import Tokenizer

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.registry import registered
+from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import Preference, Sample, SampleFault
-from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.tokenizers import load_tokenizer
 
 # The format that Meta has documented for Llama 2; its files came without a template.

@@ -14,7 +14,7 @@ from typing import Any
 from recipe_lib.config.schema_data import DataConfig, SourceConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import SourceEncoder
-from recipe_lib.data.templates import Encoder
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
 USER, SAID = (

@@ -14,8 +14,8 @@ import pytest
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.inspect import inspect
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
 from tests.data.masks_cases import trained_texts

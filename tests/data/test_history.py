@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
 from tests.data.template_cases import (

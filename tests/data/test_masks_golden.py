@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
-from recipe_lib.data.templates import Encoder
 from tests.data import masks_cases
 from tests.data.masks_cases import CASES, HOT, MILD, ROWS, THOUGHT
 from tests.selection import slow_but, slow_except

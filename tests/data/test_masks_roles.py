@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from recipe_lib.config.registry import registered
 from recipe_lib.data.formats import conversation
+from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
-from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import trained_texts

@@ -12,9 +12,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig, TokenizerConfig
 from recipe_lib.data import trained_template
-from recipe_lib.data.rendering import bos_text, eos_text, plain_jinja, render_plain
+from recipe_lib.data.chat_templates import bos_text, eos_text, plain_jinja, render_plain
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.tokenizer import ChatTemplate
 from tests.data.masks_cases import trained_texts

@@ -15,8 +15,8 @@ from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
 from recipe_lib.data.dataset import Dataset, overlap
 from recipe_lib.data.inspect import show_item
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer

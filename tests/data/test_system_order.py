@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 
 from recipe_lib.config.registry import registered
 from recipe_lib.data.formats import conversation
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import trained_texts
 from tests.data.template_cases import BY_NAME, TEMPLATES, source_of, write_tokenizer

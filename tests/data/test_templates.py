@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from recipe_lib.data import render_prompt
 from recipe_lib.data.formats import conversation
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Completion, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import trained_texts

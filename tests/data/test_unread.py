@@ -13,8 +13,8 @@ import yaml
 from recipe_lib.config import registry
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema_data import SourceConfig
+from recipe_lib.data.column_names import is_idle
 from recipe_lib.data.formats import columns, conversation
-from recipe_lib.data.samples import is_idle
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer

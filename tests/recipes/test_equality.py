@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_lib.data.dataset import DataPlan, Dataset
+from recipe_lib.data.data_plan import DataPlan
+from recipe_lib.data.dataset import Dataset
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, parameters, run_here, steps
 from tests.selection import selected, slow_except

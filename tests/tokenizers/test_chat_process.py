@@ -98,7 +98,7 @@ def test_a_process_that_somebody_has_killed():
 @pytest.mark.slow
 def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch):
     from recipe_lib.data.formats import conversation
-    from recipe_lib.data.templates import Encoder
+    from recipe_lib.data.label_masks import Encoder
 
     source = "{% if messages|length == 1 %}" + ENDLESS + "{% endif %}" + CHATML
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "chat")

@@ -12,27 +12,26 @@ from os.path import commonprefix
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.chat_templates import RenderedChat, require_text
 from recipe_lib.data.messages import parse_arguments
-from recipe_lib.data.rendering import (
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, shown
+from recipe_lib.data.thinking import (
     CLOSED,
     OPENED,
     THOUGHT_KEYS,
     Habits,
-    RenderedChat,
     after_opening,
-    require_text,
     thought_of,
     under_its_name,
     without_thought,
 )
-from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, shown
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 
 # Which messages are trained, where those that are no answers stand in a rendering, and what a
 # rendering leaves out.
 #
-# Such a message is found by writing a private-use letter in its place. `recipe_lib.data.answers`
+# Such a message is found by writing a private-use letter in its place. `recipe_lib.data.trained_spans`
 # finds answers.
 
 

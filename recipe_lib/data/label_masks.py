@@ -1,7 +1,7 @@
 """Turns a sample into ids and says which of them the loss counts.
 
 An answer is trained from the first token after the prompt that generation would be given, up to and
-including the token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it
+including the token that ends the turn; `recipe_lib.data.trained_spans` finds it in the text, and here it
 becomes ids.
 """
 
@@ -12,7 +12,19 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
 
-from recipe_lib.data.answers import (
+from recipe_lib.data.chat_templates import RenderedChat, Template, Tools, eos_text
+from recipe_lib.data.escaping import TAGS, Escape, SpecialTokens, encode_escaped
+from recipe_lib.data.samples import (
+    Completion,
+    Conversation,
+    Document,
+    LabeledAnswer,
+    Message,
+    Preference,
+    SampleFault,
+)
+from recipe_lib.data.thinking import TemplateFields
+from recipe_lib.data.trained_spans import (
     Marked,
     Span,
     check_in_whole,
@@ -27,17 +39,6 @@ from recipe_lib.data.answers import (
     pick_trained,
     prepare_message,
     share_out,
-)
-from recipe_lib.data.escaping import TAGS, Escape, SpecialTokens, encode_escaped
-from recipe_lib.data.rendering import RenderedChat, Template, TemplateFields, Tools, eos_text
-from recipe_lib.data.samples import (
-    Completion,
-    Conversation,
-    Document,
-    LabeledAnswer,
-    Message,
-    Preference,
-    SampleFault,
 )
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer

@@ -1,0 +1,254 @@
+"""Read Arrow tables, a batch of samples at a time."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from huggingface_hub.errors import HTTPError
+
+from recipe_lib.config.local_files import no_datasets, no_reader
+from recipe_lib.config.schema_data import HUB
+from recipe_lib.data.sample_files import (
+    SAMPLE_LIMIT,
+    LocalFile,
+    Located,
+    SampleFile,
+    empty,
+    hash_of,
+    opened,
+)
+from recipe_lib.data.samples import SampleFault
+from recipe_lib.errors import DataError, first_line
+from recipe_lib.units import GIB, MIB, format_bytes
+
+# Reads Arrow tables, a batch of samples at a time: Parquet files, through pyarrow, and datasets of
+# the hub, through `datasets`, which maps its files into memory; both packages come with the extra
+# `datasets`.
+
+
+ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
+# A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a
+# tenth.
+MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
+MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
+ROWS_PER_BYTE = 1000  # of the file
+MAGIC = b"PAR1"  # at both ends of the file
+# A name on the hub, and no path, which `datasets` would read as well.
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
+
+
+class ParquetFile(LocalFile):
+    """A .parquet file; where its samples begin is what its footer says of the row groups."""
+
+    def __init__(
+        self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
+    ) -> None:
+        super().__init__(path, sample_limit, place)
+        try:
+            import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
+        except ImportError:
+            raise DataError(no_reader(path)) from None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As SampleFile says; inside a sample, a field that holds null is left out."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        if start >= stop:
+            return
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, stop, side="left"))
+        number = int(self._ends[first - 1]) if first else 0
+        with _parquet(self.path) as file:
+            for group in range(first, last + 1):
+                rows_at_once = self._rows_at_once(file.metadata.row_group(group))
+                for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
+                    skipped = min(max(start - number, 0), len(batch))
+                    number += skipped
+                    for sample in _read_batch(self, batch.slice(skipped, stop - number)):
+                        yield self.place_of(number), sample
+                        number += 1
+                    if number >= stop:
+                        return
+
+    def _rows_at_once(self, group: Any) -> int:
+        """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's
+        metadata allows on average.
+
+        A value that is kept once, in a dictionary, may be that of every sample. Raises DataError
+        for samples that cannot be.
+        """
+        sample = 0.0
+        with opened(self.path) as content:
+            for index in range(group.num_columns):
+                column = group.column(index)
+                own = column.total_uncompressed_size
+                once = _dictionary_bytes(content, column) if column.has_dictionary_page else 0
+                sample += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
+        if sample > MAX_ROW_BYTES:
+            raise DataError(
+                f"{self.place}: a sample may unpack to {format_bytes(sample)}, expected at most"
+                f" {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or"
+                " take it from a source you trust"
+            )
+        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample, 1))))
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The number of samples up to the end of each row group, int64."""
+        with _parquet(self.path) as file:
+            groups = [
+                file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)
+            ]
+        counts = [group.num_rows for group in groups]
+        num_samples = sum(counts)
+        num_bytes = sum(group.total_byte_size for group in groups)
+        size = os.path.getsize(self.path)
+        # Metadata that speak of far more than the file's bytes can hold.
+        if (
+            num_bytes > max(MOST_UNPACKED, LARGEST_RATIO * size)
+            or num_samples > ROWS_PER_BYTE * size
+        ):
+            raise DataError(
+                f"{self.place}: {format_bytes(size)} say that they unpack to {num_samples} samples"
+                f" of {format_bytes(num_bytes)}, expected at most {LARGEST_RATIO} times the size;"
+                " take the file from a source you trust"
+            )
+        if not num_samples:
+            raise empty(self.place)
+        return np.cumsum(counts, dtype=np.int64)
+
+
+def _dictionary_bytes(file: BinaryIO, column: Any) -> int:
+    """Bytes that a column's dictionary page unpacks to, from the first numbers of its header; all,
+    if not to be seen.
+
+    The header is a Thrift compact struct: field 1 the kind of page, field 2 its bytes, both i32
+    (0x15) and zigzag.
+    """
+    everything = int(column.total_uncompressed_size)
+    if column.dictionary_page_offset is None:
+        return everything
+    file.seek(column.dictionary_page_offset)
+    header = file.read(16)
+    if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:
+        return everything
+    value = 0
+    for place, byte in enumerate(header[3:8]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return min(everything, value >> 1)
+    return everything
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The file, open; what is wrong with it is a DataError."""
+    from pyarrow import ArrowException, parquet
+
+    with opened(path) as content:
+        begins, size = content.read(len(MAGIC)), content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - len(MAGIC)))
+        if begins != MAGIC or content.read() != MAGIC:
+            raise DataError(
+                f"{path}: found no Parquet table, or one that is cut short; write or download it"
+                " again"
+            )
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            yield file
+    except (ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: the Parquet file cannot be read ({first_line(error)}); write or download it"
+            " again"
+        ) from None
+
+
+def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
+    """Yield the samples of a batch, each on its own where one of them may be too large."""
+    is_large = batch.nbytes > file.sample_limit
+    for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
+        if part.nbytes > file.sample_limit:
+            yield file.too_large(part.nbytes)
+        else:
+            for sample in part.to_pylist():
+                yield {name: _leave_out_nulls(value) for name, value in sample.items()}
+
+
+def _leave_out_nulls(value: Any) -> Any:
+    """Return a value of an Arrow table without the nulls in it.
+
+    A table gives all objects of a column the same fields, filled up with nulls; a chat template
+    would write them out.
+    """
+    if isinstance(value, dict):
+        return {name: _leave_out_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_leave_out_nulls(item) for item in value]
+    return value
+
+
+class HubSamples(SampleFile):
+    """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
+
+    def __init__(
+        self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source"
+    ) -> None:
+        super().__init__(source, sample_limit)
+        self.split = split
+        if not NAME.fullmatch(source.removeprefix(HUB)):
+            raise DataError(
+                f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
+            )
+        try:
+            import datasets  # noqa: F401  (a missing package is said before anything is read)
+        except ImportError:
+            raise DataError(no_datasets(source, key)) from None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As SampleFile says; inside a sample, a field that holds null is left out."""
+        samples = self._samples
+        stop = len(samples) if stop is None else min(stop, len(samples))
+        for first in range(start, stop, ROWS_AT_ONCE):
+            table = samples[first : min(first + ROWS_AT_ONCE, stop)]
+            for number, sample in enumerate(_read_batch(self, table), start=first):
+                yield self.place_of(number), sample
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """As SampleFile says, of the files that `datasets` keeps the samples in."""
+        name = f"{self.place} {self.split}"
+        files = [Path(file["filename"]) for file in self._samples.cache_files]
+        if files:
+            return {"name": name} | hash_of(*files)
+        digest, size = hashlib.sha256(), 0
+        for _, sample in self.read():
+            line = json.dumps(sample, sort_keys=True, default=str).encode()
+            digest.update(line)
+            size += len(line)
+        return {"name": name, "size": size, "sha256": digest.hexdigest()}
+
+    @cached_property
+    def _samples(self) -> Any:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+
+        name, _, subset = self.place.removeprefix(HUB).partition(":")
+        try:
+            return load_dataset(name, subset or None, split=self.split).with_format("arrow")
+        except (OSError, ValueError, DatasetsError, HTTPError) as error:
+            raise DataError(
+                f"data.source: {self.place}: the hub dataset cannot be loaded ({first_line(error)})"
+            ) from None

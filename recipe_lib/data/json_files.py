@@ -1,0 +1,213 @@
+"""Read JSON files, an item at a time in memory."""
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterator
+from mmap import ACCESS_READ, mmap
+from typing import Any, BinaryIO
+
+from recipe_lib.data.column_names import is_idle_beside, says_nothing
+from recipe_lib.data.sample_files import IndexedFile, empty, not_utf8
+from recipe_lib.data.samples import kind_of
+from recipe_lib.errors import DataError
+
+# Reads JSON files, an item at a time in memory: a list of objects, `{"data": [...]}`, or one
+# object.
+
+
+# A fault so near to the end of what is decoded may be only that it ends there (in a word or in an
+# escape).
+UNSURE = 16
+
+_BLANK = re.compile(rb"[ \t\n\r]*+")
+_TOKEN = re.compile(rb'[\[\]{}]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # a bracket, or a text in quotes
+_WORD = re.compile(rb'[^\s,:\[\]{}"]*+')  # a number, or `true`
+
+TOO_LONG = object()
+
+
+class JsonFile(IndexedFile):
+    """A .json file. Its index is made by decoding each item once, which also finds every fault of
+    the file.
+    """
+
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise empty(self.place)
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            scanner = _Scanner(content, self.place, self.sample_limit)
+            opening = scanner.next_byte()
+            if not opening:
+                raise empty(self.place)
+            self._list_path = "." if opening == b"[" else ".data"
+            self._beside = scanner.beside
+            yield from scanner.items()
+
+    def locate(self, number: int, line: int) -> str:
+        return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
+
+    @property
+    def keys_beside(self) -> dict[str, str]:
+        """Return the keys beside the list of samples, as SampleFile says."""
+        len(self)  # they are known once the file was scanned
+        return self._beside
+
+
+def _describe(value: Any) -> str:
+    """Return what kind of value was read, for error lines."""
+    return "a very long value" if value is TOO_LONG else kind_of(value)
+
+
+class _Scanner:
+    """Takes the values of a JSON file one after the other, each decoded by itself.
+
+    `content[at]` is the next byte; `line` is where it is in the file.
+    """
+
+    def __init__(self, content: mmap, place: str, sample_limit: int) -> None:
+        """sample_limit: a value of more bytes is passed over, not decoded."""
+        self.content, self.place, self.sample_limit = content, place, sample_limit
+        self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
+        self.line = 1
+        self.decoder = json.JSONDecoder()
+        self.beside = dict[
+            str, str
+        ]()  # keys of the object that holds the list, as SampleFile.keys_beside
+
+    def items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what JsonFile's `scan` does. Raises DataError."""
+        opening = self.next_byte()
+        if opening not in (b"[", b"{"):
+            value = self.value()
+            raise DataError(
+                f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data":'
+                " [...]}"
+            )
+        yield from self.list_items() if opening == b"[" else self.object_items()
+        if self.next_byte():
+            raise self.invalid("Extra data", self.at)
+
+    def entries(self, closing: bytes) -> Iterator[None]:
+        """Pass over the list or object that begins here; yield where each of its entries begins."""
+        self.advance(self.at + 1)
+        mark = closing if self.next_byte() == closing else b","
+        while mark == b",":
+            yield
+            mark = self.next_byte()
+            if mark not in (b",", closing):
+                raise self.invalid("Expecting ',' delimiter", self.at)
+            if mark == b",":
+                self.advance(self.at + 1)
+                self.next_byte()
+        self.advance(self.at + 1)
+
+    def list_items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `items` does of the list that begins here."""
+        for _ in self.entries(b"]"):
+            first, line = self.at, self.line
+            self.value()
+            yield first, self.at, line
+
+    def object_items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `items` does of the list under the key `data` of the object that begins here;
+        else the object itself.
+        """
+        start = self.at
+        has_list = False
+        num_data_keys = 0
+        for _ in self.entries(b"}"):
+            if self.next_byte() != b'"':
+                raise self.invalid("Expecting property name enclosed in double quotes", self.at)
+            key = self.value()
+            num_data_keys += key == "data"
+            if num_data_keys > 1:
+                raise DataError(
+                    f"{self.place}:{self.line}: found the key 'data' twice, expected it once;"
+                    " correct it"
+                )
+            if self.next_byte() != b":":
+                raise self.invalid("Expecting ':' delimiter", self.at)
+            self.advance(self.at + 1)
+            if self.next_byte() == b"[" and key == "data":
+                has_list = True
+                yield from self.list_items()
+            else:
+                value = self.value()
+                if not says_nothing(value):
+                    self.beside[str(key)] = (
+                        "" if is_idle_beside(str(key), value) else _describe(value)
+                    )
+        if not has_list:
+            self.beside.clear()  # the object is the one sample, and these are its columns
+            yield start, self.at, 0
+
+    def next_byte(self) -> bytes:
+        """Pass over blanks; return the byte after them, or nothing at the end of the file."""
+        blanks = _BLANK.match(self.content, self.at)
+        self.advance(blanks.end() if blanks else self.at)
+        return self.content[self.at : self.at + 1]
+
+    def value(self) -> Any:
+        """Take the value that begins here; TOO_LONG for one over the limit."""
+        end, is_closed = self._find_end()
+        cut = min(end, self.at + self.sample_limit + UNSURE)
+        try:
+            text, _ = codecs.utf_8_decode(self.content[self.at : cut], "strict", cut == end)
+            value, length = self.decoder.raw_decode(text)
+        except UnicodeDecodeError as error:
+            line = self.line + error.object[: error.start].count(b"\n")
+            raise not_utf8(self.place, line, error.object[error.start]) from None
+        except json.JSONDecodeError as error:
+            is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
+            if cut == end or is_fault:
+                raise self.invalid(error.msg, self.at + len(text[: error.pos].encode())) from None
+            if not is_closed:
+                raise self.invalid("Unterminated value", end) from None
+            self.advance(end)
+            return TOO_LONG
+        except RecursionError:
+            raise DataError(
+                f"{self.place}: JSON nested too deep, expected a list of objects"
+            ) from None
+        except ValueError:  # Python refuses integers of thousands of digits
+            raise self.invalid("a number of too many digits", self.at) from None
+        self.advance(self.at + len(text[:length].encode()))
+        return value
+
+    def _find_end(self) -> tuple[int, bool]:
+        """Return where the list, object, text or word that begins here ends, by its brackets and
+        quotes alone, and whether it does before the file.
+        """
+        depth = 0
+        word = _WORD.match(self.content, self.at)
+        if word and word.end() > self.at:
+            return word.end(), True
+        for token in _TOKEN.finditer(self.content, self.at):
+            depth += (token[0] in (b"[", b"{")) - (token[0] in (b"]", b"}"))
+            if depth <= 0:
+                return token.end(), True
+        return len(self.content), False
+
+    def advance(self, end: int) -> None:
+        """Move on to `content[end]`."""
+        self.line += self.content[self.at : end].count(b"\n")
+        self.at = end
+
+    def invalid(self, said: str, position: int) -> DataError:
+        """Return the fault at a position that is not before `at`."""
+        line = self.line + self.content[self.at : position].count(b"\n")
+        before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(
+            codecs.BOM_UTF8
+        )
+        remedy = (
+            "; if every line is an object of its own, name the file .jsonl"
+            if said == "Extra data"
+            else ""
+        )
+        column = len(before.decode(errors="replace")) + 1
+        return DataError(
+            f"{self.place}:{line}: column {column}: invalid JSON ({said}), expected a list of"
+            f" objects{remedy}"
+        )
