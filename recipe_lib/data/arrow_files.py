@@ -18,11 +18,11 @@ from recipe_lib.config.schema_data import HUB
 from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,
     LocalFile,
-    Located,
+    LocatedSample,
     SampleFile,
-    empty,
-    hash_of,
-    opened,
+    build_empty_fault,
+    hash_contents,
+    open_checked,
 )
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError, first_line
@@ -40,9 +40,9 @@ BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
 MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
 MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
 ROWS_PER_BYTE = 1000  # of the file
-MAGIC = b"PAR1"  # at both ends of the file
+PARQUET_MAGIC = b"PAR1"  # at both ends of the file
 # A name on the hub, and no path, which `datasets` would read as well.
-NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
 
 
 class ParquetFile(LocalFile):
@@ -60,7 +60,7 @@ class ParquetFile(LocalFile):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         """As SampleFile says; inside a sample, a field that holds null is left out."""
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
@@ -68,7 +68,7 @@ class ParquetFile(LocalFile):
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
         number = int(self._ends[first - 1]) if first else 0
-        with _parquet(self.path) as file:
+        with _open_parquet(self.path) as file:
             for group in range(first, last + 1):
                 rows_at_once = self._rows_at_once(file.metadata.row_group(group))
                 for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
@@ -88,11 +88,11 @@ class ParquetFile(LocalFile):
         for samples that cannot be.
         """
         sample = 0.0
-        with opened(self.path) as content:
+        with open_checked(self.path) as content:
             for index in range(group.num_columns):
                 column = group.column(index)
                 own = column.total_uncompressed_size
-                once = _dictionary_bytes(content, column) if column.has_dictionary_page else 0
+                once = _read_dictionary_size(content, column) if column.has_dictionary_page else 0
                 sample += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
         if sample > MAX_ROW_BYTES:
             raise DataError(
@@ -105,7 +105,7 @@ class ParquetFile(LocalFile):
     @cached_property
     def _ends(self) -> np.ndarray:
         """The number of samples up to the end of each row group, int64."""
-        with _parquet(self.path) as file:
+        with _open_parquet(self.path) as file:
             groups = [
                 file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)
             ]
@@ -124,11 +124,11 @@ class ParquetFile(LocalFile):
                 " take the file from a source you trust"
             )
         if not num_samples:
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         return np.cumsum(counts, dtype=np.int64)
 
 
-def _dictionary_bytes(file: BinaryIO, column: Any) -> int:
+def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
     """Bytes that a column's dictionary page unpacks to, from the first numbers of its header; all,
     if not to be seen.
 
@@ -151,14 +151,14 @@ def _dictionary_bytes(file: BinaryIO, column: Any) -> int:
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def _open_parquet(path: Path) -> Iterator[Any]:
     """The file, open; what is wrong with it is a DataError."""
     from pyarrow import ArrowException, parquet
 
-    with opened(path) as content:
-        begins, size = content.read(len(MAGIC)), content.seek(0, os.SEEK_END)
-        content.seek(max(0, size - len(MAGIC)))
-        if begins != MAGIC or content.read() != MAGIC:
+    with open_checked(path) as content:
+        begins, size = content.read(len(PARQUET_MAGIC)), content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - len(PARQUET_MAGIC)))
+        if begins != PARQUET_MAGIC or content.read() != PARQUET_MAGIC:
             raise DataError(
                 f"{path}: found no Parquet table, or one that is cut short; write or download it"
                 " again"
@@ -178,7 +178,7 @@ def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | Sampl
     is_large = batch.nbytes > file.sample_limit
     for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
         if part.nbytes > file.sample_limit:
-            yield file.too_large(part.nbytes)
+            yield file.build_size_fault(part.nbytes)
         else:
             for sample in part.to_pylist():
                 yield {name: _leave_out_nulls(value) for name, value in sample.items()}
@@ -205,7 +205,7 @@ class HubSamples(SampleFile):
     ) -> None:
         super().__init__(source, sample_limit)
         self.split = split
-        if not NAME.fullmatch(source.removeprefix(HUB)):
+        if not HUB_NAME.fullmatch(source.removeprefix(HUB)):
             raise DataError(
                 f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
             )
@@ -217,7 +217,7 @@ class HubSamples(SampleFile):
     def __len__(self) -> int:
         return len(self._samples)
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         """As SampleFile says; inside a sample, a field that holds null is left out."""
         samples = self._samples
         stop = len(samples) if stop is None else min(stop, len(samples))
@@ -232,7 +232,7 @@ class HubSamples(SampleFile):
         name = f"{self.place} {self.split}"
         files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:
-            return {"name": name} | hash_of(*files)
+            return {"name": name} | hash_contents(*files)
         digest, size = hashlib.sha256(), 0
         for _, sample in self.read():
             line = json.dumps(sample, sort_keys=True, default=str).encode()

@@ -10,7 +10,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import Conversation, Message, SampleFault
-from recipe_lib.data.thinking import Habits, learn_habits
+from recipe_lib.data.thinking import TemplateFeatures, probe_template
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
 from recipe_lib.tokenizers.tokenizer import TurnEnd
@@ -32,7 +32,7 @@ class Template:
         self.special = special
         self.is_chat = is_chat
         # It is written, so that what follows is encoded as it is after BOS.
-        self._bos = bos_text(tokenizer, add_bos)
+        self._bos = get_bos_text(tokenizer, add_bos)
         self.stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
 
     @cached_property
@@ -41,13 +41,13 @@ class Template:
         return self.tokenizer.turn_end if self.is_chat else TurnEnd()
 
     @cached_property
-    def habits(self) -> Habits:
+    def features(self) -> TemplateFeatures:
         """Return what the template makes of thoughts and tool calls."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
-            return Habits()
-        letter = self.special.unused_letters([], 1)[0]
-        return learn_habits(self.tokenizer.render_chats, source, self.special.pattern, letter)
+            return TemplateFeatures()
+        letter = self.special.find_unused_letters([], 1)[0]
+        return probe_template(self.tokenizer.render_chats, source, self.special.pattern, letter)
 
     def render(
         self,
@@ -64,8 +64,8 @@ class Template:
         """
         if self.is_chat:
             return self.tokenizer.render_chats(messages, requests, tools, options)
-        eos = eos_text(self.tokenizer)
-        return [plain_or_fault(messages, request, eos, self._bos) for request in requests]
+        eos = get_eos_text(self.tokenizer)
+        return [try_render_plain(messages, request, eos, self._bos) for request in requests]
 
 
 class RenderedChat:
@@ -90,7 +90,7 @@ class RenderedChat:
     def letters(self) -> Sequence[str]:
         """Return two letters that neither the conversation nor the template holds."""
         content = [self.messages, self.tools, self._variables]
-        return self.template.special.unused_letters(content, 2)
+        return self.template.special.find_unused_letters(content, 2)
 
     def render(
         self,
@@ -211,7 +211,7 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
     return "".join(parts)
 
 
-def plain_or_fault(
+def try_render_plain(
     messages: Sequence[Message], wanted: RenderRequest, eos: str, bos: str
 ) -> str | DataError:
     """One rendering of a conversation, as a tokenizer's `render_chats` gives them."""
@@ -227,7 +227,7 @@ def plain_or_fault(
         return error
 
 
-def plain_jinja(eos: str, bos: str = "") -> str:
+def build_plain_jinja(eos: str, bos: str = "") -> str:
     """The Jinja that writes what `render_plain` does, for transformers' `apply_chat_template` and
     what else reads it.
 
@@ -240,7 +240,7 @@ def plain_jinja(eos: str, bos: str = "") -> str:
     )
 
 
-def eos_text(tokenizer: Tokenizer) -> str:
+def get_eos_text(tokenizer: Tokenizer) -> str:
     """The EOS token as it is written. Raises DataError: there is none."""
     if tokenizer.eos_id is None:
         raise DataError(
@@ -250,7 +250,7 @@ def eos_text(tokenizer: Tokenizer) -> str:
     return tokenizer.token_bytes(tokenizer.eos_id).decode()
 
 
-def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
+def get_bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
     """What a conversation begins with: BOS as it is written where the tokenizer begins texts with
     it, else nothing.
     """
@@ -260,7 +260,9 @@ def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
     return bos if tokenizer.encode_pieces([bos])[0] == [tokenizer.bos_id] else ""
 
 
-def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0) -> str | None:
+def find_trained_template(
+    cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0
+) -> str | None:
     """The template that wrote the conversations of a run, where the tokenizer's own files do not
     hold it; None: they do, or no sample of the run is a conversation. One that asks for today's
     date has that of training instead.
@@ -271,6 +273,6 @@ def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int =
     if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
-        return plain_jinja(eos_text(tokenizer), bos_text(tokenizer, cfg.data.add_bos))
+        return build_plain_jinja(get_eos_text(tokenizer), get_bos_text(tokenizer, cfg.data.add_bos))
     is_own = not cfg.tokenizer.chat_template and tokenizer.dated_template == tokenizer.chat_template
     return None if is_own else tokenizer.dated_template

@@ -121,14 +121,14 @@ def normalize_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def says_nothing(value: Any) -> bool:
+def is_blank(value: Any) -> bool:
     """Return whether a value is as good as absent: null, blank text, an object of such, or a list
     of nothing or nulls.
     """
     if isinstance(value, str):
         return not value or value.isspace()
     if isinstance(value, dict):
-        return all(map(says_nothing, value.values()))
+        return all(map(is_blank, value.values()))
     if isinstance(value, (list, tuple)):
         return all(item is None for item in value)
     return value is None
@@ -200,7 +200,7 @@ def is_idle_beside(name: str, value: Any) -> bool:
     return not why_not_column(name, value, is_text=False) and is_idle(name, value)
 
 
-def says_wanted(name: str, value: Any) -> bool:
+def is_neutral_label(name: str, value: Any) -> bool:
     """Return whether a column says of its row no more than that it is wanted, or its class, or that
     it counts once.
     """

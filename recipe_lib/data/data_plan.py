@@ -58,13 +58,13 @@ def pack(lengths: np.ndarray, capacity: int) -> Packs:
     falling = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     pack_of = np.empty(len(lengths), dtype=np.int64)
-    pack_of[falling] = _place(sizes[::-1].tolist(), counts[::-1].tolist(), capacity)
+    pack_of[falling] = _assign_packs(sizes[::-1].tolist(), counts[::-1].tolist(), capacity)
     items = np.argsort(pack_of, kind="stable")
     sizes_of_packs = np.bincount(pack_of)
     return Packs(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes_of_packs)]), items)
 
 
-def _place(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
+def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
     """Return the pack of each item, longest item first. sizes: falling; counts: items of each."""
     open_packs = _OpenPacks(capacity)
     placed = list[int]()
@@ -215,7 +215,7 @@ class DataPlan:
         """Slots of the first epoch."""
         return len(self._epoch(0)[0])
 
-    def packed_share(self) -> float | None:
+    def compute_packed_share(self) -> float | None:
         """How much of the first epoch's packs is tokens, where all are as long as the fullest; None
         without packing.
         """
@@ -227,14 +227,14 @@ class DataPlan:
         """Return the slots of an epoch in the order they are taken, and the tokens of the fullest
         pack; None: there is no packing, and a slot is an item.
         """
-        items = self._taken(number)
+        items = self._list_taken_items(number)
         if self._shuffle:
-            items = items[_drawn_order(len(items), self._seed, number, _ORDER)]
+            items = items[_draw_order(len(items), self._seed, number, _ORDER)]
         if self._capacity is None:
             return Packs(np.arange(len(items) + 1), items), None
         packs = pack(self._lengths[items], self._capacity)
         if self._shuffle:
-            order = _drawn_order(len(packs), self._seed, number, _PACKS)
+            order = _draw_order(len(packs), self._seed, number, _PACKS)
         else:
             order = np.argsort(
                 packs.items[packs.offsets[:-1]], kind="stable"
@@ -247,13 +247,13 @@ class DataPlan:
         )
         return Packs(offsets, taken), int(pack_lengths.max())
 
-    def _taken(self, epoch: int) -> np.ndarray:
+    def _list_taken_items(self, epoch: int) -> np.ndarray:
         """The items of an epoch in file order, as often as their source's weight says."""
-        numbers = _numbers(len(self._lengths), self._seed, epoch, _SHARES)
+        numbers = _draw_numbers(len(self._lengths), self._seed, epoch, _SHARES)
         parts = []
         for source, weight in enumerate(self._weights):
             own = np.flatnonzero(self._source_of == source)
-            count = _share(weight % 1, len(own), epoch)
+            count = _count_share(weight % 1, len(own), epoch)
             once_more = np.sort(own[np.argsort(numbers[own], kind="stable")[:count]])
             parts += [own] * int(weight) + [once_more]
         return np.concatenate(parts)
@@ -276,7 +276,7 @@ class DataPlan:
         )
 
 
-def _share(share: float, number: int, epoch: int) -> int:
+def _count_share(share: float, number: int, epoch: int) -> int:
     """Items that a share of `number` comes to in an epoch, so that epochs together have what they
     should.
     """
@@ -284,11 +284,11 @@ def _share(share: float, number: int, epoch: int) -> int:
     return math.floor(round((epoch + 1) * per_epoch, 6)) - math.floor(round(epoch * per_epoch, 6))
 
 
-def _drawn_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    return np.argsort(_numbers(number, seed, epoch, stream), kind="stable")
+def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    return np.argsort(_draw_numbers(number, seed, epoch, stream), kind="stable")
 
 
-def _numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+def _draw_numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
     counter = np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(number)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.dataset import digest_of
+from recipe_lib.data.dataset import compute_digest
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.find_format import fitting
+from recipe_lib.data.find_format import find_fitting_formats
 from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import (
     Classified,
@@ -22,14 +22,14 @@ from recipe_lib.data.samples import (
     Document,
     LabeledAnswer,
     Preference,
-    Renamed,
+    RenamedSample,
     Sample,
     SampleFault,
-    columns_section,
     find_columns,
+    format_overrides,
+    get_columns_section,
     list_conversations,
-    located,
-    overrides,
+    prefix_place,
 )
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.trained_spans import pick_trained
@@ -87,7 +87,7 @@ class Chunk:
         self.trained.extend(trained)
         self.sample_of.append(sample)
         self.values.append(value)
-        self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
+        self.digests.append(compute_digest(ids.tobytes(), bytes(trained)))
 
 
 class SourceEncoder:
@@ -116,7 +116,7 @@ class SourceEncoder:
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
-                    f"{columns_section(section)}.columns.{name}: the format {self.format} has no"
+                    f"{get_columns_section(section)}.columns.{name}: the format {self.format} has no"
                     f" such column, expected one of {', '.join(known)}{did_you_mean(name, known)}"
                 )
 
@@ -151,7 +151,7 @@ class SourceEncoder:
                     self._read(chunk, number, place, sample)
                 except SampleFault as fault:
                     self.encoder.special.take()
-                    chunk.report.add_bad(fault.cause, located(place, fault))
+                    chunk.report.add_bad(fault.cause, prefix_place(place, fault))
         except UserError as error:
             chunk.fault = error
         chunk.report.sequences = len(chunk.lengths)
@@ -162,8 +162,8 @@ class SourceEncoder:
     def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
         """Add what a row becomes, and count what it holds that nobody reads."""
         row, left_out = self.unread.leave_out(row)
-        renamed = self._renamed(row, place)
-        self.unread.tidy(renamed)
+        renamed = self._rename_columns(row, place)
+        self.unread.tidy_columns(renamed)
         sample = self.read(renamed)
         texts = collect_texts(sample)
         idle_names = self.unread.find(renamed, sample, texts)
@@ -172,7 +172,7 @@ class SourceEncoder:
             (*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else ""
         )
 
-    def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
+    def _rename_columns(self, sample: Mapping[str, Any], place: str) -> RenamedSample:
         """Return the sample under the names that the format knows. Raises SampleFault for a missing
         column.
         """
@@ -189,8 +189,8 @@ class SourceEncoder:
                 )
             expected = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
-            (one,) = overrides(columns_section(self.section), {missing[0]: "NAME"})
-            others = fitting(sample, self.columns)  # of those without labels
+            (one,) = format_overrides(get_columns_section(self.section), {missing[0]: "NAME"})
+            others = find_fitting_formats(sample, self.columns)  # of those without labels
             remedy = (
                 f"these are of the format {others[0]}: set {self.section}.format={others[0]}"
                 if others
@@ -201,7 +201,9 @@ class SourceEncoder:
                 f"found the columns {found}, expected {expected} (format {self.format}); "
                 + (remedy or f"name yours with {one}"),
             )
-        return Renamed(sample, self.columns, columns_section(self.section), self.names.required)
+        return RenamedSample(
+            sample, self.columns, get_columns_section(self.section), self.names.required
+        )
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
         """Add what a sample becomes, and count it."""
@@ -210,7 +212,7 @@ class SourceEncoder:
             self._add_document(chunk, number, sample.text)
             report.special.note(place, self.encoder.special.take())
             return
-        items = self._items(report, place, sample)
+        items = self._encode_items(report, place, sample)
         spelled = self.encoder.special.take()
         report.special.note(place, spelled)
         report.preferences += isinstance(sample, Preference)
@@ -223,17 +225,17 @@ class SourceEncoder:
         report.labels += isinstance(sample, LabeledAnswer)
         report.classified += isinstance(sample, Classified)
         for item in items:
-            kept = self._shortened(report, place, item)
+            kept = self._truncate_item(report, place, item)
             if kept:
                 report.pairs += len(kept) == 2
                 if isinstance(sample, Classified):  # read as a whole, as a text is
                     report.text_tokens += len(kept[0].ids) - 1
                 report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
-                report.prompt_tokens += sum(map(self._prompt_tokens, kept))
+                report.prompt_tokens += sum(map(self._count_prompt_tokens, kept))
                 sequences = ((encoded.ids, encoded.trained) for encoded in kept)
-                chunk.append(number, *sequences, value=_value(sample, chunk.classes))
+                chunk.append(number, *sequences, value=_get_item_value(sample, chunk.classes))
 
-    def _items(
+    def _encode_items(
         self,
         report: DataReport,
         place: str,
@@ -259,16 +261,16 @@ class SourceEncoder:
             report.marked_answers += len(whole.marked.answers)
             report.marks_differing += len(whole.marked.differing)
             if whole.marked.differing and not report.first_mark:
-                report.first_mark = located(place, whole.marked.differing[0])
+                report.first_mark = prefix_place(place, whole.marked.differing[0])
         return [(encoded,) for encoded in whole.sequences]
 
-    def _prompt_tokens(self, encoded: Encoded) -> int:
+    def _count_prompt_tokens(self, encoded: Encoded) -> int:
         """Return how many tokens are outside of the answers, BOS left out."""
         first_is_none = bool(encoded.answers and encoded.answers[0][0] == 0)
         first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
         return encoded.trained.count(False) - first_is_none
 
-    def _shortened(
+    def _truncate_item(
         self, report: DataReport, place: str, sequences: tuple[Encoded, ...]
     ) -> tuple[Encoded, ...]:
         """Return the sequences of an item within the limit; none, if nothing is left to learn from
@@ -319,7 +321,7 @@ class SourceEncoder:
             chunk.append(number, (piece, [False] + [True] * (len(piece) - 1)))
 
 
-def _value(sample: Sample, classes: list[str]) -> float:
+def _get_item_value(sample: Sample, classes: list[str]) -> float:
     """Return the number that an item keeps. classes: names that have a number; a new one is
     added.
     """

@@ -12,27 +12,28 @@ from functools import partial
 from itertools import takewhile
 
 from recipe_lib.config.registry import register
-from recipe_lib.data.column_names import SAME_AS, read_truth, says_nothing
+from recipe_lib.data.column_names import SAME_AS, is_blank, read_truth
 from recipe_lib.data.messages import (
-    WHOLE,
+    CONVERSATION_COLUMNS,
     Turns,
+    build_conversation,
     check_answers,
     check_order,
-    conversation,
+    make_text_turn,
     read_tools,
     read_turns,
-    text_turn,
 )
+from recipe_lib.data.messages import build_conversation as conversation
 from recipe_lib.data.read_columns import (
-    CHAT,
+    CHAT_COLUMNS,
     open_request,
+    prepend_system,
     read_answer,
     read_column,
     read_history,
     read_question,
     read_variables,
     refuse_beside_text,
-    with_system,
 )
 from recipe_lib.data.samples import (
     OTHER_NAMES,
@@ -44,17 +45,19 @@ from recipe_lib.data.samples import (
     LabeledAnswer,
     Preference,
     RawSample,
-    Renamed,
+    RenamedSample,
     Sample,
     SampleFault,
     SamplePlaces,
-    called,
-    overrides,
-    path_of,
-    shown,
-    text_of,
+    find_column,
+    format_overrides,
+    format_value,
+    get_path,
+    read_text_field,
 )
+from recipe_lib.data.samples import read_text_field as text_of
 
+# Plugins import `conversation` and `text_of` from here (docs/your_recipe.md).
 __all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
 
 Reader = Callable[[RawSample], Sample]
@@ -82,16 +85,16 @@ def columns(
 _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
-def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
+def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
     """Return the conversation of these turns, with the system message, tools and template arguments
     of the row.
 
     asked: so many of the turns are the prompt; 0: nobody says which.
     """
-    all_turns = with_system(sample, turns)
+    all_turns = prepend_system(sample, turns)
     num_added = len(all_turns.messages) - len(turns.messages)
     tools, path = read_tools(sample)
-    return conversation(
+    return build_conversation(
         all_turns.messages,
         tools,
         SamplePlaces(all_turns.places, path),
@@ -101,7 +104,7 @@ def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
 
 
 @register("data.format", "alpaca")
-@_columns("instruction", "output", optional=("input", "history", *CHAT))
+@_columns("instruction", "output", optional=("input", "history", *CHAT_COLUMNS))
 def read_alpaca(sample: RawSample) -> Conversation:
     """Read `instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and
     `history`: the turns before, as pairs of texts.
@@ -110,31 +113,33 @@ def read_alpaca(sample: RawSample) -> Conversation:
     if not asked.messages[0]["content"].strip():
         raise SampleFault(
             "empty instruction",
-            f"{path_of(sample, 'instruction')}: found an empty instruction, expected text",
+            f"{get_path(sample, 'instruction')}: found an empty instruction, expected text",
         )
-    return _chat(sample, read_history(sample) + asked + text_turn(sample, "output", "assistant"))
+    return _build_chat(
+        sample, read_history(sample) + asked + make_text_turn(sample, "output", "assistant")
+    )
 
 
 @register("data.format", "sharegpt")
-@_columns("conversations", optional=CHAT)
+@_columns("conversations", optional=CHAT_COLUMNS)
 def read_sharegpt(sample: RawSample) -> Conversation:
     """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and
     `tools` (may be JSON).
     """
-    return _chat(sample, read_turns(sample, "conversations"))
+    return _build_chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
-@_columns("messages", optional=CHAT)
+@_columns("messages", optional=CHAT_COLUMNS)
 def read_messages(sample: RawSample) -> Conversation:
     """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`,
     `tools` for the chat template.
     """
-    return _chat(sample, read_turns(sample, "messages", names_calls=False))
+    return _build_chat(sample, read_turns(sample, "messages", names_calls=False))
 
 
 @register("data.format", "prompt_completion")
-@_columns("prompt", "completion", optional=CHAT)
+@_columns("prompt", "completion", optional=CHAT_COLUMNS)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
     """Read `prompt` and `completion`: two texts, put together as they stand, with no template and
     no space between them; or messages (one of the two may be text), of which the completion is
@@ -144,29 +149,29 @@ def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
         sample.get("completion"), (list, dict)
     ):
         asked = read_column(sample, "prompt", "user")
-        return _chat(
+        return _build_chat(
             sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages)
         )
-    refuse_beside_text(sample, *CHAT)
-    completion = text_of(sample, "completion")
+    refuse_beside_text(sample, *CHAT_COLUMNS)
+    completion = read_text_field(sample, "completion")
     if not completion:
         raise SampleFault(
             "empty answer",
-            f"{path_of(sample, 'completion')}: found an empty completion, expected text to"
+            f"{get_path(sample, 'completion')}: found an empty completion, expected text to"
             " train on",
         )
-    return Completion(text_of(sample, "prompt"), completion)
+    return Completion(read_text_field(sample, "prompt"), completion)
 
 
 @register("data.format", "text")
 @_columns("text")
 def read_text(sample: RawSample) -> Document:
     """Read `text`, or a whole .txt file."""
-    text = text_of(sample, "text")
+    text = read_text_field(sample, "text")
     if not text:
         raise SampleFault(
             "empty text",
-            f"{path_of(sample, 'text')}: found an empty text, expected something to train on",
+            f"{get_path(sample, 'text')}: found an empty text, expected something to train on",
         )
     return Document(text)
 
@@ -175,7 +180,15 @@ def read_text(sample: RawSample) -> Document:
 @_columns(
     "chosen",
     "rejected",
-    optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT),
+    optional=(
+        "prompt",
+        "conversations",
+        "instruction",
+        "input",
+        "history",
+        "margin",
+        *CHAT_COLUMNS,
+    ),
 )
 def read_preference(sample: RawSample) -> Preference:
     """Read `chosen` and `rejected`: two answers (text or a message each), or two conversations that
@@ -246,7 +259,7 @@ def _check_end(
     last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
         raise SampleFault(
-            cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}"
+            cause, f"{get_path(sample, name)}: found {last} at its end, expected {expected}"
         )
 
 
@@ -254,14 +267,14 @@ def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
     """Return what comes before an answer: the system message, earlier turns, and the question under
     one of these names.
     """
-    given = [name for name in names if not says_nothing(sample.get(name))]
+    given = [name for name in names if not is_blank(sample.get(name))]
     given = given or [name for name in names if sample.get(name) is not None][:1]
     if len(given) > 1:
         raise SampleFault("two prompts", f"found {' and '.join(given)}, expected one of the two")
     before = read_history(sample)
-    if given or not says_nothing(sample.get("input")):
+    if given or not is_blank(sample.get("input")):
         before += read_question(sample, given[0] if given else "instruction")
-    return with_system(sample, before)
+    return prepend_system(sample, before)
 
 
 def _read_margin(value: object) -> float:
@@ -280,8 +293,11 @@ def _read_margin(value: object) -> float:
     "prompt",
     "completion",
     "label",
-    optional=("instruction", "input", "output", "history", *WHOLE, *CHAT),
-    instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
+    optional=("instruction", "input", "output", "history", *CONVERSATION_COLUMNS, *CHAT_COLUMNS),
+    instead={
+        "prompt": ("instruction", *CONVERSATION_COLUMNS),
+        "completion": ("output", *CONVERSATION_COLUMNS),
+    },
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
     """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`:
@@ -291,11 +307,11 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     `conversations` the last one is the completion.
     """
     label = _read_label(sample)
-    before = _read_prompt(sample, ("prompt", "instruction", *WHOLE))
+    before = _read_prompt(sample, ("prompt", "instruction", *CONVERSATION_COLUMNS))
     ends = [name for name in ("completion", "output") if sample.get(name) is not None]
     if len(ends) > 1:
         raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
-    if ends or all(sample.get(name) is None for name in WHOLE):
+    if ends or all(sample.get(name) is None for name in CONVERSATION_COLUMNS):
         answer = read_column(sample, ends[0] if ends else "completion", "assistant")
         turns = _continue_with(before, answer)
         num_asked = len(before.messages)
@@ -306,7 +322,7 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     if all(message["role"] == "system" for message in prompt):
-        where = path_of(sample, "prompt")
+        where = get_path(sample, "prompt")
         raise SampleFault(
             "no prompt", f"{where}: found no message of the user, expected what is answered"
         )
@@ -330,15 +346,16 @@ def _read_label(sample: RawSample) -> bool:
     value = sample.get("label")
     label = read_truth(value)
     if label is None:
-        where = path_of(sample, "label")
+        where = get_path(sample, "label")
         raise SampleFault(
-            "label is not true or false", f"{where}: found {shown(value)}, expected true or false"
+            "label is not true or false",
+            f"{where}: found {format_value(value)}, expected true or false",
         )
     return label
 
 
 @register("data.format", "classification")
-@_columns("label", optional=("text", "prompt", "messages", *CHAT))
+@_columns("label", optional=("text", "prompt", "messages", *CHAT_COLUMNS))
 def read_classification(sample: RawSample) -> Classified:
     """Read `label`, a whole number from 0 on or the class' name, and what has it: `text` as it
     stands, `prompt` (text of the user) or `messages`.
@@ -351,15 +368,15 @@ def read_classification(sample: RawSample) -> Classified:
         )
     label = _read_class(sample)
     if given == ["text"]:
-        refuse_beside_text(sample, *CHAT)
-        text = text_of(sample, "text")
+        refuse_beside_text(sample, *CHAT_COLUMNS)
+        text = read_text_field(sample, "text")
         if not text.strip():
             raise SampleFault(
                 "empty text",
-                f"{path_of(sample, 'text')}: found an empty text, expected one with a class",
+                f"{get_path(sample, 'text')}: found an empty text, expected one with a class",
             )
         return Classified(Document(text), label)
-    turns = with_system(sample, read_column(sample, given[0], "user"))
+    turns = prepend_system(sample, read_column(sample, given[0], "user"))
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     check_order(turns.messages, places)
@@ -371,9 +388,10 @@ def _read_class(sample: RawSample) -> str:
     value = sample.get("label")
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
-        where = path_of(sample, "label")
+        where = get_path(sample, "label")
         raise SampleFault(
-            "no class", f"{where}: found {shown(value)}, expected text or a whole number from 0 on"
+            "no class",
+            f"{where}: found {format_value(value)}, expected text or a whole number from 0 on",
         )
     return text.lower() if isinstance(value, bool) else text
 
@@ -390,10 +408,10 @@ def _why_no_prompt(
         messages and messages[0]["role"] == "assistant" for messages in answers
     ):
         return None
-    column = called("prompt", sample, OTHER_NAMES["prompt"])
-    section = sample.section if isinstance(sample, Renamed) else "data"
+    column = find_column("prompt", sample, OTHER_NAMES["prompt"])
+    section = sample.section if isinstance(sample, RenamedSample) else "data"
     remedy = (
-        f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}"
+        f"; if {column} is the prompt, set {format_overrides(section, {'prompt': column})[0]}"
         if column
         else ""
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO
 
-from recipe_lib.data.column_names import is_idle_beside, says_nothing
-from recipe_lib.data.sample_files import IndexedFile, empty, not_utf8
-from recipe_lib.data.samples import kind_of
+from recipe_lib.data.column_names import is_blank, is_idle_beside
+from recipe_lib.data.sample_files import IndexedFile, build_empty_fault, build_utf8_fault
+from recipe_lib.data.samples import describe_kind
 from recipe_lib.errors import DataError
 
 # Reads JSON files, an item at a time in memory: a list of objects, `{"data": [...]}`, or one
@@ -35,12 +35,12 @@ class JsonFile(IndexedFile):
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         if os.fstat(file.fileno()).st_size == 0:
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             scanner = _Scanner(content, self.place, self.sample_limit)
             opening = scanner.next_byte()
             if not opening:
-                raise empty(self.place)
+                raise build_empty_fault(self.place)
             self._list_path = "." if opening == b"[" else ".data"
             self._beside = scanner.beside
             yield from scanner.items()
@@ -57,7 +57,7 @@ class JsonFile(IndexedFile):
 
 def _describe(value: Any) -> str:
     """Return what kind of value was read, for error lines."""
-    return "a very long value" if value is TOO_LONG else kind_of(value)
+    return "a very long value" if value is TOO_LONG else describe_kind(value)
 
 
 class _Scanner:
@@ -135,7 +135,7 @@ class _Scanner:
                 yield from self.list_items()
             else:
                 value = self.value()
-                if not says_nothing(value):
+                if not is_blank(value):
                     self.beside[str(key)] = (
                         "" if is_idle_beside(str(key), value) else _describe(value)
                     )
@@ -158,7 +158,7 @@ class _Scanner:
             value, length = self.decoder.raw_decode(text)
         except UnicodeDecodeError as error:
             line = self.line + error.object[: error.start].count(b"\n")
-            raise not_utf8(self.place, line, error.object[error.start]) from None
+            raise build_utf8_fault(self.place, line, error.object[error.start]) from None
         except json.JSONDecodeError as error:
             is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
             if cut == end or is_fault:

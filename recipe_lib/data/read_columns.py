@@ -3,28 +3,28 @@
 import re
 from typing import Any
 
-from recipe_lib.data.column_names import says_nothing
-from recipe_lib.data.messages import Turns, place_of_turn, read_turn, read_turns, text_turn
+from recipe_lib.data.column_names import is_blank
+from recipe_lib.data.messages import Turns, make_text_turn, place_of_turn, read_turn, read_turns
 from recipe_lib.data.samples import (
     Message,
     MessagePlace,
     RawSample,
-    Renamed,
+    RenamedSample,
     SampleFault,
-    found_in,
-    kind_of,
+    describe_field,
+    describe_kind,
+    get_path,
     open_json_list,
     parse_column,
-    path_of,
+    read_text_field,
     refuse_keys,
-    text_of,
 )
 
 # Reads what comes before an answer out of the columns of a row: a system message, earlier turns,
 # the question; and what the chat template is given besides messages and tools.
 
 
-CHAT = (
+CHAT_COLUMNS = (
     "system",
     "tools",
     "chat_template_kwargs",
@@ -42,13 +42,13 @@ _RESERVED = (
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
 
 
-def with_system(sample: RawSample, turns: Turns) -> Turns:
+def prepend_system(sample: RawSample, turns: Turns) -> Turns:
     """Return the turns after the message of the column `system`. Raises SampleFault: they begin
     with another one.
     """
-    if says_nothing(sample.get("system")):
+    if is_blank(sample.get("system")):
         return turns
-    system = text_turn(sample, "system", "system")
+    system = make_text_turn(sample, "system", "system")
     system_messages = [message for message in turns.messages if message["role"] == "system"]
     if not system_messages:
         return system + turns
@@ -59,7 +59,7 @@ def with_system(sample: RawSample, turns: Turns) -> Turns:
         return turns
     raise SampleFault(
         "two system messages",
-        f"{path_of(sample, 'system')}: found text, and a system message among the messages that"
+        f"{get_path(sample, 'system')}: found text, and a system message among the messages that"
         " differs from it, expected one of them, or both alike",
     )
 
@@ -68,19 +68,19 @@ def read_history(sample: RawSample) -> Turns:
     """Return the turns of the column `history`: pairs of a question and its answer, as a list or
     its JSON text.
     """
-    if says_nothing(sample.get("history")):
+    if is_blank(sample.get("history")):
         return Turns()
     value, path = open_json_list(sample, "history")
     turns = Turns()
     for number, pair in enumerate(value if isinstance(value, list) else [value]):
         where = f"{path}[{number}]" if isinstance(value, list) else path
         if not isinstance(pair, list) or len(pair) != 2:
-            found = f"a list of {len(pair)}" if isinstance(pair, list) else kind_of(pair)
+            found = f"a list of {len(pair)}" if isinstance(pair, list) else describe_kind(pair)
             raise SampleFault(
                 "history is no pairs", f"{where}: found {found}, expected [question, answer]"
             )
         for index, role in enumerate(("user", "assistant")):
-            text = text_of({str(index): pair[index]}, str(index), where=where)
+            text = read_text_field({str(index): pair[index]}, str(index), where=where)
             turns += Turns(
                 [{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")]
             )
@@ -95,16 +95,16 @@ def read_question(sample: RawSample, name: str) -> Turns:
     """
     if name != "instruction" and not isinstance(sample.get(name), (str, type(None))):
         turns = read_column(sample, name, "user")
-        if not says_nothing(sample.get("input")):
+        if not is_blank(sample.get("input")):
             raise SampleFault(
                 "input beside messages",
-                f"{path_of(sample, 'input')}: found {found_in(sample, 'input')} beside {name} of"
+                f"{get_path(sample, 'input')}: found {describe_field(sample, 'input')} beside {name} of"
                 " messages, expected it inside of them",
             )
         return turns
-    input_text = text_of(sample, "input", may_be_missing=True)
-    question = text_of(sample, name, may_be_missing=bool(input_text.strip()))
-    where = path_of(sample, name if question or name in sample else "input")
+    input_text = read_text_field(sample, "input", may_be_missing=True)
+    question = read_text_field(sample, name, may_be_missing=bool(input_text.strip()))
+    where = get_path(sample, name if question or name in sample else "input")
     content = "\n".join(text for text in (question, input_text) if text.strip())
     return Turns([{"role": "user", "content": content}], [MessagePlace(where, where)])
 
@@ -114,13 +114,13 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
     value = sample.get(name)
     if isinstance(value, list):
         return read_turns(sample, name)
-    path = path_of(sample, name)
+    path = get_path(sample, name)
     if isinstance(value, dict):
         return Turns([read_turn(value, path)], [place_of_turn(value, path)])
     if not isinstance(value, str):
-        found = found_in(sample, name)
+        found = describe_field(sample, name)
         raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
-    return text_turn(sample, name, role)
+    return make_text_turn(sample, name, role)
 
 
 def open_request(sample: RawSample) -> RawSample:
@@ -130,7 +130,7 @@ def open_request(sample: RawSample) -> RawSample:
     request = sample.get("input")
     if not isinstance(request, dict):
         return sample
-    path = path_of(sample, "input")
+    path = get_path(sample, "input")
     refuse_keys(
         request, ("messages", "tools"), path, owner="input", expected="expected messages and tools"
     )
@@ -140,13 +140,13 @@ def open_request(sample: RawSample) -> RawSample:
         if key in request
     }
     for name in columns:
-        if not says_nothing(sample.get(name)):
+        if not is_blank(sample.get(name)):
             raise SampleFault(
                 "two prompts",
-                f"{path_of(sample, name)}: found it beside input, expected one of the two",
+                f"{get_path(sample, name)}: found it beside input, expected one of the two",
             )
-    opened = Renamed({**sample, "input": None} | columns, {}, "data")
-    own_names = sample.own if isinstance(sample, Renamed) else {}
+    opened = RenamedSample({**sample, "input": None} | columns, {}, "data")
+    own_names = sample.own if isinstance(sample, RenamedSample) else {}
     opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
@@ -158,8 +158,8 @@ def read_answer(sample: RawSample, name: str) -> Turns:
     text = sample.get(name)
     if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
         return read_column(sample, name, "assistant")
-    path = path_of(sample, name)
-    parts = _SPEAKER.split(text_of(sample, name))[1:]  # speaker and words in turn
+    path = get_path(sample, name)
+    parts = _SPEAKER.split(read_text_field(sample, name))[1:]  # speaker and words in turn
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
     messages: list[Message] = [
         {"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)
@@ -176,14 +176,14 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
     if "chat_template_kwargs" not in sample and "documents" not in sample:
         return {}
     arguments = sample.get("chat_template_kwargs")
-    path = path_of(sample, "chat_template_kwargs")
+    path = get_path(sample, "chat_template_kwargs")
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
         arguments = parse_column(arguments, "chat_template_kwargs", path, expected="an object")
         path = f"{path}|fromjson|"
-    if says_nothing(arguments):
+    if is_blank(arguments):
         arguments = {}
     if not isinstance(arguments, dict):
-        found = kind_of(arguments)
+        found = describe_kind(arguments)
         raise SampleFault(
             "template arguments", f"{path}: found {found}, expected an object {{name: value}}"
         )
@@ -196,7 +196,7 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
             )
     documents, _ = open_json_list(sample, "documents")
     variables = {name: value for name, value in arguments.items() if value is not None}
-    return variables if says_nothing(documents) else variables | {"documents": documents}
+    return variables if is_blank(documents) else variables | {"documents": documents}
 
 
 def refuse_beside_text(sample: RawSample, *names: str) -> None:
@@ -204,9 +204,9 @@ def refuse_beside_text(sample: RawSample, *names: str) -> None:
     writes.
     """
     for name in names:
-        if not says_nothing(sample.get(name)):
+        if not is_blank(sample.get(name)):
             raise SampleFault(
                 f"{name} beside text",
-                f"{path_of(sample, name)}: found {found_in(sample, name)} beside a text that no"
+                f"{get_path(sample, name)}: found {describe_field(sample, name)} beside a text that no"
                 " chat template writes, expected it in the text, or messages in place of the text",
             )

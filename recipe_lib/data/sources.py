@@ -55,7 +55,7 @@ def open_sources(
         return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
     files = list[SampleFile]()
     for path in find_files(cfg.source, f"{section}.source"):
-        inside = unpacked(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
+        inside = unpack_once(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
         files.append(_KINDS[inside.suffix](inside, sample_limit, str(path)))
     return files
 
@@ -73,7 +73,7 @@ _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 _BLOCK = 2**18  # bytes read at a time
 
 
-def unpacked(path: Path, root: Path) -> Path:
+def unpack_once(path: Path, root: Path) -> Path:
     """The content of a compressed file, as a file below `root/unpacked`; made if it is not there
     yet.
 
@@ -114,7 +114,7 @@ def unpacked(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
-    blocks = _gzip_blocks(path) if path.suffix == ".gz" else _zstd_blocks(path)
+    blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
     size, most = 0, max(_SMALL, _MOST_TIMES * path.stat().st_size)
     try:
         with closing(blocks), target.open("wb") as out:
@@ -135,13 +135,13 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
         ) from None
 
 
-def _gzip_blocks(path: Path) -> Generator[bytes]:
+def _read_gzip_blocks(path: Path) -> Generator[bytes]:
     with open_regular(path) as file, gzip.GzipFile(fileobj=file) as source:
         while block := source.read(_BLOCK):
             yield block
 
 
-def _zstd_blocks(path: Path) -> Generator[bytes]:
+def _read_zstd_blocks(path: Path) -> Generator[bytes]:
     """Yield the content, one frame after the other. Raises DataError without the package that reads
     it, and EOFError for a damaged file, or a last frame that is not whole, which the package passes
     over.

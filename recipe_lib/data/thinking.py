@@ -1,7 +1,7 @@
 """Thoughts and tool calls as a chat template reads and writes them.
 
 Samples have the thought of an answer in a field of its own or between `<think>` tags; templates read
-it from one of these, from none, or leave it to the prompt. `learn_habits` finds out which, by
+it from one of these, from none, or leave it to the prompt. `probe_template` finds out which, by
 rendering small conversations; the functions below it put a thought where the template reads it, and
 complete an answer whose prompt ends in a thought that was begun.
 """
@@ -48,7 +48,7 @@ Render = Callable[
 
 
 @dataclass(frozen=True)
-class Habits:
+class TemplateFeatures:
     """Says what a chat template makes of thoughts and tool calls."""
 
     thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
@@ -60,9 +60,9 @@ class Habits:
     marks: bool = False  # it says with `{% generation %}` what an answer is
 
 
-def learn_habits(
+def probe_template(
     render: Render, source: str, special: re.Pattern[str] | None, letter: str
-) -> Habits:
+) -> TemplateFeatures:
     """Return the habits of a template.
 
     render: renderings of messages, with tools. source: the template's Jinja. letter: one that it
@@ -81,11 +81,11 @@ def learn_habits(
             renderings = tried
             break
     key = next(
-        (key for key in THOUGHT_KEYS if _reads_thought(render, key, letter, text_arguments)), ""
+        (key for key in THOUGHT_KEYS if _can_read_thought(render, key, letter, text_arguments)), ""
     )
-    return Habits(
+    return TemplateFeatures(
         thought_key=key,
-        tags=not key or _reads_tags(render, key, letter),
+        tags=not key or _can_read_tags(render, key, letter),
         text_arguments=text_arguments,
         after_call=_find_next_token(renderings[0], renderings[1], special),
         marks=bool(_GENERATION.search(source)),
@@ -164,7 +164,7 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _reads_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
+def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
     """Return whether a thought in this field is written, after a question or before a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
@@ -173,7 +173,7 @@ def _reads_thought(render: Render, key: str, letter: str, text_arguments: bool) 
     return any(letter in _get_text(rendering) for rendering in renderings)
 
 
-def _reads_tags(render: Render, key: str, letter: str) -> bool:
+def _can_read_tags(render: Render, key: str, letter: str) -> bool:
     """Return whether a thought between tags is written as one in its field is, but for white space;
     yes, if that is not.
     """
@@ -206,7 +206,7 @@ CLOSED = re.compile(r"<think>\s*</think>\s*\Z")
 _WRITTEN = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-def thought_of(message: Message) -> tuple[str | None, str]:
+def split_thought(message: Message) -> tuple[str | None, str]:
     """The thought of an answer, None if there is none, and its words."""
     for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str):
@@ -217,12 +217,12 @@ def thought_of(message: Message) -> tuple[str | None, str]:
     return written.group(1).strip("\n"), message["content"][written.end() :].lstrip("\n")
 
 
-def under_its_name(message: dict[str, Any], habits: Habits) -> dict[str, Any]:
+def move_thought(message: dict[str, Any], habits: TemplateFeatures) -> dict[str, Any]:
     """The message with its thought in the field that the template reads, if it reads one."""
     found = next((key for key in THOUGHT_KEYS if isinstance(message.get(key), str)), None)
     if message["role"] != "assistant" or not habits.thought_key or found == habits.thought_key:
         return message
-    thought, words = thought_of(message)
+    thought, words = split_thought(message)
     if thought is None or (found is None and habits.tags):
         return message
     kept = {key: value for key, value in message.items() if key != found}
@@ -232,11 +232,11 @@ def under_its_name(message: dict[str, Any], habits: Habits) -> dict[str, Any]:
     }
 
 
-def after_opening(
+def complete_thought(
     alone: str,
     begin: str,
     message: Message,
-    habits: Habits,
+    habits: TemplateFeatures,
     letter: str,
     render: Callable[[Message], str],
 ) -> str:
@@ -250,16 +250,16 @@ def after_opening(
     The template's own words are taken where it writes thoughts, else those of DeepSeek-R1, whose
     template does not.
     """
-    thought, words = thought_of(message)
+    thought, words = split_thought(message)
     if habits.thought_key:
         shown = render({**message, "content": words, habits.thought_key: letter})
         if shown.startswith(begin) and letter in shown:
             return (thought or "") + shown[shown.index(letter) + 1 :]
-    rest = without_thought(alone[len(begin) :])
+    rest = strip_thought(alone[len(begin) :])
     return (thought or "") + "\n</think>\n\n" + (rest if thought is None else rest.lstrip("\n"))
 
 
-def without_thought(written: str) -> str:
+def strip_thought(written: str) -> str:
     """An answer as a template writes it, without the thought at its beginning."""
     found = _WRITTEN.match(written)
     return written[found.end() :].lstrip("\n") if found else written

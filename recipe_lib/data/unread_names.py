@@ -10,12 +10,12 @@ from recipe_lib.data.column_names import (
     MESSAGE_READ,
     RENDERED,
     UNWANTED,
+    is_blank,
     is_idle,
     is_idle_key,
     is_label,
+    is_neutral_label,
     normalize_name,
-    says_nothing,
-    says_wanted,
     why_not_column,
     why_not_key,
 )
@@ -25,16 +25,16 @@ from recipe_lib.data.samples import (
     Conversation,
     Document,
     RawSample,
-    Renamed,
+    RenamedSample,
     Sample,
     SampleFault,
+    describe_kind,
     find_columns,
     format_path,
+    get_path,
     is_json_list,
-    kind_of,
     list_conversations,
     parse_column,
-    path_of,
 )
 from recipe_lib.data.thinking import THOUGHT_KEYS, TemplateFields
 from recipe_lib.errors import DataError
@@ -84,7 +84,7 @@ class UnreadNames:
         """
         if not self.ignored:
             return row, []
-        left_out = {name for name in self.ignored if name in row and not says_nothing(row[name])}
+        left_out = {name for name in self.ignored if name in row and not is_blank(row[name])}
         row = {name: value for name, value in row.items() if name not in self.ignored}
         if self._ignored_keys:
             row = {name: self._leave_out_keys(value, left_out) for name, value in row.items()}
@@ -110,29 +110,29 @@ class UnreadNames:
         found = {
             name
             for name in self._ignored_keys
-            if not says_nothing(value.get(name.removeprefix("messages.")))
+            if not is_blank(value.get(name.removeprefix("messages.")))
         }
         left_out |= found
         return {key: inner for key, inner in value.items() if f"messages.{key}" not in found}
 
-    def tidy(self, row: Renamed) -> None:
+    def tidy_columns(self, row: RenamedSample) -> None:
         """Drop optional columns that say nothing, in place, and put columns of other names under
         the one that the format reads, where the row lacks that.
         """
         for name in self._optional & row.keys():
-            if says_nothing(row[name]):
+            if is_blank(row[name]):
                 del row[name]
         for alias in [name for name in self._column_by_alias if name in row]:
             column = self._column_by_alias[alias]
             value = row[alias]
-            if says_nothing(value) or not says_nothing(row.get(column)):
+            if is_blank(value) or not is_blank(row.get(column)):
                 continue
             if column == "tools" and not (isinstance(value, list) or is_json_list(value)):
                 continue  # as the name of the one function that was called
             row[column] = row.pop(alias)
             row.own = {**row.own, column: alias}
 
-    def find(self, row: Renamed, sample: Sample, texts: Sequence[str]) -> list[str]:
+    def find(self, row: RenamedSample, sample: Sample, texts: Sequence[str]) -> list[str]:
         """Return the names of what the row holds that is known to change nothing; `messages.KEY` is
         that of messages' keys. texts: of the sample.
 
@@ -144,7 +144,7 @@ class UnreadNames:
         faults = dict[str, str]()
         unread = [(name, value) for name, value in row.items() if name not in self.known]
         for name, value in (*unread, *row.hidden.items()):
-            if says_nothing(value):
+            if is_blank(value):
                 continue
             why = self._why_not_idle(
                 name=name, value=value, row=row, is_text=isinstance(sample, Document), texts=texts
@@ -180,7 +180,7 @@ class UnreadNames:
         return [f"file.{key}" for key in keys]
 
     def _why_not_idle(
-        self, name: str, value: Any, row: Renamed, is_text: bool, texts: Sequence[str]
+        self, name: str, value: Any, row: RenamedSample, is_text: bool, texts: Sequence[str]
     ) -> str:
         """Return what a column holds that is not read; empty: it changes nothing."""
         column = self._column_by_alias.get(name)
@@ -188,7 +188,7 @@ class UnreadNames:
             return (
                 ""
                 if row[column] == value
-                else f"another {column} than the one in {path_of(row, column)}"
+                else f"another {column} than the one in {get_path(row, column)}"
             )
         if why := why_not_column(name, value, is_text):
             return why
@@ -197,10 +197,10 @@ class UnreadNames:
             chosen = row.get("chosen")
             return (
                 ""
-                if not says_nothing(chosen) and _repeats(chosen, texts)
+                if not is_blank(chosen) and _is_repeated(chosen, texts)
                 else "an answer that is not wanted"
             )
-        if is_idle(name, value) or says_wanted(name, value) or isinstance(value, (date, time)):
+        if is_idle(name, value) or is_neutral_label(name, value) or isinstance(value, (date, time)):
             return ""
         if isinstance(value, str) and word in RENDERED:
             # A template may part what a format joins, as an instruction and its input.
@@ -212,15 +212,15 @@ class UnreadNames:
                 for parts in (texts, column_texts)
             ):
                 return ""
-        if _holds_text(value) and _repeats(value, texts):
+        if _has_text(value) and _is_repeated(value, texts):
             return ""
-        return kind_of(value) + self._not_read
+        return describe_kind(value) + self._not_read
 
-    def _suggest_columns(self, row: Renamed, faults: Mapping[str, str]) -> str:
+    def _suggest_columns(self, row: RenamedSample, faults: Mapping[str, str]) -> str:
         """Return the remedy for columns that the format may know by another name; empty: there is
         none.
         """
-        free_names = [name for name in sorted(self.known) if says_nothing(row.get(name))]
+        free_names = [name for name in sorted(self.known) if is_blank(row.get(name))]
         if not free_names or not any(fault.endswith(self._not_read) for fault in faults.values()):
             return ""
         return f", or say with {row.section}.columns which of {', '.join(free_names)} it is"
@@ -272,7 +272,7 @@ class UnreadNames:
                     elif not is_idle_key(key, value):
                         why = (
                             why_not_key(key)
-                            or f"{kind_of(value)}, which the chat template does not read"
+                            or f"{describe_kind(value)}, which the chat template does not read"
                         )
                         faults.setdefault(name, f"{chat.places.at(number, f'.{key}')}: found {why}")
                     idle_names.append(name)
@@ -280,18 +280,18 @@ class UnreadNames:
             raise self._build_fault(faults)
         return idle_names
 
-    def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
+    def _find_variables(self, variables: Mapping[str, Any], row: RenamedSample) -> Iterator[str]:
         """Yield what `find` returns, of what the row gives the chat template besides messages and
         tools.
         """
         for name, value in variables.items():
-            if says_nothing(value) or name in self._fields.names:
+            if is_blank(value) or name in self._fields.names:
                 continue
             column = "documents" if name == "documents" else "chat_template_kwargs"
             full_name = name if name == column else f"{column}.{name}"
             if full_name not in self.ignored and (name == column or not is_label(value)):
                 fault = (
-                    f"{path_of(row, column)}: found {name}, which the chat template does not read"
+                    f"{get_path(row, column)}: found {name}, which the chat template does not read"
                 )
                 raise self._build_fault(
                     {full_name: fault}, ", or tokenizer.chat_template to one that does"
@@ -315,22 +315,24 @@ def collect_texts(sample: Sample) -> list[str]:
     return texts
 
 
-def _holds_text(value: Any) -> bool:
+def _has_text(value: Any) -> bool:
     """Return whether there is a text in a value, which numbers alone have none of."""
     if isinstance(value, dict):
-        return any(map(_holds_text, value.values()))
+        return any(map(_has_text, value.values()))
     if isinstance(value, list):
-        return any(map(_holds_text, value))
+        return any(map(_has_text, value))
     return isinstance(value, str)
 
 
-def _repeats(value: Any, texts: Sequence[str]) -> bool:
+def _is_repeated(value: Any, texts: Sequence[str]) -> bool:
     """Return whether every text in a value stands in one of these."""
     if isinstance(value, str):
         stripped = value.strip()
         return any(stripped in text for text in texts)
     if isinstance(value, dict):
-        return all(_repeats(inner, texts) for key, inner in value.items() if key not in _LABEL_KEYS)
+        return all(
+            _is_repeated(inner, texts) for key, inner in value.items() if key not in _LABEL_KEYS
+        )
     if isinstance(value, list):
-        return all(_repeats(item, texts) for item in value)
+        return all(_is_repeated(item, texts) for item in value)
     return not isinstance(value, bytes)

@@ -222,7 +222,7 @@ def _numbered(dataset: Dataset, names: list[str]) -> Dataset:
             f" expected one of {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         )
     numbers = np.array([names.index(name) for name in own], dtype=np.float64)
-    return dataset.with_values(numbers[dataset.values.astype(np.int64)])
+    return dataset.replace_values(numbers[dataset.values.astype(np.int64)])
 
 
 def _padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
@@ -230,7 +230,7 @@ def _padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
     that none may end with it. That of the tokenizer's padding; else a token that is for nothing
     else, or BOS.
     """
-    ends = dataset.last_ids()
+    ends = dataset.find_last_ids()
     if tokenizer.pad_id is not None and tokenizer.pad_id not in ends:
         return tokenizer.pad_id
     texts = list(tokenizer.special_texts)

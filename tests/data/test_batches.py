@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe_lib.config.schema import DataConfig
-from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, validation_steps
+from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, make_validation_steps
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.models import build_meta, init_weights
 from tests.data.plans import global_rows
@@ -97,7 +97,9 @@ def test_a_token_that_is_the_pad_id_is_trained(dataset):
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 4), (3, 4), (4, 16), (2, 1)])
 def test_validation_sees_every_row_once(dataset, ranks, size):
-    by_rank = [list(validation_steps(dataset, rank, ranks, size, PAD)) for rank in range(ranks)]
+    by_rank = [
+        list(make_validation_steps(dataset, rank, ranks, size, PAD)) for rank in range(ranks)
+    ]
     assert len({len(steps) for steps in by_rank}) == 1
     seen = [row for steps in by_rank for row in unpadded(steps) if row[0]]
     assert sorted(seen) == sorted(
@@ -274,7 +276,8 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
 def test_validation_counts_every_item_once(decoder, group, packing, ranks, size):
     rows = made_dataset(22, group)
     by_rank = [
-        list(validation_steps(rows, rank, ranks, size, PAD, 4, packing)) for rank in range(ranks)
+        list(make_validation_steps(rows, rank, ranks, size, PAD, 4, packing))
+        for rank in range(ranks)
     ]
     assert len({len(steps) for steps in by_rank}) == 1
     assert sum(step.num_items for step in by_rank[0]) == rows.items

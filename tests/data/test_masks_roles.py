@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.formats import conversation
+from recipe_lib.data.formats import build_conversation
 from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.errors import DataError
@@ -85,7 +85,7 @@ def test_out_of_turn_where_the_template_writes_it(name, chatml, plain, tmp_path)
     messages, answers = OUT_OF_TURN[name]
     assert trained(chatml, "assistant", messages) == [answer + END for answer in answers]
     encoder = Encoder(chatml, "auto")
-    text = chatml.decode(encoder.encode(conversation(messages)).ids)
+    text = chatml.decode(encoder.encode(build_conversation(messages)).ids)
     assert text.strip() == render(chatml.render_chats, messages, False).strip()
     assert trained(plain, "assistant", messages) == [answer + END for answer in answers]
     strict = (
@@ -279,7 +279,7 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
 
 
 def test_a_cut_counts_the_answers_that_lose_their_end(chatml):
-    encoded = Encoder(chatml, "auto").encode(conversation(MESSAGES))
+    encoded = Encoder(chatml, "auto").encode(build_conversation(MESSAGES))
     (first, first_end), (second, second_end) = encoded.answers
     assert encoded.untrained_ends == 0 and second_end == len(encoded.ids)
     assert all(
@@ -292,7 +292,10 @@ def test_a_cut_counts_the_answers_that_lose_their_end(chatml):
     assert encoded.cut(first_end) == Encoded(
         encoded.ids[:first_end], encoded.trained[:first_end], False, ((first, first_end),)
     )
-    assert Encoder(chatml, "auto", "all").encode(conversation(MESSAGES)).cut(9).untrained_ends == 1
+    assert (
+        Encoder(chatml, "auto", "all").encode(build_conversation(MESSAGES)).cut(9).untrained_ends
+        == 1
+    )
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(

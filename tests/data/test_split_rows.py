@@ -13,7 +13,7 @@ import pytest
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
-from recipe_lib.data.dataset import Dataset, overlap
+from recipe_lib.data.dataset import Dataset, find_overlap
 from recipe_lib.data.inspect import show_item
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
@@ -190,7 +190,7 @@ def test_copies_and_overlap_are_of_sequences(
     )
     assert "data: 1 sequence is the same as an earlier one" in " ".join(dataset.report.lines())
     held = build(1, name="held.jsonl")
-    assert overlap(dataset, held).tolist() == [0]
+    assert find_overlap(dataset, held).tolist() == [0]
 
 
 def test_validation_rows_are_split_alike(forgets: Tokenizer, rows_file: Callable[..., str]):

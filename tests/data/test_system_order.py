@@ -10,7 +10,7 @@ import pytest
 from jinja2 import TemplateError
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.formats import conversation
+from recipe_lib.data.formats import build_conversation
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.tokenizers import load_tokenizer
@@ -81,7 +81,7 @@ def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> Non
                 SampleFault,
                 match=r"tokenizer_config\.json: chat_template: the chat template failed",
             ):
-                encoder.encode_sample(conversation(messages))
+                encoder.encode_sample(build_conversation(messages))
             continue
         if any(message["content"] not in whole for message in messages):
             outcomes.append("left out")
@@ -89,10 +89,10 @@ def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> Non
                 SampleFault,
                 match="found a system message that the chat template does not write, exp",
             ):
-                encoder.encode_sample(conversation(messages))
+                encoder.encode_sample(build_conversation(messages))
             continue
         outcomes.append("written")
-        sequences = encoder.encode_sample(conversation(messages)).sequences
+        sequences = encoder.encode_sample(build_conversation(messages)).sequences
         numbers = [
             number for number, message in enumerate(messages) if message["role"] == "assistant"
         ]
