@@ -1,4 +1,9 @@
-"""Read Arrow tables, a batch of samples at a time."""
+"""Samples in Arrow tables, read a batch at a time: Parquet files and datasets of the hub.
+
+Parquet goes through pyarrow; a dataset of the hub through `datasets`, which maps its files into
+memory. Both packages come with the extra `datasets` and are imported where they are needed. What a
+file unpacks to is checked against its size before anything is unpacked.
+"""
 
 import hashlib
 import json
@@ -28,18 +33,14 @@ from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError, first_line
 from recipe_lib.units import GIB, MIB, format_bytes
 
-# Reads Arrow tables, a batch of samples at a time: Parquet files, through pyarrow, and datasets of
-# the hub, through `datasets`, which maps its files into memory; both packages come with the extra
-# `datasets`.
-
-
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
-# A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a
-# tenth.
-MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
+# A file of repeated values unpacks to thousands of times its size; text is packed to a third or a
+# tenth. Small files may unpack to MAX_UNPACKED_BYTES in any case.
+MAX_UNPACKED_BYTES = 256 * MIB
+MAX_RATIO = 200
 MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
-ROWS_PER_BYTE = 1000  # of the file
+MAX_ROWS_PER_BYTE = 1000  # of the file
 PARQUET_MAGIC = b"PAR1"  # at both ends of the file
 # A name on the hub, and no path, which `datasets` would read as well.
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
@@ -53,7 +54,7 @@ class ParquetFile(LocalFile):
     ) -> None:
         super().__init__(path, sample_limit, place)
         try:
-            import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
+            import pyarrow.parquet  # noqa: F401  (is it missing, before anything is read)
         except ImportError:
             raise DataError(no_reader(path)) from None
 
@@ -61,7 +62,7 @@ class ParquetFile(LocalFile):
         return int(self._ends[-1])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
-        """As SampleFile says; inside a sample, a field that holds null is left out."""
+        """Yield samples as SampleFile says, without the fields that hold null."""
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
             return
@@ -70,7 +71,7 @@ class ParquetFile(LocalFile):
         number = int(self._ends[first - 1]) if first else 0
         with _open_parquet(self.path) as file:
             for group in range(first, last + 1):
-                rows_at_once = self._rows_at_once(file.metadata.row_group(group))
+                rows_at_once = self._count_rows_at_once(file.metadata.row_group(group))
                 for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
                     skipped = min(max(start - number, 0), len(batch))
                     number += skipped
@@ -80,47 +81,48 @@ class ParquetFile(LocalFile):
                     if number >= stop:
                         return
 
-    def _rows_at_once(self, group: Any) -> int:
-        """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's
-        metadata allows on average.
+    def _count_rows_at_once(self, group: Any) -> int:
+        """Return how many samples of a group unpack to BYTES_AT_ONCE.
 
-        A value that is kept once, in a dictionary, may be that of every sample. Raises DataError
-        for samples that cannot be.
+        Each is taken to be as large as the group's metadata allows on average. Raises DataError for
+        samples that cannot be.
         """
-        sample = 0.0
-        with open_checked(self.path) as content:
+        sample_bytes = 0.0
+        with open_checked(self.path) as file:
             for index in range(group.num_columns):
                 column = group.column(index)
-                own = column.total_uncompressed_size
-                once = _read_dictionary_size(content, column) if column.has_dictionary_page else 0
-                sample += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
-        if sample > MAX_ROW_BYTES:
+                column_bytes = column.total_uncompressed_size
+                if column.has_dictionary_page:
+                    # A value that is kept once, in the dictionary, may be that of every sample.
+                    value_bytes = min(_read_dictionary_size(file, column), column_bytes)
+                    column_bytes = max(column_bytes, value_bytes * column.num_values)
+                sample_bytes += column_bytes / max(1, group.num_rows)
+        if sample_bytes > MAX_ROW_BYTES:
             raise DataError(
-                f"{self.place}: a sample may unpack to {format_bytes(sample)}, expected at most"
-                f" {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or"
-                " take it from a source you trust"
+                f"{self.place}: a sample may unpack to {format_bytes(sample_bytes)}, expected at"
+                f" most {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups,"
+                " or take it from a source you trust"
             )
-        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample, 1))))
+        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample_bytes, 1))))
 
     @cached_property
     def _ends(self) -> np.ndarray:
         """The number of samples up to the end of each row group, int64."""
         with _open_parquet(self.path) as file:
-            groups = [
-                file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)
-            ]
+            num_groups = file.metadata.num_row_groups
+            groups = [file.metadata.row_group(number) for number in range(num_groups)]
         counts = [group.num_rows for group in groups]
         num_samples = sum(counts)
         num_bytes = sum(group.total_byte_size for group in groups)
         size = os.path.getsize(self.path)
-        # Metadata that speak of far more than the file's bytes can hold.
+        # Before anything is unpacked: metadata that speak of far more than the bytes can hold.
         if (
-            num_bytes > max(MOST_UNPACKED, LARGEST_RATIO * size)
-            or num_samples > ROWS_PER_BYTE * size
+            num_bytes > max(MAX_UNPACKED_BYTES, MAX_RATIO * size)
+            or num_samples > MAX_ROWS_PER_BYTE * size
         ):
             raise DataError(
                 f"{self.place}: {format_bytes(size)} say that they unpack to {num_samples} samples"
-                f" of {format_bytes(num_bytes)}, expected at most {LARGEST_RATIO} times the size;"
+                f" of {format_bytes(num_bytes)}, expected at most {MAX_RATIO} times the size;"
                 " take the file from a source you trust"
             )
         if not num_samples:
@@ -129,36 +131,37 @@ class ParquetFile(LocalFile):
 
 
 def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
-    """Bytes that a column's dictionary page unpacks to, from the first numbers of its header; all,
-    if not to be seen.
+    """Return the bytes that a column's dictionary page unpacks to; all of the column's, if not to
+    be seen.
 
-    The header is a Thrift compact struct: field 1 the kind of page, field 2 its bytes, both i32
-    (0x15) and zigzag.
+    They are among the first numbers of the page's header, a Thrift compact struct: field 1 the kind
+    of page, field 2 its bytes, both i32 (0x15) and zigzag.
     """
-    everything = int(column.total_uncompressed_size)
+    column_bytes = int(column.total_uncompressed_size)
     if column.dictionary_page_offset is None:
-        return everything
+        return column_bytes
     file.seek(column.dictionary_page_offset)
     header = file.read(16)
     if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:
-        return everything
+        return column_bytes
     value = 0
-    for place, byte in enumerate(header[3:8]):
-        value |= (byte & 0x7F) << (7 * place)
+    for position, byte in enumerate(header[3:8]):
+        value |= (byte & 0x7F) << (7 * position)
         if byte < 0x80:
-            return min(everything, value >> 1)
-    return everything
+            return min(column_bytes, value >> 1)
+    return column_bytes
 
 
 @contextmanager
 def _open_parquet(path: Path) -> Iterator[Any]:
-    """The file, open; what is wrong with it is a DataError."""
+    """Open a Parquet file; what is wrong with it is a DataError."""
     from pyarrow import ArrowException, parquet
 
     with open_checked(path) as content:
-        begins, size = content.read(len(PARQUET_MAGIC)), content.seek(0, os.SEEK_END)
+        beginning = content.read(len(PARQUET_MAGIC))
+        size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - len(PARQUET_MAGIC)))
-        if begins != PARQUET_MAGIC or content.read() != PARQUET_MAGIC:
+        if beginning != PARQUET_MAGIC or content.read() != PARQUET_MAGIC:
             raise DataError(
                 f"{path}: found no Parquet table, or one that is cut short; write or download it"
                 " again"
@@ -174,7 +177,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 
 def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
-    """Yield the samples of a batch, each on its own where one of them may be too large."""
+    """Yield the samples of a batch, each unpacked by itself where one of them may be too large."""
     is_large = batch.nbytes > file.sample_limit
     for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
         if part.nbytes > file.sample_limit:
@@ -218,7 +221,7 @@ class HubSamples(SampleFile):
         return len(self._samples)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
-        """As SampleFile says; inside a sample, a field that holds null is left out."""
+        """Yield samples as SampleFile says, without the fields that hold null."""
         samples = self._samples
         stop = len(samples) if stop is None else min(stop, len(samples))
         for first in range(start, stop, ROWS_AT_ONCE):
@@ -233,7 +236,9 @@ class HubSamples(SampleFile):
         files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:
             return {"name": name} | hash_contents(*files)
-        digest, size = hashlib.sha256(), 0
+        # A dataset in memory has no files: its samples are hashed one by one.
+        digest = hashlib.sha256()
+        size = 0
         for _, sample in self.read():
             line = json.dumps(sample, sort_keys=True, default=str).encode()
             digest.update(line)

@@ -1,18 +1,15 @@
-"""What columns of a row and keys of a message are by their names alone, whatever the row's format."""
+"""What columns of a row and keys of a message are by their names alone, whatever the row's format.
+
+`recipe_lib.data.unread_names` asks these tables about columns and keys that a format does not read:
+known to change nothing ("idle"), or a fault. Names are compared as `normalize_name` writes them. A
+name belongs to the idle ones only if it cannot mean what a conversation says.
+"""
 
 import re
 from datetime import date, time
 from functools import lru_cache
 from numbers import Number
 from typing import Any
-
-# Tells what the columns of a row and the keys of a message are by their names alone, whatever the
-# row's format.
-#
-# `recipe_lib.data.encoding` asks this table about those that a format does not read. Names are
-# compared as `normalize_name` writes them. A name belongs to the idle ones only if it cannot mean
-# what a conversation says.
-
 
 # Other names under which tools write what a format reads: taken where the column itself is absent.
 SAME_AS = {
@@ -85,7 +82,8 @@ _IDLE_ENDS = tuple(
     " _domain _prob _logprob _path".split()
 )
 _IDLE_STARTS = tuple(
-    "num_ n_ score_ rating_ index_level_ unnamed_ meta_ metadata_ token_count_ created_ updated_".split()
+    "num_ n_ score_ rating_ index_level_ unnamed_ meta_ metadata_ token_count_ created_"
+    " updated_".split()
 )
 _ADDRESSES = ("url", "urls", "link", "links", "license", "licence", "copyright", "path", "filepath")
 # Whatever lists and objects they hold: notes of those who made the rows.
@@ -109,21 +107,20 @@ _MESSAGE_REFUSED = {
 # Torchtune's fields of a message, with the value that says what is done in any case.
 _MESSAGE_USUAL = {"eot": True, "ipython": False, "prefix": False}
 
-_MOST_LABEL_LETTERS = 200  # what is longer may be what a conversation says, whatever its name
+_MAX_LABEL_LETTERS = 200  # what is longer may be what a conversation says, whatever its name
 _REQUEST = ("parallel_tool_calls", "tool_choice")  # settings of a request, which no template shows
 
 
 @lru_cache(4096)  # rows repeat the same few names
 def normalize_name(name: str) -> str:
-    """Return a name in small letters with one underscore in the place of all that is no letter and
-    no digit.
-    """
+    """Return a name in small letters, with one underscore for all but letters and digits."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def is_blank(value: Any) -> bool:
-    """Return whether a value is as good as absent: null, blank text, an object of such, or a list
-    of nothing or nulls.
+    """Return True if a value is as good as absent.
+
+    That is null, blank text, an object of such, or a list of nothing or nulls.
     """
     if isinstance(value, str):
         return not value or value.isspace()
@@ -135,31 +132,30 @@ def is_blank(value: Any) -> bool:
 
 
 def is_label(value: Any) -> bool:
-    """Return whether a value is a number, a date or a short text in one line, or a list of such."""
+    """Return True if a value is a number, a date or a short line of text, or a list of such."""
     if isinstance(value, str):
-        return len(value) <= _MOST_LABEL_LETTERS and "\n" not in value.strip()
+        return len(value) <= _MAX_LABEL_LETTERS and "\n" not in value.strip()
     if isinstance(value, (list, tuple)):
         return all(map(is_label, value))
     return value is None or isinstance(value, (Number, date, time))
 
 
 def is_idle(name: str, value: Any) -> bool:
-    """Return whether a column or a key is known to change nothing by its name, and holds what such
-    a one does.
+    """Return True if a column or a key is known by its name to change nothing.
+
+    It must also hold what such a one does.
     """
     word = normalize_name(name)
     if word in _NOTES or word in _REQUEST:
         return not isinstance(value, str) or is_label(value) or value.lstrip()[:1] in ("{", "[")
     if word in _ADDRESSES and isinstance(value, str):
         return "\n" not in value.strip()
-    is_named = word in _IDLE or word.endswith(_IDLE_ENDS) or word.startswith(_IDLE_STARTS)
-    return is_named and is_label(value)
+    has_idle_name = word in _IDLE or word.endswith(_IDLE_ENDS) or word.startswith(_IDLE_STARTS)
+    return has_idle_name and is_label(value)
 
 
 def is_idle_key(name: str, value: Any) -> bool:
-    """Return whether a key of a message is known to change nothing where the chat template does not
-    read it.
-    """
+    """Return True if a key of a message changes nothing where no chat template reads it."""
     return (
         is_idle(name, value)
         or (name in _MESSAGE_IDLE and is_label(value))
@@ -175,8 +171,8 @@ def why_not_key(name: str) -> str:
 
 
 def why_not_column(name: str, value: Any, is_text: bool) -> str:
-    """Return what a column says of its row, where that is known and not read; empty: it says
-    nothing of the kind.
+    """Return what a column says of its row, where that is known and not read; empty: nothing of the
+    kind.
 
     is_text: the rows are documents, whose label may be a number that judges nothing.
     """
@@ -196,13 +192,14 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
 
 
 def is_idle_beside(name: str, value: Any) -> bool:
-    """Return whether a key beside a file's list of samples is known to change nothing."""
+    """Return True if a key beside a file's list of samples is known to change nothing."""
     return not why_not_column(name, value, is_text=False) and is_idle(name, value)
 
 
 def is_neutral_label(name: str, value: Any) -> bool:
-    """Return whether a column says of its row no more than that it is wanted, or its class, or that
-    it counts once.
+    """Return True if a column says no more of its row than that it is wanted, or its class.
+
+    So does a weight of 1.
     """
     word = normalize_name(name)
     if _is_weight(word):
@@ -215,12 +212,12 @@ def is_neutral_label(name: str, value: Any) -> bool:
 
 
 def _is_weight(word: str) -> bool:
-    """Return whether a column of this name says how much its row counts."""
+    """Return True if a column of this name says how much its row counts."""
     return word in _WEIGHTS or word.endswith(("_weight", "_weights"))
 
 
 def _is_one(value: Any) -> bool:
-    """Return whether a weight is 1, as a number or as the text of a table's cell."""
+    """Return True if a weight is 1, as a number or as the text of a table's cell."""
     return not isinstance(value, bool) and str(value).strip() in ("1", "1.0")
 
 
@@ -233,12 +230,8 @@ def _judge(word: str, value: Any, is_text: bool) -> bool | None:
     return read_truth(value) if is_switch or (is_label_column and not is_text) else None
 
 
-_TRUTHS = {
-    "true": True,
-    "false": False,
-    "1": True,
-    "0": False,
-}  # as JSON has them, and as tables' text
+# As JSON has them, and as tables' text.
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def read_truth(value: Any) -> bool | None:

@@ -1,5 +1,9 @@
-"""A dataset as compact arrays of tokens and labels, in memory or mapped from files, with a report
-of what was read; and which of its items each step takes.
+"""A dataset as compact arrays of tokens and labels, in memory or mapped from files.
+
+`Dataset[i]` is the i-th sequence; an item is one sequence, or two that stay together (a preference
+pair). `recipe_lib.data.data_plan` says which items each step takes, `recipe_lib.data.batches` makes
+tensors of them. Below are the checks that need a whole dataset: ids against the model's vocabulary,
+overlong sequences, validation samples that are trained on.
 """
 
 import hashlib
@@ -29,33 +33,28 @@ ARRAYS = {
     "digests": "<u8",
     "values": "<f8",
 }
-_PRINTED = ("ids", "trained", "offsets")  # what the fingerprint looks at
+_FINGERPRINTED = ("ids", "trained", "offsets")  # arrays of which the fingerprint is made
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """tokens, labels: int32, equally long, at most max_seq_len; labels[i] is the target of
-    tokens[i] or -100.
-    """
+    """The tokens of one sequence and their targets."""
 
-    tokens: np.ndarray
-    labels: np.ndarray
+    tokens: np.ndarray  # int32 `[s]`, at most max_seq_len
+    labels: np.ndarray  # int32 `[s]`, the target of each token, or -100
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where items come from. files: of all sources, in order. file_of: int32, sample_of: int64
-    `[items]`, which file, and which of its samples. digests: uint64 `[items]`, equal for items with
-    the same tokens and labels.
-    """
+    """Where the items of a dataset come from."""
 
-    files: Sequence[SampleFile]
-    file_of: np.ndarray
-    sample_of: np.ndarray
-    digests: np.ndarray
+    files: Sequence[SampleFile]  # of all sources, in order
+    file_of: np.ndarray  # int32 `[items]`, the file of each item
+    sample_of: np.ndarray  # int64 `[items]`, the number of its sample in that file
+    digests: np.ndarray  # uint64 `[items]`, equal for items with the same tokens and labels
 
     def place(self, item: int) -> str:
-        """File and line of an item."""
+        """Return file and line of an item."""
         return self.files[int(self.file_of[item])].place_of(int(self.sample_of[item]))
 
 
@@ -63,16 +62,8 @@ class Dataset:
     """Token sequences in flat arrays: all ids, where each begins, and which ids the loss counts as
     targets.
 
-    A sequence keeps one id more than it has tokens, because its last id is only a target. ids:
-    int32 `[n]`. lengths, trained_counts: int64 `[sequences]`, tokens and trained targets of each
-    sequence. fingerprint: SHA-256 of sequences, settings and weights, in hex.
-
-    An item is what an order is made of: `group` sequences that stay together. group: 1, or 2 for
-    preference pairs (sequence 2i is chosen, sequence 2i + 1 rejected). items: how many.
-    item_lengths: int64 `[items]`, tokens of all sequences of an item. source_of: int16 `[items]`,
-    number of the source an item came from. weights: one for each source. values: fp64 `[items]`, a
-    pair's margin, a class' number, 1 or 0 of an answer that is wanted or not; labeled: whether
-    batches have them.
+    A sequence keeps one id more than it has tokens, because its last id is only a target. An item
+    is what an order is made of: `group` sequences that stay together.
     """
 
     def __init__(
@@ -92,47 +83,52 @@ class Dataset:
         labeled: bool = False,
         scored: int | None = None,
     ) -> None:
-        """ids: int32 `[n]`; offsets: int64 `[sequences + 1]`; trained: uint8 `[n]`. settings: enter
-        the fingerprint.
+        """Take arrays as they are; nothing is copied.
 
-        source_of: None, if all items are from one source. checksums: SHA-256 of arrays by name,
-        where they are known. scored: a sequence's tokens are all its ids, so many at most, and its
-        one label is at the last of them.
+        ids: int32 `[n]`. offsets: int64 `[sequences + 1]`. trained: uint8 `[n]`. settings: enter
+        the fingerprint. source_of: None if all items are from one source. checksums: SHA-256 of
+        arrays by name, where they are known. scored: a sequence's tokens are all its ids, so many
+        at most, and its one label is at the last of them.
         """
-        self.ids, self._offsets, self._trained, self._origin = ids, offsets, trained, origin
-        self.report, self.group, self.weights = report, group, tuple(map(float, weights))
-        self._settings, self._checksums, self._scored, self.labeled = (
-            settings,
-            checksums,
-            scored,
-            labeled,
-        )
+        self.ids = ids  # int32 `[n]`
+        self._offsets = offsets
+        self._trained = trained
+        self._origin = origin
+        self.report = report
+        self.group = group  # sequences of an item; 2 for pairs: sequence 2i chosen, 2i + 1 rejected
+        self.weights = tuple(map(float, weights))  # one for each source
+        self._settings = settings
+        self._checksums = checksums
+        self._scored = scored
+        self.labeled = labeled  # batches have the values
         if scored is None:
-            self.lengths = np.diff(offsets) - 1
+            self.lengths = np.diff(offsets) - 1  # tokens of each sequence, int64 `[sequences]`
             self.trained_counts = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
         else:
             self.lengths = np.minimum(np.diff(offsets), scored)
             self.trained_counts = np.ones(len(self.lengths), dtype=np.int64)
+        # Tokens of all sequences of an item, int64 `[items]`.
         self.item_lengths = (
             self.lengths if group == 1 else self.lengths.reshape(-1, group).sum(axis=1)
         )
-        self.items = len(self.item_lengths)
+        self.items = len(self.item_lengths)  # how many
+        # The number of the source that an item came from, int16 `[items]`.
         self.source_of = np.zeros(self.items, dtype=np.int16) if source_of is None else source_of
+        # fp64 `[items]`: a pair's margin, a class' number, or 1 for an answer that is wanted.
         self.values = np.zeros(self.items) if values is None else values
-        known = checksums or {
-            name: compute_checksum(part)
-            for name, part in zip(_PRINTED, (ids, trained, offsets), strict=True)
-        }
-        printed = [
+        arrays = zip(_FINGERPRINTED, (ids, trained, offsets), strict=True)
+        known = checksums or {name: compute_checksum(array) for name, array in arrays}
+        identity = [
             settings,
             group,
             self.weights,
-            [known[name] for name in _PRINTED],
+            [known[name] for name in _FINGERPRINTED],
             compute_checksum(self.source_of),
         ]
-        if labeled:
-            printed += [compute_checksum(self.values), report.classes if report else [], scored]
-        self.fingerprint = hashlib.sha256(json.dumps(printed, sort_keys=True).encode()).hexdigest()
+        if labeled:  # else the values train nothing, and a run with others can be resumed
+            identity += [compute_checksum(self.values), report.classes if report else [], scored]
+        identity_json = json.dumps(identity, sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(identity_json).hexdigest()  # of sequences and settings
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -140,48 +136,59 @@ class Dataset:
     def __getitem__(self, number: int) -> TokenSequence:
         if not 0 <= number < len(self):
             raise IndexError(f"sequence {number} of {len(self)}")
-        start, end = int(self._offsets[number]), int(self._offsets[number + 1])
+        start = int(self._offsets[number])
+        end = int(self._offsets[number + 1])
         ids = self.ids[start:end]
         if self._scored is not None:
             ids = ids[: self._scored]
             labels = np.full(len(ids), IGNORED, dtype=np.int32)
-            labels[-1] = ids[-1]
+            labels[-1] = ids[-1]  # any id will do: the head reads the value, not this label
             return TokenSequence(ids, labels)
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
         return TokenSequence(ids[:-1], labels)
 
     def convert_to_labeled_answers(self) -> "Dataset":
-        """The same with their values in batches; of pairs an item for each answer, whose value is 1
-        for a chosen one and 0 for a rejected one.
+        """Return the same sequences with their values in batches.
+
+        A pair becomes an item for each answer, whose value is 1 for the chosen and 0 for the
+        rejected one.
         """
         if self.group == 1:
-            return self._seen(labeled=True)
-        once = self._origin
-        split = {
-            "group": 1,
-            "source_of": np.repeat(self.source_of, 2),
-            "values": np.tile([1.0, 0.0], self.items),
-            "origin": once and Origin(
-                once.files,
-                np.repeat(once.file_of, 2),
-                np.repeat(once.sample_of, 2),
-                np.repeat(once.digests, 2) ^ np.tile(np.array([0, 1], dtype=np.uint64), self.items),
-            ),
-        }  # fmt: skip
-        return self._seen(**split | {"labeled": True})
+            return self._replace(labeled=True)
+        origin = self._origin
+        if origin is not None:
+            # The last bit tells the two answers of a pair apart.
+            answer_bits = np.tile(np.array([0, 1], dtype=np.uint64), self.items)
+            origin = Origin(
+                files=origin.files,
+                file_of=np.repeat(origin.file_of, 2),
+                sample_of=np.repeat(origin.sample_of, 2),
+                digests=np.repeat(origin.digests, 2) ^ answer_bits,
+            )
+        return self._replace(
+            labeled=True,
+            group=1,
+            source_of=np.repeat(self.source_of, 2),
+            values=np.tile([1.0, 0.0], self.items),
+            origin=origin,
+        )
 
     def convert_to_scored(self, most: int) -> "Dataset":
-        """The same with their values in batches, and all ids of a sequence, `most` or fewer, as its
-        tokens: a score is read at the last one, whose label alone is none of -100.
+        """Return the same sequences with their values in batches and a score read at their last
+        token.
+
+        All ids of a sequence, `most` or fewer, are its tokens; only the last one's label is not
+        -100.
         """
-        return self._seen(labeled=True, scored=most)
+        return self._replace(labeled=True, scored=most)
 
     def replace_values(self, values: np.ndarray) -> "Dataset":
-        """The same with other values, fp64 `[items]`."""
-        return self._seen(values=values)
+        """Return the same sequences with other values, fp64 `[items]`."""
+        return self._replace(values=values)
 
-    def _seen(self, **changes: Any) -> "Dataset":
-        made: dict[str, Any] = {
+    def _replace(self, **changes: Any) -> "Dataset":
+        """Return a dataset of the same arrays of tokens, with other arguments."""
+        arguments: dict[str, Any] = {
             "group": self.group,
             "source_of": self.source_of,
             "weights": self.weights,
@@ -192,15 +199,22 @@ class Dataset:
             "scored": self._scored,
         }
         return Dataset(
-            self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes
+            self.ids,
+            self._offsets,
+            self._trained,
+            self.report,
+            self._settings,
+            **arguments | changes,
         )
 
     def find_last_ids(self) -> set[int]:
-        """The ids that sequences end with, those that are only targets included."""
+        """Return the ids that sequences end with, those that are only targets included."""
         return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
 
     def place(self, item: int) -> str:
-        """File and line that an item came from; for a text cut into sequences, the text's."""
+        """Return file and line that an item came from; for a text cut into sequences, the
+        text's.
+        """
         if not 0 <= item < self.items:
             raise IndexError(f"item {item} of {self.items}")
         return (
@@ -209,7 +223,9 @@ class Dataset:
 
     @cached_property
     def digests(self) -> np.ndarray:
-        """uint64 `[items]`: equal for items with the same tokens and labels."""
+        """Digests of the items, uint64 `[items]`: equal for items with the same tokens and
+        labels.
+        """
         if self._origin:
             return self._origin.digests
         return np.fromiter(
@@ -217,7 +233,8 @@ class Dataset:
         )
 
     def _compute_item_digest(self, item: int) -> int:
-        start, end = (int(self._offsets[at * self.group]) for at in (item, item + 1))
+        start = int(self._offsets[item * self.group])
+        end = int(self._offsets[(item + 1) * self.group])
         return compute_digest(self.ids[start:end].tobytes(), self._trained[start:end].tobytes())
 
     @cached_property
@@ -227,57 +244,57 @@ class Dataset:
 
 
 def adapt_to_recipe(cfg: FullFinetuneConfig, dataset: Dataset) -> Dataset:
-    """The dataset as the recipe of a config trains on it."""
+    """Return the dataset as the recipe of a config trains on it."""
     if cfg.scores_sequences:
         return dataset.convert_to_scored(cfg.max_seq_len)
     return dataset.convert_to_labeled_answers() if cfg.samples == "labeled answers" else dataset
 
 
 def compute_checksum(array: np.ndarray) -> str:
-    """SHA-256 of an array's bytes, in hex."""
+    """Return the SHA-256 of an array's bytes, in hex."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
 def compute_digest(ids: bytes, trained: bytes) -> int:
-    """64 bits that are equal for equal ids (int32) and trained flags (uint8)."""
+    """Return 64 bits that are equal for equal ids (int32) and trained flags (uint8)."""
     return int.from_bytes(hashlib.blake2b(ids + trained, digest_size=8).digest(), "little")
 
 
 def find_copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Items that repeat an earlier one, int64 `[c]`, ascending; and for each the last one that it
-    is the same as.
+    """Return the items that repeat an earlier one, and for each the last one that it is the same
+    as.
+
+    digests: of the items. Both results are int64 `[copies]`, the first ascending.
     """
-    order = np.argsort(digests, kind="stable")
-    again = np.flatnonzero(digests[order][1:] == digests[order][:-1])
-    found, earlier = order[again + 1], order[again]
-    by_item = np.argsort(found)
-    return found[by_item], earlier[by_item]
+    order = np.argsort(digests, kind="stable")  # items with the same digest keep their order
+    repeats = np.flatnonzero(digests[order][1:] == digests[order][:-1])
+    copies = order[repeats + 1]
+    by_item = np.argsort(copies)
+    return copies[by_item], order[repeats][by_item]
 
 
 def find_overlap(training: "Dataset", validation: "Dataset") -> np.ndarray:
-    """Validation items that are training items as well, token by token; int64, ascending."""
+    """Return the validation items that are training items as well, token by token; int64,
+    ascending.
+    """
     return np.flatnonzero(np.isin(validation.digests, training.digests))
 
 
 def check_vocabulary(
     tokenizer: Tokenizer, model_vocab_size: int, *datasets: Dataset | None
 ) -> None:
-    """Raises DataError if the tokenizer, or a sequence of the datasets, has an id that the model
-    has no embedding for.
+    """Raise DataError for an id of the tokenizer or of a sequence that the model has no embedding
+    for.
 
     A special token beyond the model's vocabulary is let pass while no sequence uses it: real
     checkpoints list some.
     """
     place = tokenizer.place
-    needed = max(
-        [
-            tokenizer.ordinary_size - 1,
-            *(i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None),
-        ]
-    )
-    if needed >= model_vocab_size:
+    ids = [tokenizer.ordinary_size - 1, tokenizer.bos_id, tokenizer.eos_id]
+    largest_id = max(number for number in ids if number is not None)
+    if largest_id >= model_vocab_size:
         raise DataError(
-            f"{place}: found {needed + 1} tokens, expected at most the model's"
+            f"{place}: found {largest_id + 1} tokens, expected at most the model's"
             f" vocab_size={model_vocab_size}; set tokenizer.path to the tokenizer of this model"
         )
     for dataset in datasets:
@@ -291,8 +308,9 @@ def check_vocabulary(
 
 
 def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
-    """Warns of sequences that are longer than what the model was made for: they run, at positions
-    that it never saw.
+    """Warn of sequences that are longer than what the model was made for.
+
+    They run, at positions that it never saw.
     """
     for dataset in datasets:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
@@ -303,22 +321,34 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
                 else f"sequences (two for each of {dataset.items} pairs)"
             )
             warn_on_first_rank(
-                "warning: %d of %d %s of %s are longer than the %d tokens that the model was made for "
-                "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
-                longer, len(dataset), noun, dataset.report.source, max_positions, max_positions,
-            )  # fmt: skip
+                "warning: %d of %d %s of %s are longer than the %d tokens that the model was made"
+                " for (max_position_embeddings in its config.json); max_seq_len=%d cuts them",
+                longer,
+                len(dataset),
+                noun,
+                dataset.report.source,
+                max_positions,
+                max_positions,
+            )
 
 
 def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
-    """Warns of validation sequences that are trained on, token by token the same: their loss says
-    nothing of new text.
+    """Warn of validation sequences that are trained on, token by token the same.
+
+    Their loss says nothing about new text.
     """
     if validation is None:
         return
     shared = find_overlap(training, validation)
     if len(shared):
+        report = validation.report
         warn_on_first_rank(
-            "warning: %d of %d validation %ss of %s are training %ss as well (first: %s); take them out of one",
-            len(shared), validation.items, validation.report.noun, validation.report.source, validation.report.noun,
+            "warning: %d of %d validation %ss of %s are training %ss as well (first: %s); take them"
+            " out of one",
+            len(shared),
+            validation.items,
+            report.noun,
+            report.source,
+            report.noun,
             validation.place(int(shared[0])),
-        )  # fmt: skip
+        )

@@ -1,4 +1,8 @@
-"""Read JSON files, an item at a time in memory."""
+"""Samples in .json files: a list of objects, `{"data": [...]}`, or one object.
+
+One pass decodes each item by itself to find where it begins and ends, so that a file larger than
+memory is read like any other, and each fault has its line.
+"""
 
 import codecs
 import json
@@ -13,12 +17,8 @@ from recipe_lib.data.sample_files import IndexedFile, build_empty_fault, build_u
 from recipe_lib.data.samples import describe_kind
 from recipe_lib.errors import DataError
 
-# Reads JSON files, an item at a time in memory: a list of objects, `{"data": [...]}`, or one
-# object.
-
-
-# A fault so near to the end of what is decoded may be only that it ends there (in a word or in an
-# escape).
+# A fault this near to the end of a value that was cut may be only that it ends there, in a word or
+# in an escape.
 UNSURE = 16
 
 _BLANK = re.compile(rb"[ \t\n\r]*+")
@@ -29,8 +29,8 @@ TOO_LONG = object()
 
 
 class JsonFile(IndexedFile):
-    """A .json file. Its index is made by decoding each item once, which also finds every fault of
-    the file.
+    """A .json file. Its index is made by decoding each item once, which also finds every fault
+    of it.
     """
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
@@ -38,19 +38,19 @@ class JsonFile(IndexedFile):
             raise build_empty_fault(self.place)
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             scanner = _Scanner(content, self.place, self.sample_limit)
-            opening = scanner.next_byte()
+            opening = scanner.skip_blanks()
             if not opening:
                 raise build_empty_fault(self.place)
             self._list_path = "." if opening == b"[" else ".data"
             self._beside = scanner.beside
-            yield from scanner.items()
+            yield from scanner.scan_items()
 
     def locate(self, number: int, line: int) -> str:
         return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return the keys beside the list of samples, as SampleFile says."""
+        """The keys beside the list of samples, as SampleFile says."""
         len(self)  # they are known once the file was scanned
         return self._beside
 
@@ -61,97 +61,100 @@ def _describe(value: Any) -> str:
 
 
 class _Scanner:
-    """Takes the values of a JSON file one after the other, each decoded by itself.
+    """A position in a JSON file, from which values are taken one after the other.
 
     `content[at]` is the next byte; `line` is where it is in the file.
     """
 
     def __init__(self, content: mmap, place: str, sample_limit: int) -> None:
-        """sample_limit: a value of more bytes is passed over, not decoded."""
-        self.content, self.place, self.sample_limit = content, place, sample_limit
+        """Begin after the byte order mark. sample_limit: larger values are passed over."""
+        self.content = content
+        self.place = place
+        self.sample_limit = sample_limit  # bytes
         self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
         self.line = 1
         self.decoder = json.JSONDecoder()
-        self.beside = dict[
-            str, str
-        ]()  # keys of the object that holds the list, as SampleFile.keys_beside
+        # Keys of the object that holds the list, as SampleFile.keys_beside.
+        self.beside = dict[str, str]()
 
-    def items(self) -> Iterator[tuple[int, int, int]]:
+    def scan_items(self) -> Iterator[tuple[int, int, int]]:
         """Yield what JsonFile's `scan` does. Raises DataError."""
-        opening = self.next_byte()
+        opening = self.skip_blanks()
         if opening not in (b"[", b"{"):
-            value = self.value()
+            value = self.take_value()
             raise DataError(
                 f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data":'
                 " [...]}"
             )
-        yield from self.list_items() if opening == b"[" else self.object_items()
-        if self.next_byte():
-            raise self.invalid("Extra data", self.at)
+        yield from self.scan_list() if opening == b"[" else self.scan_object()
+        if self.skip_blanks():
+            raise self.build_fault("Extra data", self.at)
 
-    def entries(self, closing: bytes) -> Iterator[None]:
+    def scan_entries(self, closing: bytes) -> Iterator[None]:
         """Pass over the list or object that begins here; yield where each of its entries begins."""
         self.advance(self.at + 1)
-        mark = closing if self.next_byte() == closing else b","
+        mark = closing if self.skip_blanks() == closing else b","
         while mark == b",":
             yield
-            mark = self.next_byte()
+            mark = self.skip_blanks()
             if mark not in (b",", closing):
-                raise self.invalid("Expecting ',' delimiter", self.at)
+                raise self.build_fault("Expecting ',' delimiter", self.at)
             if mark == b",":
                 self.advance(self.at + 1)
-                self.next_byte()
+                self.skip_blanks()
         self.advance(self.at + 1)
 
-    def list_items(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what `items` does of the list that begins here."""
-        for _ in self.entries(b"]"):
+    def scan_list(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `scan_items` does of the list that begins here."""
+        for _ in self.scan_entries(b"]"):
             first, line = self.at, self.line
-            self.value()
+            self.take_value()
             yield first, self.at, line
 
-    def object_items(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what `items` does of the list under the key `data` of the object that begins here;
-        else the object itself.
+    def scan_object(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `scan_items` does of the list under the key `data` of the object that begins
+        here.
+
+        Without that key the object itself is the one item.
         """
         start = self.at
         has_list = False
         num_data_keys = 0
-        for _ in self.entries(b"}"):
-            if self.next_byte() != b'"':
-                raise self.invalid("Expecting property name enclosed in double quotes", self.at)
-            key = self.value()
+        for _ in self.scan_entries(b"}"):
+            if self.skip_blanks() != b'"':
+                raise self.build_fault("Expecting property name enclosed in double quotes", self.at)
+            key = self.take_value()
             num_data_keys += key == "data"
             if num_data_keys > 1:
                 raise DataError(
                     f"{self.place}:{self.line}: found the key 'data' twice, expected it once;"
                     " correct it"
                 )
-            if self.next_byte() != b":":
-                raise self.invalid("Expecting ':' delimiter", self.at)
+            if self.skip_blanks() != b":":
+                raise self.build_fault("Expecting ':' delimiter", self.at)
             self.advance(self.at + 1)
-            if self.next_byte() == b"[" and key == "data":
+            if self.skip_blanks() == b"[" and key == "data":
                 has_list = True
-                yield from self.list_items()
+                yield from self.scan_list()
             else:
-                value = self.value()
+                value = self.take_value()
                 if not is_blank(value):
-                    self.beside[str(key)] = (
-                        "" if is_idle_beside(str(key), value) else _describe(value)
-                    )
+                    is_idle = is_idle_beside(str(key), value)
+                    self.beside[str(key)] = "" if is_idle else _describe(value)
         if not has_list:
             self.beside.clear()  # the object is the one sample, and these are its columns
             yield start, self.at, 0
 
-    def next_byte(self) -> bytes:
+    def skip_blanks(self) -> bytes:
         """Pass over blanks; return the byte after them, or nothing at the end of the file."""
         blanks = _BLANK.match(self.content, self.at)
         self.advance(blanks.end() if blanks else self.at)
         return self.content[self.at : self.at + 1]
 
-    def value(self) -> Any:
+    def take_value(self) -> Any:
         """Take the value that begins here; TOO_LONG for one over the limit."""
         end, is_closed = self._find_end()
+        # A value over the limit is decoded up to there alone, to find a fault in what is decoded.
         cut = min(end, self.at + self.sample_limit + UNSURE)
         try:
             text, _ = codecs.utf_8_decode(self.content[self.at : cut], "strict", cut == end)
@@ -162,9 +165,11 @@ class _Scanner:
         except json.JSONDecodeError as error:
             is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
             if cut == end or is_fault:
-                raise self.invalid(error.msg, self.at + len(text[: error.pos].encode())) from None
+                raise self.build_fault(
+                    error.msg, self.at + len(text[: error.pos].encode())
+                ) from None
             if not is_closed:
-                raise self.invalid("Unterminated value", end) from None
+                raise self.build_fault("Unterminated value", end) from None
             self.advance(end)
             return TOO_LONG
         except RecursionError:
@@ -172,13 +177,14 @@ class _Scanner:
                 f"{self.place}: JSON nested too deep, expected a list of objects"
             ) from None
         except ValueError:  # Python refuses integers of thousands of digits
-            raise self.invalid("a number of too many digits", self.at) from None
+            raise self.build_fault("a number of too many digits", self.at) from None
         self.advance(self.at + len(text[:length].encode()))
         return value
 
     def _find_end(self) -> tuple[int, bool]:
-        """Return where the list, object, text or word that begins here ends, by its brackets and
-        quotes alone, and whether it does before the file.
+        """Return where the value that begins here ends, and whether it does before the file.
+
+        Brackets and quotes alone are looked at.
         """
         depth = 0
         word = _WORD.match(self.content, self.at)
@@ -195,7 +201,7 @@ class _Scanner:
         self.line += self.content[self.at : end].count(b"\n")
         self.at = end
 
-    def invalid(self, said: str, position: int) -> DataError:
+    def build_fault(self, said: str, position: int) -> DataError:
         """Return the fault at a position that is not before `at`."""
         line = self.line + self.content[self.at : position].count(b"\n")
         before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(

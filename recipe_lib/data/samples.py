@@ -1,5 +1,8 @@
-"""What a dataset sample is once it is read, whatever its format; and what a sample that cannot be
-read raises.
+"""What a sample is once it is read, whatever its format; and what one that cannot be read raises.
+
+Formats make a Conversation, Completion, Document, Preference, LabeledAnswer or Classified of a row.
+Every fault names its place in the sample as jq has it (`.messages[1].content`), under the names
+that the file has. The functions below read one field of a row, or say what it holds.
 """
 
 import json
@@ -15,30 +18,27 @@ from recipe_lib.data.column_names import is_blank, is_idle
 from recipe_lib.errors import visible
 from recipe_lib.reading import parse_json
 
-Message = Mapping[
-    str, Any
-]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
+# `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
+Message = Mapping[str, Any]
 
 
 class MessagePlace(NamedTuple):
-    """Where a message is in its sample, as jq has it: `.messages[1]`. text: where its content
-    is.
-    """
+    """Where a message is in its sample, as jq has it: `.messages[1]`."""
 
     path: str
-    text: str
+    text: str  # where its content is
 
 
 @dataclass(frozen=True)
 class SamplePlaces:
-    """Where the messages of a sample are, and its tools; messages: empty where nobody knows."""
+    """Where the messages of a sample are, and its tools."""
 
-    messages: Sequence[MessagePlace] = ()
+    messages: Sequence[MessagePlace] = ()  # empty where nobody knows
     tools: str = ".tools"
 
     def at(self, number: int, field: str = "") -> str:
-        """Where a message is, or one of its fields (`.train`), for the beginning of an error
-        line.
+        """Return where a message is, or one of its fields (`.train`), for the beginning of an
+        error line.
         """
         if number < len(self.messages):
             return self.messages[number].path + field
@@ -46,13 +46,11 @@ class SamplePlaces:
 
     @property
     def are_texts(self) -> bool:
-        """Return whether each message is the text of a column, which has the message's place
-        too.
-        """
+        """True if each message is the text of a column, which has the message's place too."""
         return bool(self.messages) and all(place.path == place.text for place in self.messages)
 
     def text(self, number: int) -> str:
-        """Where the content of a message is."""
+        """Return where the content of a message is."""
         return (
             self.messages[number].text
             if number < len(self.messages)
@@ -62,16 +60,13 @@ class SamplePlaces:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of the roles system, user, assistant, tool. tools: descriptions that the template
-    may show. places: in the sample, for error lines. variables: more that the template is given.
-    asked: so many of the first messages are the prompt, which is trained with data.train_on=all
-    alone.
-    """
+    """Messages of the roles system, user, assistant and tool."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    places: SamplePlaces = field(default=SamplePlaces(), compare=False)
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None  # descriptions that the template may show
+    places: SamplePlaces = field(default=SamplePlaces(), compare=False)  # for error lines
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
+    # So many of the first messages are the prompt, which is trained with data.train_on=all alone.
     asked: int = 0
 
     def conversations(self) -> "list[Conversation]":
@@ -81,8 +76,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Text as it stands, without a template; the loss counts the completion and the end token after
-    it.
+    """Text as it stands, without a template; the loss counts the completion and the end token
+    after it.
     """
 
     prompt: str
@@ -98,21 +93,19 @@ class Document:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two ways to go on from the same messages; each ends with a message of the assistant. places:
-    in the sample, of the prompt and the chosen answer, and of the prompt and the rejected one.
-    """
+    """Two ways to go on from the same messages; each ends with a message of the assistant."""
 
     prompt: Sequence[Message]
     chosen: Sequence[Message]
     rejected: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
+    # Of the prompt with the chosen answer, and with the rejected one.
     places: tuple[SamplePlaces, SamplePlaces] = field(
         default=(SamplePlaces(), SamplePlaces()), compare=False
     )
     margin: float = 0.0  # by how much chosen is better; NaN: the sample has one that is no number
-    no_prompt: "SampleFault | None" = field(
-        default=None, compare=False
-    )  # unless the texts are rendered already
+    # The fault of a pair without a prompt, unless its texts turn out to be rendered already.
+    no_prompt: "SampleFault | None" = field(default=None, compare=False)
     variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
 
     def conversations(self) -> list[Conversation]:
@@ -151,7 +144,7 @@ class Classified:
 
 
 def list_conversations(sample: "Sample") -> list[Conversation]:
-    """Return the messages of a sample; of a pair the prompt with each answer, of texts nothing."""
+    """Return the messages of a sample: of a pair the prompt with each answer, of texts nothing."""
     content = sample.content if isinstance(sample, Classified) else sample
     return [] if isinstance(content, (Document, Completion)) else content.conversations()
 
@@ -159,18 +152,18 @@ def list_conversations(sample: "Sample") -> list[Conversation]:
 Sample = Conversation | Completion | Document | Preference | LabeledAnswer | Classified
 
 
-class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, turned into a DataError or a count)
-    """A sample that cannot be used. cause: a few words to count by; str(): what was found and
-    expected.
-    """
+# No Error by name: an outcome of reading a sample, which becomes a DataError or is counted.
+class SampleFault(Exception):  # noqa: N818
+    """A sample that cannot be used."""
 
     def __init__(self, cause: str, detail: str) -> None:
+        """Note a cause, a few words to count by, and in detail what was found and expected."""
         self.cause = visible(cause)
         super().__init__(visible(detail))
 
 
 def describe_kind(value: Any) -> str:
-    """A value in words, for error lines."""
+    """Return a value's kind in words, for error lines."""
     kinds: tuple[tuple[Any, str], ...] = (
         (type(None), "null"),
         (str, "text"),
@@ -188,8 +181,9 @@ def describe_kind(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A short value as it is, for error lines: text in quotes, a number, true, false or null; else
-    its kind.
+    """Return a short value as it is, for error lines; of others the kind.
+
+    Text is put in quotes; numbers, true, false and null stand as in JSON.
     """
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else f"{value[:37]}...")
@@ -199,14 +193,13 @@ def format_value(value: Any) -> str:
 
 
 def prefix_place(place: str, detail: object) -> str:
-    """A fault with its place before it; a path in the sample goes on from that of the sample
-    (`rows.json:4: .[1]`).
+    """Return a fault with its place before it.
+
+    A path in the sample goes on from that of the sample (`rows.json:4: .[1]`).
     """
     text = str(detail)
-    goes_on = (
-        place.endswith("]") and text.startswith(".") and "/" not in text.partition(": ")[0]
-    )  # no path of a file
-    return place + text if goes_on else f"{place}: {text}"
+    is_path = text.startswith(".") and "/" not in text.partition(": ")[0]  # but none of a file
+    return place + text if is_path and place.endswith("]") else f"{place}: {text}"
 
 
 RawSample = Mapping[str, Any]
@@ -231,8 +224,9 @@ OTHER_NAMES = {
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises SampleFault for a key that stands in it twice: the last one
-    would win unsaid.
+    """Return an object of JSON. Raises SampleFault for a key that stands in it twice.
+
+    Python's parser would take the last one without a word.
     """
     json_object = dict(pairs)
     if len(json_object) < len(pairs):
@@ -246,33 +240,33 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError like `parse_json`, and SampleFault for a
-    key twice.
+    """Return the value of a JSON text.
+
+    Raises ValueError like `parse_json`, and SampleFault for a key twice.
     """
     return parse_json(text, make_object=_build_object)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Says which columns a format reads; one that names none may hold anything."""
+    """The columns that a format reads; a format that names none may be given anything."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    instead: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # what may stand in the place of a required one
-    same: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # other names, put under the column's own
+    # What may stand in the place of a required one.
+    instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # Other names, which are put under the column's own.
+    same: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Return all of them."""
+        """All of them."""
         return (*self.required, *self.optional)
 
     def list_spellings(self, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the names under which a column of a row is taken, in this order. columns: as
-        `data.columns`.
+        """Return the names under which a column of a row is taken, in this order.
+
+        columns: as `data.columns`.
         """
         if column in columns:
             return (columns[column],)
@@ -285,8 +279,9 @@ def find_columns(form: str) -> Columns:
 
 
 def find_column(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
-    """Return what a sample calls a column, of the column's name and others; None: there is none, or
-    it is null.
+    """Return what a sample calls a column, of the column's name and others.
+
+    None: there is none, or it holds null.
     """
     names_by_lower = {
         str(name).lower(): str(name) for name, value in sample.items() if value is not None
@@ -297,22 +292,21 @@ def find_column(column: str, sample: RawSample, others: Sequence[str]) -> str | 
 
 
 class RenamedSample(dict[str, Any]):
-    """A sample under the names that formats know. own: by what names the file has them, as
-    `data.columns`. section: of the config, in which `columns` are.
-    """
+    """A sample under the names that formats know."""
 
     def __init__(
         self, sample: RawSample, own: Mapping[str, str], section: str, required: Sequence[str] = ()
     ) -> None:
-        """Rename the columns; one that goes under another name keeps its own only where that is
-        required.
+        """Rename the columns.
+
+        One that goes under another name keeps its own only where that is required.
         """
         file_names = set(own.values())
         moved_names = file_names - set(own) - set(required)
         super().__init__({name: value for name, value in sample.items() if name not in moved_names})
         self.update({name: sample[column] for name, column in own.items() if column in sample})
-        self.own = own
-        self.section = section
+        self.own = own  # by what names the file has them, as `data.columns`
+        self.section = section  # of the config, in which `columns` are
         # Columns of the file that have the name of another one here.
         self.hidden = {
             name: sample[name] for name in own if name in sample and name not in file_names
@@ -334,38 +328,36 @@ def format_path(name: str) -> str:
 
 
 def get_columns_section(section: str) -> str:
-    """Return the section of the config that names the columns of a source of this one; validation
-    has none of its own.
+    """Return the section of the config that names the columns of a source of this one.
+
+    Validation has none of its own.
     """
     return "data" if section == "validation" else section
 
 
 def format_overrides(section: str, own: Mapping[str, str]) -> list[str]:
-    """Return what names columns on the command line: `data.columns.prompt=question`. section: that
-    of the source.
+    """Return what names columns on the command line: `data.columns.prompt=question`.
+
+    section: that of the source.
     """
     if section == "data":
         return [f"data.columns.{name}={column}" for name, column in own.items()]
-    return (
-        [f"{section}.columns={{{', '.join(f'{name}: {column}' for name, column in own.items())}}}"]
-        if own
-        else []
-    )
+    pairs = ", ".join(f"{name}: {column}" for name, column in own.items())
+    return [f"{section}.columns={{{pairs}}}"] if own else []
 
 
 def describe_field(holder: RawSample, name: str) -> str:
-    """Return the kind of a field, in words, for error lines; of one that is not there,
-    `nothing`.
-    """
+    """Return the kind of a field, in words, for error lines; `nothing` if it is not there."""
     return describe_kind(holder[name]) if name in holder else "nothing"
 
 
 def read_text_field(
     sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = ""
 ) -> str:
-    """Return the text in a column. Raises SampleFault: missing, no text, or not encodable as UTF-8.
+    """Return the text in a column.
 
-    where: path of the object that has it, if that is not the sample.
+    where: path of the object that has it, if that is not the sample. Raises SampleFault: missing,
+    no text, or not encodable as UTF-8.
     """
     value = sample.get(name)
     if value is None and may_be_missing:
@@ -387,17 +379,16 @@ def read_text_field(
 
 
 def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
-    """Return the list of objects in a column, and its path, which an index goes behind. Raises
-    SampleFault.
+    """Return the list of objects in a column, and its path, which an index goes behind.
+
+    Raises SampleFault.
     """
     value, path = open_json_list(sample, name)
     if not isinstance(value, list):
-        found = describe_field(sample, name)
+        kind = describe_field(sample, name)
         if isinstance(value, str):
-            found = "text that is no JSON list" if value.strip() else "empty text"
-        raise SampleFault(
-            f"{name} is no list", f"{path}: found {found}, expected a list of objects"
-        )
+            kind = "text that is no JSON list" if value.strip() else "empty text"
+        raise SampleFault(f"{name} is no list", f"{path}: found {kind}, expected a list of objects")
     for number, item in enumerate(value):
         if not isinstance(item, dict):
             raise SampleFault(
@@ -409,6 +400,7 @@ def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str
 
 def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
     """Return what a column holds, and its path; a list as JSON text, as tables have it, is parsed.
+
     Raises SampleFault for one that is no JSON.
     """
     value = sample.get(name)
@@ -419,21 +411,21 @@ def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
 
 
 def is_json_list(value: Any) -> TypeGuard[str]:
-    """Return whether a value is a text that is meant as a list in JSON."""
+    """Return True if a value is a text that is meant as a list in JSON."""
     return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def refuse_keys(
     holder: RawSample, read_keys: Sequence[str], where: str, owner: str, expected: str
 ) -> None:
-    """Raise SampleFault for a key of an object that is not read and holds something that may change
-    something.
+    """Raise SampleFault for a key of an object that is not read and may change something.
 
     where: the object's path. owner: what has the key, in words, to count the fault by. expected:
     the line's end.
     """
     for name, value in holder.items():
         if name not in read_keys and not is_blank(value) and not is_idle(name, value):
+            # Trained without it, the sample may say something else: never dropped in silence.
             raise SampleFault(
                 f"key {name} of {owner}",
                 f"{where}.{name}: found {describe_kind(value)}, {expected}",

@@ -1,5 +1,8 @@
-"""Where samples come from: files, folders of files, hub datasets. Each is a list of SampleFiles,
-read by number.
+"""Where samples come from: files, folders of files, hub datasets.
+
+`open_sources` makes a list of SampleFiles of a source, which are read by number. Samples are read
+from any place of a file and by several processes, which compressed files do not allow: these are
+unpacked once, next to the tokenized samples, and read there.
 """
 
 import gzip
@@ -44,49 +47,45 @@ def open_sources(
     cache: Path | None = None,
     section: str = "data",
 ) -> list[SampleFile]:
-    """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its
-    samples.
+    """Return the files of one source, by name, which is the order of its samples.
 
-    sample_limit: bytes of a sample; a larger one cannot be used. cache: where compressed files are
-    unpacked; None: the default one. Others are looked up and not read yet. section: of the config,
-    with the key `source`. Raises DataError: nothing is there, or a kind that is not read.
+    cfg: its `source` and `split`. sample_limit: bytes of a sample; a larger one cannot be used.
+    cache: where compressed files are unpacked; None: the default one. Others are looked up and not
+    read yet. section: of the config, with the key `source`. Raises DataError: nothing is there, or
+    a kind that is not read.
     """
     if is_hub(cfg.source):
         return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
     files = list[SampleFile]()
     for path in find_files(cfg.source, f"{section}.source"):
-        inside = unpack_once(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
-        files.append(_KINDS[inside.suffix](inside, sample_limit, str(path)))
+        content = path
+        if path.suffix in COMPRESSED:
+            content = unpack_once(path, cache or cache_root(None))
+        files.append(_KINDS[content.suffix](content, sample_limit, str(path)))
     return files
 
 
-# Files compressed with gzip or Zstandard: unpacked once, next to the tokenized samples, and read
-# there.
-#
-# Samples are read by number, from any place of the file and by several processes, which compressed
-# files do not allow.
-
-
 # Samples are compressed to a tenth or so; what is far below that is made to fill disks.
-_MOST_TIMES, _SMALL = 200, 2**26
+_MAX_RATIO = 200
+_SMALL = 2**26  # bytes that any file may unpack to
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 _BLOCK = 2**18  # bytes read at a time
 
 
 def unpack_once(path: Path, root: Path) -> Path:
-    """The content of a compressed file, as a file below `root/unpacked`; made if it is not there
-    yet.
+    """Return a file below `root/unpacked` with the content of a compressed one; made if it is not
+    there.
 
     It is found again as long as the compressed file is the same by path, size and time. Raises
     DataError for one that is damaged or of another kind, StorageError where the disk has no room.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise DataError(
             f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}"
         ) from None
-    state = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
+    state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
     folder = root / "unpacked"
     target = (
         folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
@@ -114,17 +113,19 @@ def unpack_once(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
+    """Write the content of a compressed file. advance: is told of each block's bytes."""
     blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
-    size, most = 0, max(_SMALL, _MOST_TIMES * path.stat().st_size)
+    size = 0
+    max_size = max(_SMALL, _MAX_RATIO * path.stat().st_size)
     try:
         with closing(blocks), target.open("wb") as out:
             for block in blocks:
                 size += len(block)
-                if size > most:
+                if size > max_size:
                     raise DataError(
-                        f"{path}: unpacks to more than {_MOST_TIMES} times its size"
-                        f" ({format_bytes(most)}), expected samples; unpack it yourself if it is to"
-                        " be read"
+                        f"{path}: unpacks to more than {_MAX_RATIO} times its size"
+                        f" ({format_bytes(max_size)}), expected samples; unpack it yourself if it"
+                        " is to be read"
                     )
                 out.write(block)
                 advance(len(block))
@@ -142,9 +143,10 @@ def _read_gzip_blocks(path: Path) -> Generator[bytes]:
 
 
 def _read_zstd_blocks(path: Path) -> Generator[bytes]:
-    """Yield the content, one frame after the other. Raises DataError without the package that reads
-    it, and EOFError for a damaged file, or a last frame that is not whole, which the package passes
-    over.
+    """Yield the content, one frame after the other.
+
+    Raises DataError without the package that reads it, and EOFError for a damaged file, or a last
+    frame that is not whole, which the package passes over.
     """
     try:
         import zstandard
@@ -153,7 +155,7 @@ def _read_zstd_blocks(path: Path) -> Generator[bytes]:
     frame = None
     with open_regular(path) as source:
         while block := source.read(_BLOCK):
-            while block:
+            while block:  # which may hold the end of one frame and the next ones
                 if frame is None or frame.eof:
                     frame = zstandard.ZstdDecompressor().decompressobj()
                 try:

@@ -107,7 +107,7 @@ writer = pytest.importorskip("pyarrow.parquet")
 
 @pytest.mark.parametrize("row_groups", [1, 12], ids=["one group", "a group a row"])
 def test_a_parquet_file_that_unpacks_to_far_more_is_refused(row_groups, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_files, "MOST_UNPACKED", MIB)
+    monkeypatch.setattr(arrow_files, "MAX_UNPACKED_BYTES", MIB)
     table = pyarrow.table({"text": ["b " * MIB] * 12})
     writer.write_table(
         table,
@@ -153,7 +153,7 @@ def test_large_rows_of_a_parquet_file(tmp_path):
 
 
 def test_a_footer_that_counts_more_rows_than_bytes_can_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_files, "ROWS_PER_BYTE", 0.001)
+    monkeypatch.setattr(arrow_files, "MAX_ROWS_PER_BYTE", 0.001)
     writer.write_table(pyarrow.table({"text": ["a"] * 1000}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="unpack to 1000 samples"):
         rows_of(tmp_path / "a.parquet")
