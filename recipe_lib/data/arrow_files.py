@@ -100,8 +100,8 @@ class ParquetFile(LocalFile):
         if sample_bytes > MAX_ROW_BYTES:
             raise DataError(
                 f"{self.place}: a sample may unpack to {format_bytes(sample_bytes)}, expected at"
-                f" most {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups,"
-                " or take it from a source you trust"
+                f" most {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row"
+                " groups, or take it from a source you trust"
             )
         return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample_bytes, 1))))
 

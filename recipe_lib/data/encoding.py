@@ -1,5 +1,7 @@
-"""Turns samples of a file into tokens and labels, a run of samples at a time: what a tokenizing
-process does.
+"""What a tokenizing process does: turn a run of samples of a file into tokens and labels.
+
+A `SourceEncoder` reads each row in the source's format, has it encoded, cuts what is too long, and
+counts what became of it in the chunk's report.
 """
 
 import re
@@ -42,47 +44,43 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class Task(NamedTuple):
-    """Samples start .. stop (exclusive) of a file; stop None: the file cannot be counted, reading
-    it says why.
+    """Samples start .. stop (exclusive) of a file."""
 
-    source, file: their numbers, that of the file among those of all sources.
-    """
-
-    source: int
-    file: int
+    source: int  # its number
+    file: int  # its number among those of all sources
     start: int
-    stop: int | None
+    stop: int | None  # None: the file cannot be counted, and reading it says why
 
 
 @dataclass
 class Chunk:
-    """What a run of samples became. ids int32, trained uint8: of all its sequences in order.
-    lengths: ids of each. sample_of, digests, values: of each item. classes: by number, the names of
-    those whose numbers are values. fault: why the run stops here; what came before it counts for
-    nothing then.
-    """
+    """What a run of samples became: all its sequences in order, and what is known of each item."""
 
     report: DataReport
-    ids: array = field(default_factory=lambda: array("i"))
-    trained: bytearray = field(default_factory=bytearray)
-    lengths: array = field(default_factory=lambda: array("q"))
-    sample_of: array = field(default_factory=lambda: array("q"))
-    digests: array = field(default_factory=lambda: array("Q"))
-    values: array = field(default_factory=lambda: array("d"))
-    classes: list[str] = field(default_factory=list)
+    ids: array = field(default_factory=lambda: array("i"))  # int32
+    trained: bytearray = field(default_factory=bytearray)  # uint8, for each id
+    lengths: array = field(default_factory=lambda: array("q"))  # ids of each sequence
+    sample_of: array = field(default_factory=lambda: array("q"))  # the sample of each item
+    digests: array = field(default_factory=lambda: array("Q"))  # of each item
+    values: array = field(default_factory=lambda: array("d"))  # of each item
+    classes: list[str] = field(default_factory=list)  # names of the classes, by their number
+    # Why the run stops here; what came before it counts for nothing then.
     fault: UserError | None = None
 
     def append(
         self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0
     ) -> None:
-        """Add an item of one sequence, or of two that stay together. sample: its number in the
-        file. value: a margin, a class' number in `classes`, or 1 for an answer that is wanted.
+        """Add an item of one sequence, or of two that stay together.
+
+        sample: its number in the file. value: a margin, a class' number in `classes`, or 1 for an
+        answer that is wanted.
         """
-        ids, trained = array("i"), bytearray()
-        for own_ids, own_trained in encoded:
-            ids.extend(own_ids)
-            trained.extend(own_trained)
-            self.lengths.append(len(own_ids))
+        ids = array("i")
+        trained = bytearray()
+        for sequence_ids, sequence_trained in encoded:
+            ids.extend(sequence_ids)
+            trained.extend(sequence_trained)
+            self.lengths.append(len(sequence_ids))
         self.ids.extend(ids)
         self.trained.extend(trained)
         self.sample_of.append(sample)
@@ -91,9 +89,7 @@ class Chunk:
 
 
 class SourceEncoder:
-    """Encodes the samples of one source. section: the section of the config that names its format,
-    for error lines.
-    """
+    """An encoder of the samples of one source."""
 
     def __init__(
         self,
@@ -103,12 +99,18 @@ class SourceEncoder:
         max_seq_len: int,
         section: str = "data",
     ) -> None:
-        """Look up the source's format. Raises DataError for columns that the source's format does
-        not know.
+        """Look up the source's format.
+
+        section: the section of the config that names it, for error lines. Raises DataError for
+        columns that the format does not know.
         """
-        self.cfg, self.source, self.encoder, self.max_seq_len = cfg, source, encoder, max_seq_len
+        self.cfg = cfg
+        self.source = source
+        self.encoder = encoder
+        self.max_seq_len = max_seq_len
         self.section = section
-        self.format, self.columns = source.format or cfg.format, source.columns or {}
+        self.format = source.format or cfg.format
+        self.columns = source.columns or {}
         self.read = registered("data.format", self.format)
         self.unread = UnreadNames(self.format, cfg.ignore_columns, encoder.fields)
         self.names = find_columns(self.format)
@@ -121,7 +123,7 @@ class SourceEncoder:
                 )
 
     def report(self) -> DataReport:
-        """Return an empty report."""
+        """Return an empty report of this source."""
         cfg, encoder = self.cfg, self.encoder
         return DataReport(
             self.source.source,
@@ -136,8 +138,8 @@ class SourceEncoder:
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
-        """Return samples start .. stop (exclusive) of a file; a fault that ends the run is kept in
-        the chunk.
+        """Return samples start .. stop (exclusive) of a file; a fault that ends the run is kept
+        in the chunk.
         """
         chunk = Chunk(self.report())
         try:
@@ -150,12 +152,12 @@ class SourceEncoder:
                         raise sample
                     self._read(chunk, number, place, sample)
                 except SampleFault as fault:
-                    self.encoder.special.take()
+                    self.encoder.special.take()  # the counts of a sample that is left out
                     chunk.report.add_bad(fault.cause, prefix_place(place, fault))
         except UserError as error:
             chunk.fault = error
         chunk.report.sequences = len(chunk.lengths)
-        chunk.report.tokens = len(chunk.ids) - len(chunk.lengths)
+        chunk.report.tokens = len(chunk.ids) - len(chunk.lengths)  # a last id is only a target
         chunk.report.trained_tokens = chunk.trained.count(1)
         return chunk
 
@@ -173,8 +175,9 @@ class SourceEncoder:
         )
 
     def _rename_columns(self, sample: Mapping[str, Any], place: str) -> RenamedSample:
-        """Return the sample under the names that the format knows. Raises SampleFault for a missing
-        column.
+        """Return the sample under the names that the format knows.
+
+        Raises SampleFault for a missing column.
         """
         missing = [
             name
@@ -189,17 +192,15 @@ class SourceEncoder:
                 )
             expected = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
-            (one,) = format_overrides(get_columns_section(self.section), {missing[0]: "NAME"})
-            others = find_fitting_formats(sample, self.columns)  # of those without labels
-            remedy = (
-                f"these are of the format {others[0]}: set {self.section}.format={others[0]}"
-                if others
-                else ""
-            )
+            (override,) = format_overrides(get_columns_section(self.section), {missing[0]: "NAME"})
+            remedy = f"name yours with {override}"
+            if formats := find_fitting_formats(sample, self.columns):  # of those without labels
+                remedy = (
+                    f"these are of the format {formats[0]}: set {self.section}.format={formats[0]}"
+                )
             raise SampleFault(
                 f"no column {expected}",
-                f"found the columns {found}, expected {expected} (format {self.format}); "
-                + (remedy or f"name yours with {one}"),
+                f"found the columns {found}, expected {expected} (format {self.format}); {remedy}",
             )
         return RenamedSample(
             sample, self.columns, get_columns_section(self.section), self.names.required
@@ -225,14 +226,14 @@ class SourceEncoder:
         report.labels += isinstance(sample, LabeledAnswer)
         report.classified += isinstance(sample, Classified)
         for item in items:
-            kept = self._truncate_item(report, place, item)
-            if kept:
-                report.pairs += len(kept) == 2
+            item = self._truncate_item(report, place, item)
+            if item:
+                report.pairs += len(item) == 2
                 if isinstance(sample, Classified):  # read as a whole, as a text is
-                    report.text_tokens += len(kept[0].ids) - 1
-                report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
-                report.prompt_tokens += sum(map(self._count_prompt_tokens, kept))
-                sequences = ((encoded.ids, encoded.trained) for encoded in kept)
+                    report.text_tokens += len(item[0].ids) - 1
+                report.untrained_ends += sum(encoded.untrained_ends for encoded in item)
+                report.prompt_tokens += sum(map(self._count_prompt_tokens, item))
+                sequences = ((encoded.ids, encoded.trained) for encoded in item)
                 chunk.append(number, *sequences, value=_get_item_value(sample, chunk.classes))
 
     def _encode_items(
@@ -249,9 +250,8 @@ class SourceEncoder:
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
-            report.endings += not pick_trained(sample.messages, self.cfg.train_on, sample.places)[
-                -1
-            ]
+            picked = pick_trained(sample.messages, self.cfg.train_on, sample.places)
+            report.endings += not picked[-1]
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)
@@ -266,9 +266,10 @@ class SourceEncoder:
 
     def _count_prompt_tokens(self, encoded: Encoded) -> int:
         """Return how many tokens are outside of the answers, BOS left out."""
-        first_is_none = bool(encoded.answers and encoded.answers[0][0] == 0)
-        first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
-        return encoded.trained.count(False) - first_is_none
+        # The first token of all is never trained; it is no prompt where it is BOS or an answer's.
+        is_answer = bool(encoded.answers and encoded.answers[0][0] == 0)
+        is_bos = encoded.ids[0] == self.encoder.tokenizer.bos_id
+        return encoded.trained.count(False) - (is_answer or is_bos)
 
     def _truncate_item(
         self, report: DataReport, place: str, sequences: tuple[Encoded, ...]
@@ -279,7 +280,7 @@ class SourceEncoder:
         A pair stays one: each of its answers is cut at the same place, and both are left out where
         one is lost, or where they become equal.
         """
-        room = self.max_seq_len + 1
+        room = self.max_seq_len + 1  # ids: the last one is only a target
         longest = max(len(encoded.ids) for encoded in sequences)
         if longest <= room:
             return sequences
@@ -291,17 +292,17 @@ class SourceEncoder:
                 " truncate or drop"
             )
         cut = tuple(encoded.cut(room) for encoded in sequences)
-        lost = any(not any(encoded.trained) for encoded in cut) or (
+        is_lost = any(not any(encoded.trained) for encoded in cut) or (
             len(cut) == 2 and cut[0].ids == cut[1].ids
         )
-        kept = () if policy == "drop" or lost else cut
-        answers = sum(sum(encoded.trained) for encoded in sequences)
+        left = () if policy == "drop" or is_lost else cut
+        answer_tokens = sum(sum(encoded.trained) for encoded in sequences)
         report.truncated_sequences += policy == "truncate"
         report.skipped_long_sequences += policy == "drop"
-        report.emptied_sequences += policy == "truncate" and lost
-        report.long_answer_tokens += answers
-        report.lost_answer_tokens += answers - sum(sum(encoded.trained) for encoded in kept)
-        return kept
+        report.emptied_sequences += policy == "truncate" and is_lost
+        report.long_answer_tokens += answer_tokens
+        report.lost_answer_tokens += answer_tokens - sum(sum(encoded.trained) for encoded in left)
+        return left
 
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
         """Cut a text into sequences of max_seq_len tokens, the last one of what is left.
@@ -322,8 +323,9 @@ class SourceEncoder:
 
 
 def _get_item_value(sample: Sample, classes: list[str]) -> float:
-    """Return the number that an item keeps. classes: names that have a number; a new one is
-    added.
+    """Return the number that an item keeps.
+
+    classes: names that have a number; a new one is added.
     """
     if isinstance(sample, Classified):
         if sample.label not in classes:

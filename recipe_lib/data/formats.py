@@ -76,7 +76,8 @@ def columns(
     """
 
     def add(reader: Reader) -> Reader:
-        reader.columns = Columns(required, tuple(optional), instead or {}, same or {})  # type: ignore[attr-defined]
+        read_names = Columns(required, tuple(optional), instead or {}, same or {})
+        reader.columns = read_names  # type: ignore[attr-defined]
         return reader
 
     return add
@@ -86,8 +87,7 @@ _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
 def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
-    """Return the conversation of these turns, with the system message, tools and template arguments
-    of the row.
+    """Return the conversation of these turns, with system message, tools and template arguments.
 
     asked: so many of the turns are the prompt; 0: nobody says which.
     """
@@ -106,25 +106,27 @@ def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation
 @register("data.format", "alpaca")
 @_columns("instruction", "output", optional=("input", "history", *CHAT_COLUMNS))
 def read_alpaca(sample: RawSample) -> Conversation:
-    """Read `instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and
-    `history`: the turns before, as pairs of texts.
+    """Read `instruction`, `output`, and perhaps `input`, `system` and `history`.
+
+    `input` is put under the instruction; `history` is the turns before, as pairs of texts.
     """
-    asked = read_question(sample, "instruction")
-    if not asked.messages[0]["content"].strip():
+    question = read_question(sample, "instruction")
+    if not question.messages[0]["content"].strip():
         raise SampleFault(
             "empty instruction",
             f"{get_path(sample, 'instruction')}: found an empty instruction, expected text",
         )
     return _build_chat(
-        sample, read_history(sample) + asked + make_text_turn(sample, "output", "assistant")
+        sample, read_history(sample) + question + make_text_turn(sample, "output", "assistant")
     )
 
 
 @register("data.format", "sharegpt")
 @_columns("conversations", optional=CHAT_COLUMNS)
 def read_sharegpt(sample: RawSample) -> Conversation:
-    """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and
-    `tools` (may be JSON).
+    """Read `conversations`: a list of {from, value} or {role, content}.
+
+    And perhaps `system`, and `tools` (may be JSON).
     """
     return _build_chat(sample, read_turns(sample, "conversations"))
 
@@ -132,8 +134,9 @@ def read_sharegpt(sample: RawSample) -> Conversation:
 @register("data.format", "messages")
 @_columns("messages", optional=CHAT_COLUMNS)
 def read_messages(sample: RawSample) -> Conversation:
-    """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`,
-    `tools` for the chat template.
+    """Read `messages`: a list of {role, content} as chat APIs have it.
+
+    And perhaps `system`, and `tools` for the chat template.
     """
     return _build_chat(sample, read_turns(sample, "messages", names_calls=False))
 
@@ -141,13 +144,13 @@ def read_messages(sample: RawSample) -> Conversation:
 @register("data.format", "prompt_completion")
 @_columns("prompt", "completion", optional=CHAT_COLUMNS)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
-    """Read `prompt` and `completion`: two texts, put together as they stand, with no template and
-    no space between them; or messages (one of the two may be text), of which the completion is
-    trained.
+    """Read `prompt` and `completion`: two texts, put together as they stand.
+
+    There is no template and no space between them. Or messages (one of the two may be text), of
+    which the completion is trained.
     """
-    if isinstance(sample.get("prompt"), (list, dict)) or isinstance(
-        sample.get("completion"), (list, dict)
-    ):
+    texts = [sample.get("prompt"), sample.get("completion")]
+    if any(isinstance(value, (list, dict)) for value in texts):
         asked = read_column(sample, "prompt", "user")
         return _build_chat(
             sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages)
@@ -191,10 +194,10 @@ def read_text(sample: RawSample) -> Document:
     ),
 )
 def read_preference(sample: RawSample) -> Preference:
-    """Read `chosen` and `rejected`: two answers (text or a message each), or two conversations that
-    begin alike (also as text of Human and Assistant).
+    """Read `chosen` and `rejected`: two answers, or two conversations that begin alike.
 
-    What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with
+    An answer is a text or a message; a conversation may be a text of Human and Assistant. What
+    comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with
     `input`; where the conversations hold it already, none is needed. The prompt is all that both
     have in common, up to the answer in which they part. `margin`: a number, by how much the chosen
     one is better.
@@ -212,8 +215,8 @@ def read_preference(sample: RawSample) -> Preference:
     no_prompt = _why_no_prompt(sample, chosen, rejected, shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
-        # Of texts that begin alike the encoder raises it: it knows what a rendered prompt looks
-        # like
+        # For texts that begin alike the encoder raises it: it knows what a rendered prompt looks
+        # like.
         raise no_prompt
     tools, path = read_tools(sample)
     places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
@@ -253,8 +256,9 @@ def read_preference(sample: RawSample) -> Preference:
 def _check_end(
     sample: RawSample, name: str, turns: Turns, asked: int, cause: str, expected: str
 ) -> None:
-    """Raise SampleFault for what a column adds to the prompt of so many messages, if it does not
-    end with one of the assistant.
+    """Raise SampleFault for a column that adds no message of the assistant at its end.
+
+    asked: messages of the prompt.
     """
     last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
@@ -264,8 +268,9 @@ def _check_end(
 
 
 def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
-    """Return what comes before an answer: the system message, earlier turns, and the question under
-    one of these names.
+    """Return what comes before an answer: the system message, earlier turns, and the question.
+
+    names: of the columns that may hold the question.
     """
     given = [name for name in names if not is_blank(sample.get(name))]
     given = given or [name for name in names if sample.get(name) is not None][:1]
@@ -283,7 +288,9 @@ def _read_margin(value: object) -> float:
         return 0.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        return float(value) if is_number or isinstance(value, str) else math.nan  # type: ignore[arg-type]
+        if is_number or isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+        return math.nan
     except (OverflowError, ValueError):
         return math.nan
 
@@ -300,22 +307,24 @@ def _read_margin(value: object) -> float:
     },
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
-    """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`:
-    whether the completion is wanted (true) or not (false).
+    """Read `prompt` (text, or messages), `completion` and `label`: true for a completion that is
+    wanted.
 
-    `instruction` with `input` is a prompt as well, `output` a completion; of `messages` or
-    `conversations` the last one is the completion.
+    The completion is a text, a message, or several. `instruction` with `input` is a prompt as well,
+    `output` a completion; of `messages` or `conversations` the last one is the completion.
     """
     label = _read_label(sample)
     before = _read_prompt(sample, ("prompt", "instruction", *CONVERSATION_COLUMNS))
-    ends = [name for name in ("completion", "output") if sample.get(name) is not None]
-    if len(ends) > 1:
-        raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
-    if ends or all(sample.get(name) is None for name in CONVERSATION_COLUMNS):
-        answer = read_column(sample, ends[0] if ends else "completion", "assistant")
+    names = [name for name in ("completion", "output") if sample.get(name) is not None]
+    if len(names) > 1:
+        raise SampleFault(
+            "two completions", f"found {' and '.join(names)}, expected one of the two"
+        )
+    if names or all(sample.get(name) is None for name in CONVERSATION_COLUMNS):
+        answer = read_column(sample, names[0] if names else "completion", "assistant")
         turns = _continue_with(before, answer)
         num_asked = len(before.messages)
-    else:
+    else:  # messages whose last one is the completion
         turns = before
         num_asked = max(0, len(before.messages) - 1)
     prompt = turns.messages[:num_asked]
@@ -340,8 +349,9 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
 
 
 def _read_label(sample: RawSample) -> bool:
-    """Return whether the completion is wanted. Raises SampleFault for a label that is not true or
-    false.
+    """Return True if the completion is wanted.
+
+    Raises SampleFault for a label that is not true or false.
     """
     value = sample.get("label")
     label = read_truth(value)
@@ -357,8 +367,9 @@ def _read_label(sample: RawSample) -> bool:
 @register("data.format", "classification")
 @_columns("label", optional=("text", "prompt", "messages", *CHAT_COLUMNS))
 def read_classification(sample: RawSample) -> Classified:
-    """Read `label`, a whole number from 0 on or the class' name, and what has it: `text` as it
-    stands, `prompt` (text of the user) or `messages`.
+    """Read `label`, a whole number from 0 on or the class' name, and what has it.
+
+    That is `text` as it stands, `prompt` (text of the user) or `messages`.
     """
     given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
     if len(given) != 1:
@@ -399,8 +410,9 @@ def _read_class(sample: RawSample) -> str:
 def _why_no_prompt(
     sample: RawSample, chosen: Turns, rejected: Turns, shared: int
 ) -> SampleFault | None:
-    """Return what is wrong with two answers that follow nothing, or a message of the system alone;
-    None: they do not.
+    """Return what is wrong with two answers that follow nothing, or a message of the system alone.
+
+    None: they follow something.
     """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
     has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
@@ -423,8 +435,9 @@ def _why_no_prompt(
 
 
 def _continue_with(before: Turns, answer: Turns) -> Turns:
-    """Return the whole conversation: the answer holds what comes before it already, or goes on from
-    it.
+    """Return the whole conversation, of what comes before an answer and the answer.
+
+    The answer holds what comes before it already, or goes on from it.
     """
     num_before = len(before.messages)
     if answer.messages[:num_before] == before.messages and len(answer.messages) > num_before:

@@ -1,5 +1,8 @@
-"""Reads messages as chat APIs have them, out of the spellings that samples are found in; what
-cannot be used is a SampleFault.
+"""Messages as chat APIs have them, read out of the spellings that samples come in.
+
+`read_turns` reads a column of {from, value} or {role, content}, `read_turn` one message. Calls of
+tools and descriptions of tools come in several shapes and end up in that of chat APIs. What cannot
+be used is a SampleFault.
 """
 
 import hashlib
@@ -31,28 +34,26 @@ from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 # The speakers of conversations as tools and chat APIs call them, in small letters.
-SPEAKERS = {
-    "system": "system", "developer": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant",
-    "assistant": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant",
-    "chatbot": "assistant", "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
-    "function_response": "tool", "tool_response": "tool",
-}  # fmt: skip
+SPEAKERS = (
+    dict.fromkeys(("system", "developer"), "system")
+    | dict.fromkeys(("human", "user", "prompter"), "user")
+    | dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot", "ai", "chatbot"), "assistant")
+    | dict.fromkeys(("tool", "observation", "function", "ipython"), "tool")
+    | dict.fromkeys(("function_response", "tool_response"), "tool")
+)
 # Keys by which tools say whether a message is trained: of the first ones true says so, of the
 # others it says no.
-TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
+TRAINED = ("train", "training", "loss")
+MASKED = ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
 CONVERSATION_COLUMNS = (
     "messages",
     "conversations",
 )  # columns that hold a conversation up to its last answer
-CALL_ROLES = (
-    "function_call",
-    "tool_call",
-)  # an assistant's turn that is a call, or a list of them, as JSON
-_CALL_KEYS = (
-    "tool_calls",
-    "function_call",
-)  # keys of a message that hold calls; the second is the older one
+# Speakers of an assistant's turn that is a call, or a list of them, as JSON.
+CALL_ROLES = ("function_call", "tool_call")
+# Keys of a message that hold calls; the second is the older one of OpenAI's API.
+_CALL_KEYS = ("tool_calls", "function_call")
 _PARTS = ("text", "input_text", "output_text")  # types of a part of a content
 _PART_KEYS = ("type", "text")
 
@@ -69,23 +70,19 @@ class Turns:
 
 
 def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
-    """Return the messages of a column, each {from, value} or {role, content}; or texts of the user
-    and the assistant in turn.
+    """Return the messages of a column, each {from, value} or {role, content}.
 
-    A call of a tool joins the words of the assistant before it, and calls after each other become
-    one message (unless only one of the two is to be trained). names_calls: calls without an id are
-    given one, also where all are as chat APIs have them.
+    Or texts of the user and the assistant in turn. A call of a tool joins the words of the
+    assistant before it, and calls after each other become one message (unless only one of the two
+    is to be trained). names_calls: calls without an id are given one, also where all are as chat
+    APIs have them.
     """
+    value = sample.get(name)
+    is_list = name in CONVERSATION_COLUMNS and isinstance(value, list)
+    if value and is_list and all(isinstance(text, str) for text in value):
+        return _read_texts(value, get_path(sample, name))
     messages = list[Message]()
     places = list[MessagePlace]()
-    value = sample.get(name)
-    if (
-        name in CONVERSATION_COLUMNS
-        and isinstance(value, list)
-        and value
-        and all(isinstance(text, str) for text in value)
-    ):
-        return _read_texts(value, get_path(sample, name))
     turns, path = read_object_list(sample, name)
     for number, turn in enumerate(turns):
         where = f"{path}[{number}]"
@@ -148,61 +145,64 @@ def make_text_turn(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """Return one message, {from, value} or {role, content}. where: its path in the sample, for
-    faults.
+    """Return one message, {from, value} or {role, content}.
 
-    content may be a list of text parts, or null next to tool_calls.
+    where: its path in the sample, for faults. content may be a list of text parts, or null next to
+    tool_calls.
     """
     is_api = "from" not in turn
     role_key, text_key = ("role", "content") if is_api else ("from", "value")
-    kept = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
-    if not is_api and ("role" in kept or "content" in kept):
+    other_keys = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
+    if not is_api and ("role" in other_keys or "content" in other_keys):
         raise SampleFault(
             "message in two spellings",
-            f"{where}: found from and {'role' if 'role' in kept else 'content'}, expected {{from,"
-            " value} or {role, content}",
+            f"{where}: found from and {'role' if 'role' in other_keys else 'content'}, expected"
+            " {from, value} or {role, content}",
         )
     if is_call(turn):
-        return _read_call_turn(turn, text_key, kept, where)
+        return _read_call_turn(turn, text_key, other_keys, where)
     role = _read_role(turn, role_key, where)
-    kept = _read_calls(kept, role, where)
+    other_keys = _read_calls(other_keys, role, where)
     content = turn.get(text_key)
     if is_api and isinstance(content, list):
-        kept |= _collect_part_keys(content)
+        other_keys |= _collect_part_keys(content)
         content = "".join(
             _read_text_part(part, f"{where}.content[{number}]")
             for number, part in enumerate(content)
         )
-    elif is_api and content is None and "tool_calls" in kept:
+    elif is_api and content is None and "tool_calls" in other_keys:
         content = ""
     else:
         content = read_text_field(turn, text_key, where=where)
-    return kept | {"role": role, "content": content}
+    return other_keys | {"role": role, "content": content}
 
 
 def is_call(turn: RawSample) -> bool:
-    """Return whether a turn is nothing but the call of a tool."""
+    """Return True if a turn is nothing but the call of a tool."""
     return turn.get("from", turn.get("role")) in CALL_ROLES
 
 
-def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where: str) -> Message:
-    """Return a turn that is nothing but calls as a message of the assistant. kept: what it holds
-    besides them.
+def _read_call_turn(
+    turn: RawSample, text_key: str, other_keys: dict[str, Any], where: str
+) -> Message:
+    """Return a turn that is nothing but calls as a message of the assistant.
+
+    other_keys: what it holds besides them.
     """
     text = read_text_field(turn, text_key, where=where)
-    if second := next((key for key in _CALL_KEYS if key in kept), None):
+    if second := next((key for key in _CALL_KEYS if key in other_keys), None):
         raise SampleFault(
             "calls of a message", f"{where}: found {text_key} and {second}, expected one of the two"
         )
     calls, idle = take_idle(parse_calls(text, f"{where}.{text_key}"))
-    return kept | idle | {"role": "assistant", "content": "", "tool_calls": calls}
+    return other_keys | idle | {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
-    """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
-    keys = [key for key in _CALL_KEYS if key in kept]
+def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """Return the other keys of a message, its calls as chat APIs have them. Raises SampleFault."""
+    keys = [key for key in _CALL_KEYS if key in other_keys]
     if not keys:
-        return kept
+        return other_keys
     if len(keys) > 1 or role != "assistant":
         found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault(
@@ -211,23 +211,26 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
         )
     (key,) = keys
     path = f"{where}.{key}"
-    held = kept[key]
+    calls_value = other_keys[key]
     if key == "tool_calls":
-        if not isinstance(held, list):
+        if not isinstance(calls_value, list):
             raise SampleFault(
-                _CAUSE, f"{path}: found {describe_kind(held)}, expected a list of calls {_CALL}"
+                _CAUSE,
+                f"{path}: found {describe_kind(calls_value)}, expected a list of calls {_CALL}",
             )
-        calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(held)]
-    elif (
-        not isinstance(held, dict) or "function" in held
-    ):  # the older field holds a function itself
-        found = describe_kind(held) if not isinstance(held, dict) else "an object with function"
+        calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(calls_value)]
+    elif not isinstance(calls_value, dict) or "function" in calls_value:
+        # The older key holds the function itself.
+        is_object = isinstance(calls_value, dict)
+        found = "an object with function" if is_object else describe_kind(calls_value)
         raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
     else:
-        calls = [_read_call(held, path)]
+        calls = [_read_call(calls_value, path)]
     calls, idle = take_idle(calls)
     return (
-        {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
+        {name: value for name, value in other_keys.items() if name != key}
+        | idle
+        | {"tool_calls": calls}
     )
 
 
@@ -245,41 +248,45 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
 
 
 def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[str, Any]:
-    """Return what else a message holds; what says nothing is left out. `train` is what its flags
-    say, whatever they are called.
+    """Return what else a message holds; what says nothing is left out.
+
+    `train` is what its flags say, whatever they are called.
     """
-    kept = {
+    other_keys = {
         name: value
         for name, value in message.items()
         if name not in read_keys and not is_blank(value)
     }
-    if _FLAGS.isdisjoint(kept):
-        return kept
-    flags = {name: _read_flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
+    if _FLAGS.isdisjoint(other_keys):
+        return other_keys
+    flags = {
+        name: _read_flag(name, other_keys.pop(name), where)
+        for name in sorted(_FLAGS & other_keys.keys())
+    }
     if len(set(flags.values())) > 1:
         found = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
         raise SampleFault(
             "flags that differ", f"{where}: found {found}, expected them to say the same"
         )
     if False in flags.values():
-        return {"train": False} | kept
+        return {"train": False} | other_keys
     if flags.keys().isdisjoint(TRAINED):
-        return kept  # a weight of 1, or no mask, is any message's
-    return {"train": True} | kept
+        return other_keys  # a weight of 1, or no mask, is any message's
+    return {"train": True} | other_keys
 
 
 def _read_flag(name: str, value: Any, where: str) -> bool:
-    """Return whether a flag says that its message is trained; 0 and 1 are false and true, as in
+    """Return True if a flag says that its message is trained; 0 and 1 are false and true, as in
     tables.
     """
-    says = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
-    if says is None:
+    truth = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
+    if truth is None:
         expected = "0 or 1" if name == "weight" else "true or false"
         raise SampleFault(
             f"{name} is no switch",
             f"{where}.{name}: found {format_value(value)}, expected {expected}",
         )
-    return says is not (name in MASKED)
+    return truth is not (name in MASKED)
 
 
 def build_conversation(
@@ -290,11 +297,10 @@ def build_conversation(
     variables: Mapping[str, Any] | None = None,
     asked: int = 0,
 ) -> Conversation:
-    """Return a conversation that has an answer, and no tool's result without a call. Raises
-    SampleFault.
+    """Return a conversation that has an answer, and no tool's result without a call.
 
     places: where in the sample the messages are, for the fault. variables, asked: as `Conversation`
-    has them.
+    has them. Raises SampleFault.
     """
     places = places or SamplePlaces()
     check_order(messages, places)
@@ -313,7 +319,7 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
 
     Any other order is the chat template's business: whether it can be written, it says itself.
     """
-    before = "the start"
+    before = "the start"  # the role of the message before, for the error line
     for number, message in enumerate(messages):
         if message["role"] == "tool" and before not in ("assistant", "tool"):
             raise SampleFault(
@@ -325,16 +331,11 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
 
 
 def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
-    """Raise SampleFault for an answer, from the message with this number on, with nothing in it to
-    train on.
-    """
+    """Raise SampleFault for an answer with nothing in it to train on, from message `first` on."""
     for number in range(first, len(messages)):
         message = messages[number]
-        if (
-            message["role"] == "assistant"
-            and not message["content"].strip()
-            and not message.get("tool_calls")
-        ):
+        has_content = message["content"].strip() or message.get("tool_calls")
+        if message["role"] == "assistant" and not has_content:
             where = places.text(number)
             raise SampleFault(
                 "empty answer", f"{where}: found an empty answer, expected text to train on"
@@ -342,8 +343,8 @@ def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces)
 
 
 def _collect_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
-    """Return what the parts of a content hold beside their text, as keys of the message that are to
-    be counted.
+    """Return what the parts of a content hold beside their text, as keys of the message to be
+    counted.
     """
     part_keys = dict[str, Any]()
     for part in parts:
@@ -373,10 +374,7 @@ def _read_text_part(part: Any, where: str) -> str:
     raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")
 
 
-# Reads calls of tools and descriptions of tools as chat APIs have them, out of the spellings of
-# samples.
-
-
+# Shapes of tool calls, for error lines.
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _CALL = f'{{"function": {_FUNCTION}}}'
 _CALL_FIELDS = ("id", "type", "function")
@@ -394,7 +392,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise SampleFault(_CAUSE, f"{where}: found {describe_kind(call)}, expected a call {_CALL}")
     is_bare = "function" not in call
-    function, path = (call, where) if is_bare else (call["function"], f"{where}.function")
+    function = call if is_bare else call["function"]
+    path = where if is_bare else f"{where}.function"
     if not isinstance(function, dict):
         raise SampleFault(_CAUSE, f"{path}: found {describe_kind(function)}, expected {_FUNCTION}")
     if not isinstance(function.get("name"), str) or not function["name"]:
@@ -413,8 +412,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return calls with nothing in them but what is read, and what else they held, which changes
-    nothing, as `tool_calls.KEY`.
+    """Return calls with nothing in them but what is read, and what else they held.
+
+    The latter changes nothing, and is named `tool_calls.KEY`.
     """
     clean_calls = list[dict[str, Any]]()
     idle = dict[str, Any]()
@@ -446,8 +446,9 @@ def check_arguments(function: RawSample, where: str) -> None:
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is
-    no object.
+    """Return the arguments of a call that are written as JSON; None: it is no object.
+
+    An empty text means none.
     """
     try:
         arguments = parse_json(text or "{}")
@@ -457,8 +458,8 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def parse_calls(text: str, where: str) -> list[dict[str, Any]]:
-    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list
-    of them.
+    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a
+    list.
     """
     try:
         content = parse_json(text)
@@ -485,8 +486,7 @@ def parse_calls(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def name_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an id for each call that has none, and the answers of tools with the
-    id of their call.
+    """Return the messages with an id for each call that has none, and tools' answers with that id.
 
     Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits);
     sharegpt samples have none. An id follows from the call and its place in the conversation.
@@ -509,14 +509,14 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _make_call_id(number: int, position: int, call: RawSample) -> str:
     """Return an id for a message's call. position: of the call among those of the message."""
-    return hashlib.sha256(
-        json.dumps([number, position, call], sort_keys=True).encode()
-    ).hexdigest()[:9]
+    content = json.dumps([number, position, call], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:9]
 
 
 def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
-    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare
-    function is put as chat APIs have it. Raises SampleFault.
+    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text.
+
+    A bare function is put as chat APIs have it. Raises SampleFault.
     """
     path = get_path(sample, "tools")
     tools: Any = sample.get("tools")
@@ -535,8 +535,9 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
 
 
 def _read_tool(tool: RawSample) -> RawSample:
-    """Return a description as chat APIs have it; of a bare function, or of one with its type beside
-    its name.
+    """Return a description as chat APIs have it.
+
+    It may be that of a bare function, or of one with its type beside its name.
     """
     if "name" not in tool or "function" in tool:
         return tool

@@ -1,4 +1,8 @@
-"""Read the columns of a row that come before an answer."""
+"""Read the columns of a row that a conversation is made of, besides its list of messages.
+
+They hold a system message, earlier turns, the question, one answer, and what the chat template is
+given besides messages and tools. `recipe_lib.data.formats` puts them together.
+"""
 
 import re
 from typing import Any
@@ -20,16 +24,8 @@ from recipe_lib.data.samples import (
     refuse_keys,
 )
 
-# Reads what comes before an answer out of the columns of a row: a system message, earlier turns,
-# the question; and what the chat template is given besides messages and tools.
-
-
-CHAT_COLUMNS = (
-    "system",
-    "tools",
-    "chat_template_kwargs",
-    "documents",
-)  # columns of every format that a template writes
+# Columns of every format that a template writes.
+CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs", "documents")
 # What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.
 _RESERVED = (
     "messages",
@@ -43,8 +39,9 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
 
 
 def prepend_system(sample: RawSample, turns: Turns) -> Turns:
-    """Return the turns after the message of the column `system`. Raises SampleFault: they begin
-    with another one.
+    """Return the turns after the message of the column `system`.
+
+    Raises SampleFault: they begin with another one.
     """
     if is_blank(sample.get("system")):
         return turns
@@ -53,9 +50,8 @@ def prepend_system(sample: RawSample, turns: Turns) -> Turns:
     if not system_messages:
         return system + turns
     text = system.messages[0]["content"]
-    if turns.messages[0] is system_messages[0] and all(
-        message["content"] == text for message in system_messages
-    ):
+    are_alike = all(message["content"] == text for message in system_messages)
+    if are_alike and turns.messages[0] is system_messages[0]:
         return turns
     raise SampleFault(
         "two system messages",
@@ -65,8 +61,9 @@ def prepend_system(sample: RawSample, turns: Turns) -> Turns:
 
 
 def read_history(sample: RawSample) -> Turns:
-    """Return the turns of the column `history`: pairs of a question and its answer, as a list or
-    its JSON text.
+    """Return the turns of the column `history`: pairs of a question and its answer.
+
+    They come as a list or its JSON text.
     """
     if is_blank(sample.get("history")):
         return Turns()
@@ -81,9 +78,8 @@ def read_history(sample: RawSample) -> Turns:
             )
         for index, role in enumerate(("user", "assistant")):
             text = read_text_field({str(index): pair[index]}, str(index), where=where)
-            turns += Turns(
-                [{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")]
-            )
+            place = MessagePlace(where, f"{where}[{index}]")
+            turns += Turns([{"role": role, "content": text}], [place])
     return turns
 
 
@@ -98,8 +94,8 @@ def read_question(sample: RawSample, name: str) -> Turns:
         if not is_blank(sample.get("input")):
             raise SampleFault(
                 "input beside messages",
-                f"{get_path(sample, 'input')}: found {describe_field(sample, 'input')} beside {name} of"
-                " messages, expected it inside of them",
+                f"{get_path(sample, 'input')}: found {describe_field(sample, 'input')} beside"
+                f" {name} of messages, expected it inside of them",
             )
         return turns
     input_text = read_text_field(sample, "input", may_be_missing=True)
@@ -124,8 +120,9 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def open_request(sample: RawSample) -> RawSample:
-    """Return the sample with `input` in the columns prompt and tools, where that is a request as
-    OpenAI's pairs have it: {messages, tools}. Raises SampleFault.
+    """Return the sample with a request in `input` put into the columns prompt and tools.
+
+    OpenAI's pairs have one: {messages, tools}. Raises SampleFault.
     """
     request = sample.get("input")
     if not isinstance(request, dict):
@@ -134,32 +131,30 @@ def open_request(sample: RawSample) -> RawSample:
     refuse_keys(
         request, ("messages", "tools"), path, owner="input", expected="expected messages and tools"
     )
-    columns = {
-        name: request[key]
-        for name, key in (("prompt", "messages"), ("tools", "tools"))
-        if key in request
-    }
+    keys = {"prompt": "messages", "tools": "tools"}
+    columns = {name: request[key] for name, key in keys.items() if key in request}
     for name in columns:
         if not is_blank(sample.get(name)):
             raise SampleFault(
                 "two prompts",
                 f"{get_path(sample, name)}: found it beside input, expected one of the two",
             )
-    opened = RenamedSample({**sample, "input": None} | columns, {}, "data")
+    opened = RenamedSample({**sample, "input": None} | columns, own={}, section="data")
     own_names = sample.own if isinstance(sample, RenamedSample) else {}
     opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
 
 def read_answer(sample: RawSample, name: str) -> Turns:
-    """Return a column as messages of the assistant; a text that begins with `\\n\\nHuman:` is a
-    whole conversation.
+    """Return a column as messages of the assistant.
+
+    A text that begins with `\\n\\nHuman:` is a whole conversation.
     """
     text = sample.get(name)
     if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
         return read_column(sample, name, "assistant")
     path = get_path(sample, name)
-    parts = _SPEAKER.split(read_text_field(sample, name))[1:]  # speaker and words in turn
+    parts = _SPEAKER.split(read_text_field(sample, name))[1:]  # a speaker, then the words
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
     messages: list[Message] = [
         {"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)
@@ -170,8 +165,9 @@ def read_answer(sample: RawSample, name: str) -> Turns:
 
 
 def read_variables(sample: RawSample) -> dict[str, Any]:
-    """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`. Raises
-    SampleFault.
+    """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`.
+
+    Raises SampleFault.
     """
     if "chat_template_kwargs" not in sample and "documents" not in sample:
         return {}
@@ -207,6 +203,7 @@ def refuse_beside_text(sample: RawSample, *names: str) -> None:
         if not is_blank(sample.get(name)):
             raise SampleFault(
                 f"{name} beside text",
-                f"{get_path(sample, name)}: found {describe_field(sample, name)} beside a text that no"
-                " chat template writes, expected it in the text, or messages in place of the text",
+                f"{get_path(sample, name)}: found {describe_field(sample, name)} beside a text that"
+                " no chat template writes, expected it in the text, or messages in place of the"
+                " text",
             )

@@ -1,4 +1,10 @@
-"""Find columns of a row, and keys of its messages, that nobody reads."""
+"""Columns of a row and keys of its messages that nobody reads: nothing that could matter is
+dropped.
+
+Each is either known to change nothing, and counted, or a fault of the sample.
+`recipe_lib.data.column_names` knows names. Where a name says nothing, a text that only repeats what
+is read of the same row changes nothing either.
+"""
 
 import json
 import re
@@ -39,24 +45,15 @@ from recipe_lib.data.samples import (
 from recipe_lib.data.thinking import THOUGHT_KEYS, TemplateFields
 from recipe_lib.errors import DataError
 
-# Finds columns of a row and keys of its messages that nobody reads: known to change nothing and
-# counted, or a fault.
-#
-# `recipe_lib.data.samples` knows names. Where a name says nothing, a text that only repeats
-# what is read of the same row changes nothing either.
-
-
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _TEXT_KEYS = frozenset(("content", *THOUGHT_KEYS))  # keys of a message whose values are its texts
 _LABEL_KEYS = ("role", "from", "type")  # keys of a message whose texts say nothing of their own
-_KEYS_BY_ROLE = {
-    "assistant": THOUGHT_KEYS,
-    "tool": ("tool_call_id",),
-}  # keys that are read in one role alone
+# Keys that are read in one role alone.
+_KEYS_BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}
 
 
 class UnreadNames:
-    """Looks for what one source's rows hold beside what is read."""
+    """A search for what one source's rows hold beside what is read."""
 
     def __init__(self, form: str, ignored: Sequence[str], fields: TemplateFields) -> None:
         """Take what is known of all rows.
@@ -101,23 +98,26 @@ class UnreadNames:
                 messages = parse_column(value, "", "")
             except SampleFault:
                 return value  # a text that begins with a bracket, or a fault that the format names
-            kept = self._leave_out_keys(messages, left_out)
-            return value if kept == messages else json.dumps(kept, ensure_ascii=False)
+            remaining = self._leave_out_keys(messages, left_out)
+            return value if remaining == messages else json.dumps(remaining, ensure_ascii=False)
         if isinstance(value, list):
             return [self._leave_out_keys(item, left_out) for item in value]
         if not isinstance(value, dict) or not value.keys() & {"role", "from"}:
             return value
-        found = {
+        ignored_names = {
             name
             for name in self._ignored_keys
             if not is_blank(value.get(name.removeprefix("messages.")))
         }
-        left_out |= found
-        return {key: inner for key, inner in value.items() if f"messages.{key}" not in found}
+        left_out |= ignored_names
+        return {
+            key: inner for key, inner in value.items() if f"messages.{key}" not in ignored_names
+        }
 
     def tidy_columns(self, row: RenamedSample) -> None:
-        """Drop optional columns that say nothing, in place, and put columns of other names under
-        the one that the format reads, where the row lacks that.
+        """Drop optional columns that say nothing, in place, and rename columns of other names.
+
+        One goes under the name that the format reads, where the row lacks that.
         """
         for name in self._optional & row.keys():
             if is_blank(row[name]):
@@ -128,15 +128,15 @@ class UnreadNames:
             if is_blank(value) or not is_blank(row.get(column)):
                 continue
             if column == "tools" and not (isinstance(value, list) or is_json_list(value)):
-                continue  # as the name of the one function that was called
+                continue  # no description: the name of the one function that was called
             row[column] = row.pop(alias)
             row.own = {**row.own, column: alias}
 
     def find(self, row: RenamedSample, sample: Sample, texts: Sequence[str]) -> list[str]:
-        """Return the names of what the row holds that is known to change nothing; `messages.KEY` is
-        that of messages' keys. texts: of the sample.
+        """Return the names of what the row holds that is known to change nothing.
 
-        Raises SampleFault for anything else that is not read.
+        `messages.KEY` is that of messages' keys. texts: of the sample. Raises SampleFault for
+        anything else that is not read.
         """
         if not self.known:
             return []
@@ -161,8 +161,8 @@ class UnreadNames:
         return idle_names
 
     def find_beside(self, keys: Mapping[str, str], place: str) -> list[str]:
-        """Return the names of what stands beside a file's samples, `file.KEY`, if all of it is
-        known to change nothing.
+        """Return the names of what stands beside a file's samples, `file.KEY`, if all of it changes
+        nothing.
 
         keys: as SampleFile.keys_beside. Raises DataError for anything else: no sample says it.
         """
@@ -185,40 +185,32 @@ class UnreadNames:
         """Return what a column holds that is not read; empty: it changes nothing."""
         column = self._column_by_alias.get(name)
         if column is not None and row.get(column) is not None:
-            return (
-                ""
-                if row[column] == value
-                else f"another {column} than the one in {get_path(row, column)}"
-            )
+            if row[column] == value:
+                return ""
+            return f"another {column} than the one in {get_path(row, column)}"
         if why := why_not_column(name, value, is_text):
             return why
         word = normalize_name(name)
         if word in UNWANTED:
+            # Beside a chosen answer that is trained, a rejected one is only left out.
             chosen = row.get("chosen")
-            return (
-                ""
-                if not is_blank(chosen) and _is_repeated(chosen, texts)
-                else "an answer that is not wanted"
-            )
+            is_trained = not is_blank(chosen) and _is_repeated(chosen, texts)
+            return "" if is_trained else "an answer that is not wanted"
         if is_idle(name, value) or is_neutral_label(name, value) or isinstance(value, (date, time)):
             return ""
         if isinstance(value, str) and word in RENDERED:
             # A template may part what a format joins, as an instruction and its input.
-            column_texts = [
-                text for column in self.known if isinstance(text := row.get(column), str)
-            ]
-            if any(
-                parts and all(text.strip() in value for text in parts)
-                for parts in (texts, column_texts)
-            ):
-                return ""
+            column_texts = [row[name] for name in self.known if isinstance(row.get(name), str)]
+            for parts in (texts, column_texts):
+                if parts and all(text.strip() in value for text in parts):
+                    return ""
         if _has_text(value) and _is_repeated(value, texts):
             return ""
         return describe_kind(value) + self._not_read
 
     def _suggest_columns(self, row: RenamedSample, faults: Mapping[str, str]) -> str:
-        """Return the remedy for columns that the format may know by another name; empty: there is
-        none.
+        """Return the remedy for columns that the format may know by another name; empty: there
+        is none.
         """
         free_names = [name for name in sorted(self.known) if is_blank(row.get(name))]
         if not free_names or not any(fault.endswith(self._not_read) for fault in faults.values()):
@@ -237,8 +229,9 @@ class UnreadNames:
         )
 
     def _build_fault(self, faults: Mapping[str, str], other_remedy: str = "") -> SampleFault:
-        """Return the fault of a row. faults: for each name what was found. other_remedy: the line's
-        end.
+        """Return the fault of a row.
+
+        faults: for each name what was found. other_remedy: the line's end.
         """
         return SampleFault(
             f"{', '.join(faults)} {'is' if len(faults) == 1 else 'are'} not read",
@@ -246,8 +239,9 @@ class UnreadNames:
         )
 
     def _find_keys(self, chats: Sequence[Conversation]) -> list[str]:
-        """Return what `find` does, of the messages' keys; those that data.ignore_columns names are
-        taken out.
+        """Return what `find` does, of the messages' keys.
+
+        Those that data.ignore_columns names are taken out.
         """
         idle_names = list[str]()
         faults = dict[str, str]()
@@ -256,15 +250,13 @@ class UnreadNames:
                 if message.keys() <= MESSAGE_READ:  # as nearly every message
                     continue
                 role = message["role"]
-                for key, value in [
-                    (key, value) for key, value in message.items() if key not in MESSAGE_READ
-                ]:
+                unread = {key: message[key] for key in message if key not in MESSAGE_READ}
+                for key, value in unread.items():
                     name = f"messages.{key}"
-                    is_part = key.startswith(
-                        ("content.", "tool_calls.")
-                    )  # no key that a template may see
+                    # The reader has put these there to be counted: no template may see them.
+                    is_part = key.startswith(("content.", "tool_calls."))
                     if is_part and isinstance(message, dict):
-                        del message[key]  # the reader's own copy
+                        del message[key]  # of the reader's own copy
                     elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(
                         role, key, value
                     ):
@@ -281,8 +273,8 @@ class UnreadNames:
         return idle_names
 
     def _find_variables(self, variables: Mapping[str, Any], row: RenamedSample) -> Iterator[str]:
-        """Yield what `find` returns, of what the row gives the chat template besides messages and
-        tools.
+        """Yield what `find` returns, of what the row gives the chat template besides messages
+        and tools.
         """
         for name, value in variables.items():
             if is_blank(value) or name in self._fields.names:
@@ -316,7 +308,7 @@ def collect_texts(sample: Sample) -> list[str]:
 
 
 def _has_text(value: Any) -> bool:
-    """Return whether there is a text in a value, which numbers alone have none of."""
+    """Return True if there is a text in a value, which numbers alone have none of."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
     if isinstance(value, list):
@@ -325,7 +317,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _is_repeated(value: Any, texts: Sequence[str]) -> bool:
-    """Return whether every text in a value stands in one of these."""
+    """Return True if every text in a value stands in one of these."""
     if isinstance(value, str):
         stripped = value.strip()
         return any(stripped in text for text in texts)
