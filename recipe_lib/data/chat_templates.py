@@ -1,4 +1,9 @@
-"""Renders conversations, by the tokenizer's chat template or by the built-in plain one."""
+"""Conversations written out, by the tokenizer's chat template or by the built-in plain one.
+
+`Template` is what writes them for one tokenizer, `RenderedChat` one conversation with its
+renderings. The plain template exists twice: in Python for training, and as Jinja for the exports of
+what it has trained.
+"""
 
 import json
 import re
@@ -19,30 +24,32 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Template:
-    """Holds what writes conversations for one tokenizer, and what is known of it.
-
-    special: looks for special tokens. stops: the tokens that generation stops at, as text.
-    """
+    """What writes conversations for one tokenizer, and what is known of it."""
 
     def __init__(
         self, tokenizer: Tokenizer, special: SpecialTokens, is_chat: bool, add_bos: bool
     ) -> None:
-        """is_chat: the tokenizer's own template, not the plain one. add_bos: for the plain one."""
+        """Take the parts of a template.
+
+        special: looks for special tokens. is_chat: the tokenizer's own template, not the plain one.
+        add_bos: for the plain one.
+        """
         self.tokenizer = tokenizer
         self.special = special
         self.is_chat = is_chat
         # It is written, so that what follows is encoded as it is after BOS.
         self._bos = get_bos_text(tokenizer, add_bos)
+        # The tokens that generation stops at, as text.
         self.stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
 
     @cached_property
     def end(self) -> TurnEnd:
-        """Return how an answer ends; the plain template has no token but EOS for it."""
+        """How an answer ends; the plain template has no token but EOS for it."""
         return self.tokenizer.turn_end if self.is_chat else TurnEnd()
 
     @cached_property
     def features(self) -> TemplateFeatures:
-        """Return what the template makes of thoughts and tool calls."""
+        """What the template makes of thoughts and tool calls."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
             return TemplateFeatures()
@@ -57,7 +64,7 @@ class Template:
         options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
         """Return renderings of one conversation, all made in one go; where the template objects,
-        what it said.
+        its words.
 
         options: as `ChatTemplate.render_many` has them. Raises DataError: the template cannot be
         run at all.
@@ -69,10 +76,10 @@ class Template:
 
 
 class RenderedChat:
-    """Holds a conversation and its renderings, each of which is made once."""
+    """A conversation and its renderings, each of which is made once."""
 
     def __init__(self, template: Template, conversation: Conversation, escape: Escape) -> None:
-        """escape: how special tokens in the conversation's texts are written."""
+        """Take a conversation. escape: how special tokens in its texts are written."""
         self.template = template
         self.escape = escape
         self.messages = conversation.messages
@@ -83,12 +90,12 @@ class RenderedChat:
 
     @property
     def whole(self) -> str:
-        """Return the rendering of all messages. Raises SampleFault like `get_text`."""
+        """The rendering of all messages. Raises SampleFault like `get_text`."""
         return self.get_text(RenderRequest(len(self.messages)))
 
     @cached_property
     def letters(self) -> Sequence[str]:
-        """Return two letters that neither the conversation nor the template holds."""
+        """Two letters that neither the conversation nor the template holds."""
         content = [self.messages, self.tools, self._variables]
         return self.template.special.find_unused_letters(content, 2)
 
@@ -98,17 +105,21 @@ class RenderedChat:
         messages: Sequence[Message] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
-        """Return renderings as `Template.render` does. messages: other ones; the sample's variables
-        win.
+        """Return renderings as `Template.render` does.
+
+        messages: other ones than the conversation's. The sample's variables win over those in
+        options.
         """
-        given = dict(options or {})
+        merged = dict(options or {})
         if self._variables:
-            given["variables"] = {**given.get("variables", {}), **self._variables}
-        return self.template.render(messages or self.messages, requests, self.tools, given or None)
+            merged["variables"] = {**merged.get("variables", {}), **self._variables}
+        return self.template.render(
+            messages or self.messages, requests, tools=self.tools, options=merged or None
+        )
 
     def fetch(self, requests: Iterable[RenderRequest]) -> None:
         """Make the renderings that will be asked for, in one go."""
-        missing = [one for one in dict.fromkeys(requests) if one not in self._renderings]
+        missing = [key for key in dict.fromkeys(requests) if key not in self._renderings]
         if missing:
             self._renderings |= zip(missing, self.render(missing), strict=True)
 
@@ -135,34 +146,30 @@ def require_text(rendering: str | DataError) -> str:
     return rendering
 
 
-# The built-in template, in Python for training and as Jinja for the exports of what it has trained.
-
-
 NO_CALLS = "the plain template has no tool calls; use a tokenizer with a chat template"
 NO_TOOLS = (
     "the plain template does not show tools; leave them out, or use a tokenizer with a chat"
     " template"
 )
-WITHOUT_TURNS = (
-    "text",
-    "prompt_completion",
-)  # formats that no template writes, unless a row of the second has messages
+# Formats that no template writes, unless a row of the second has messages.
+WITHOUT_TURNS = ("text", "prompt_completion")
 
 _ANSWER = "Assistant:\n"
 
 # The same as `render_plain`, and the readers' checks of roles and contents, which other programs do
-# not have. BOS and EOS are written out: what a tokenizer calls its EOS may be set to something else
-# later.
+# not have.
 _JINJA = """\
 {%- set ns = namespace(text=BOS, content='', asks=false) -%}
 {%- for message in messages -%}
 {%- if message['tool_calls'] -%}{{- raise_exception(NO_CALLS) -}}{%- endif -%}
 {%- if message['content'] is string -%}
 {%- set ns.content = message['content'] -%}
-{%- elif message['content'] is defined and message['content'] is iterable and message['content'] is not mapping -%}
+{%- elif message['content'] is defined and message['content'] is iterable \
+and message['content'] is not mapping -%}
 {%- set ns.content = '' -%}
 {%- for part in message['content'] -%}
-{%- if part['type'] != 'text' -%}{{- raise_exception('the plain template takes text alone') -}}{%- endif -%}
+{%- if part['type'] != 'text' -%}{{- raise_exception('the plain template takes text alone') -}}\
+{%- endif -%}
 {%- set ns.content = ns.content + part['text'] -%}
 {%- endfor -%}
 {%- else -%}{{- raise_exception('the plain template needs a content of text in each message') -}}
@@ -175,50 +182,53 @@ _JINJA = """\
 {%- set ns.text = ns.text + 'Tool:\\n' + ns.content + '\\n\\n' -%}
 {%- elif message['role'] == 'assistant' -%}
 {%- set ns.text = ns.text + 'Assistant:\\n' + ns.content + EOS -%}
-{%- else -%}{{- raise_exception('unknown role; the plain template has system, user, assistant and tool') -}}
+{%- else -%}\
+{{- raise_exception('unknown role; the plain template has system, user, assistant and tool') -}}
 {%- endif -%}
 {%- set ns.asks = message['role'] == 'user' or message['role'] == 'tool' -%}
 {%- endfor -%}
-{%- if ns.asks or add_generation_prompt -%}{%- set ns.text = ns.text + 'Assistant:\\n' -%}{%- endif -%}
+{%- if ns.asks or add_generation_prompt -%}\
+{%- set ns.text = ns.text + 'Assistant:\\n' -%}{%- endif -%}
 {%- for tool in tools or [] -%}
 {%- set function = tool['function'] if tool['function'] else tool -%}
-{%- if function['name'] is string and function['name'] not in ns.text -%}{{- raise_exception(NO_TOOLS) -}}{%- endif -%}
+{%- if function['name'] is string and function['name'] not in ns.text -%}\
+{{- raise_exception(NO_TOOLS) -}}{%- endif -%}
 {%- endfor -%}
 {{- ns.text -}}
 """
 
 
 def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: bool = False) -> str:
-    """`User:`, `Tool:` and `Assistant:` on lines of their own before each turn, in any order, EOS
-    after each answer.
+    """Return a conversation in the plain template.
 
-    A question that comes last is followed by the prompt for its answer; prompt: whatever comes last
-    is. Raises DataError for a tool call.
+    `User:`, `Tool:` and `Assistant:` stand on lines of their own before each turn, in any order,
+    EOS after each answer. A question that comes last is followed by the prompt for its answer;
+    prompt: whatever comes last is. Raises DataError for a tool call.
     """
     parts = [bos]
     for message in messages:
         role, content = message["role"], message["content"]
         if message.get("tool_calls"):
             raise DataError(NO_CALLS)
-        written = {
+        turns = {
             "system": f"{content}\n\n",
             "assistant": f"{_ANSWER}{content}{eos}",
             "tool": f"Tool:\n{content}\n\n",
         }
-        parts.append(written.get(role, f"User:\n{content}\n\n"))
+        parts.append(turns.get(role, f"User:\n{content}\n\n"))
     if prompt or (messages and messages[-1]["role"] in ("user", "tool")):
         parts.append(_ANSWER)
     return "".join(parts)
 
 
 def try_render_plain(
-    messages: Sequence[Message], wanted: RenderRequest, eos: str, bos: str
+    messages: Sequence[Message], request: RenderRequest, eos: str, bos: str
 ) -> str | DataError:
-    """One rendering of a conversation, as a tokenizer's `render_chats` gives them."""
-    stop, prompt, contents = wanted
-    instead = dict(contents)
+    """Return one rendering of a conversation, as a tokenizer's `render_chats` does."""
+    stop, prompt, replacements = request
+    contents = dict(replacements)
     replaced = [
-        {**message, "content": instead.get(n, message["content"])}
+        {**message, "content": contents.get(n, message["content"])}
         for n, message in enumerate(messages)
     ]
     try:
@@ -228,12 +238,12 @@ def try_render_plain(
 
 
 def build_plain_jinja(eos: str, bos: str = "") -> str:
-    """The Jinja that writes what `render_plain` does, for transformers' `apply_chat_template` and
-    what else reads it.
+    """Return the Jinja that writes what `render_plain` does.
 
-    It raises an exception where training refuses a sample: tool calls, tools that are not shown,
-    unknown roles.
+    It is for transformers' `apply_chat_template` and what else reads it, and raises an exception
+    where training refuses a sample: tool calls, tools that are not shown, unknown roles.
     """
+    # Written out: what a tokenizer calls its EOS may be set to something else later.
     values = {"BOS": bos, "EOS": eos, "NO_CALLS": NO_CALLS, "NO_TOOLS": NO_TOOLS}
     return re.sub(
         "|".join(values), lambda name: json.dumps(values[name[0]], ensure_ascii=False), _JINJA
@@ -241,7 +251,7 @@ def build_plain_jinja(eos: str, bos: str = "") -> str:
 
 
 def get_eos_text(tokenizer: Tokenizer) -> str:
-    """The EOS token as it is written. Raises DataError: there is none."""
+    """Return the EOS token as it is written. Raises DataError: there is none."""
     if tokenizer.eos_id is None:
         raise DataError(
             f"{tokenizer.place}: the tokenizer has no EOS token to end an answer with; "
@@ -251,8 +261,9 @@ def get_eos_text(tokenizer: Tokenizer) -> str:
 
 
 def get_bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
-    """What a conversation begins with: BOS as it is written where the tokenizer begins texts with
-    it, else nothing.
+    """Return what a conversation begins with: BOS as it is written, or nothing.
+
+    BOS where the tokenizer begins texts with it.
     """
     if not add_bos or tokenizer.bos_id is None or not tokenizer.add_bos_by_default:
         return ""
@@ -263,16 +274,16 @@ def get_bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
 def find_trained_template(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0
 ) -> str | None:
-    """The template that wrote the conversations of a run, where the tokenizer's own files do not
-    hold it; None: they do, or no sample of the run is a conversation. One that asks for today's
-    date has that of training instead.
+    """Return the template that wrote the conversations of a run; None: the tokenizer's own files
+    hold it.
 
-    tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: how
-    many samples a template wrote, where that is known; else their formats decide.
+    None also where no sample of the run is a conversation. One that asks for today's date has that
+    of training instead. tokenizer: as the run loads it, with the file that tokenizer.chat_template
+    names. chats: how many samples a template wrote, where that is known; else their formats decide.
     """
     if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
         return build_plain_jinja(get_eos_text(tokenizer), get_bos_text(tokenizer, cfg.data.add_bos))
-    is_own = not cfg.tokenizer.chat_template and tokenizer.dated_template == tokenizer.chat_template
-    return None if is_own else tokenizer.dated_template
+    is_dated = tokenizer.dated_template != tokenizer.chat_template
+    return tokenizer.dated_template if cfg.tokenizer.chat_template or is_dated else None

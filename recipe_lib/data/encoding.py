@@ -118,8 +118,9 @@ class SourceEncoder:
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
-                    f"{get_columns_section(section)}.columns.{name}: the format {self.format} has no"
-                    f" such column, expected one of {', '.join(known)}{did_you_mean(name, known)}"
+                    f"{get_columns_section(section)}.columns.{name}: the format {self.format} has"
+                    f" no such column, expected one of {', '.join(known)}"
+                    f"{did_you_mean(name, known)}"
                 )
 
     def report(self) -> DataReport:

@@ -1,4 +1,8 @@
-"""One look over all sequences of a run: what is there, and what is wrong with it."""
+"""One look over all sequences of a run: what is there, and what is wrong with it.
+
+`inspect` makes the counts and findings of `tune data check`, `show_item` the colored text of `tune
+data show`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,23 +24,21 @@ NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong. name: what `--allow` of `tune data check` takes. count: how many. places: of
-    the first. more: how many places there are besides. dataset: `training` or `validation`.
-    """
+    """Something wrong with the samples of a run."""
 
-    name: str
+    name: str  # what `--allow` of `tune data check` takes
     line: str
     count: int
-    places: Sequence[str] = ()
-    more: int = 0
-    dataset: str = "training"
+    places: Sequence[str] = ()  # of the first
+    more: int = 0  # places besides
+    dataset: str = "training"  # or `validation`
 
 
 @dataclass
 class Inspection:
-    """numbers: what was counted, by name, as JSON values. findings: faults."""
+    """What was counted, and the faults."""
 
-    numbers: dict[str, Any]
+    numbers: dict[str, Any]  # by name, as JSON values
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -46,11 +48,10 @@ def inspect(
     max_seq_len: int,
     untrained_tokens: Sequence[str] | None,
 ) -> Inspection:
-    """Counts and findings over the training sequences and those of the validation; in `numbers`,
-    `validation` has the counts of its samples.
+    """Return counts and findings over the training sequences and those of the validation.
 
-    untrained_tokens: special tokens in the sequences whose embedding was never trained; None: there
-    is no checkpoint.
+    `numbers["validation"]` has the counts of the validation's samples. untrained_tokens: special
+    tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
     """
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
@@ -76,27 +77,28 @@ def inspect(
     findings = _find_faults(report, max_seq_len)
     if validation is not None:
         numbers["validation"] = _collect_counts(validation.report)
-        own = _find_faults(validation.report, max_seq_len)
         findings += [
-            replace(one, line=f"validation: {one.line}", dataset="validation") for one in own
+            replace(finding, line=f"validation: {finding.line}", dataset="validation")
+            for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(shared):
-            both = _count_with_verb(
-                len(shared), f"validation {validation.report.noun}", "is", "are"
-            )
+            subject = f"validation {validation.report.noun}"
+            both = _say(len(shared), subject, singular="is", plural="are")
             places = [validation.place(item) for item in shared[:MAX_PLACES].tolist()]
-            one = _make_finding(
-                "overlap", f"{both} in the training data as well", len(shared), places
-            )
-            findings.append(replace(one, dataset="validation"))
+            line = f"{both} in the training data as well"
+            finding = _make_finding("overlap", line, count=len(shared), places=places)
+            findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
         names = ", ".join(untrained_tokens[:MAX_PLACES]) + (
             ", ..." if len(untrained_tokens) > MAX_PLACES else ""
         )
-        told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
-        findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
+        line = (
+            f"the sequences use {names}, whose embeddings the checkpoint has never trained; train"
+            " the embedding as well"
+        )
+        findings.append(Finding("untrained-tokens", line, count=0))
     return Inspection(numbers, findings)
 
 
@@ -138,7 +140,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     special = report.special
     lost = report.lost_answer_tokens
     long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
-    exceed = f"{_count_with_verb(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
+    exceed = f"{_say(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
         _make_finding(
@@ -153,13 +155,13 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
         Finding(
             "no-answer-left",
-            f"{_count_with_verb(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
+            f"{_say(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
             f" whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
         Finding(
             "untrained-ends",
-            f"{_count_with_verb(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
+            f"{_say(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
             " token: nothing teaches to stop there",
             report.untrained_ends,
         ),
@@ -194,22 +196,22 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     ]
     copies = _make_finding(
         "duplicates",
-        f"{_count_with_verb(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
+        f"{_say(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
         report.duplicate_sequences,
         [f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
     return [
         *bad,
         *empty,
-        *(one for one in by_count if one.count),
+        *(finding for finding in by_count if finding.count),
         *shares,
         *([copies] if copies.count else []),
     ]
 
 
-def _count_with_verb(count: int, noun: str, one: str, several: str) -> str:
-    """`1 pair repeats`, `2 pairs repeat`."""
-    return f"{counted(count, noun)} {one if count == 1 else several}"
+def _say(count: int, noun: str, singular: str, plural: str) -> str:
+    """Return `1 pair repeats`, `2 pairs repeat`."""
+    return f"{counted(count, noun)} {singular if count == 1 else plural}"
 
 
 def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
@@ -217,7 +219,7 @@ def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Fi
 
 
 def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """The special tokens: id -> text."""
+    """Return the special tokens: id -> text."""
     texts = tokenizer.special_texts
     return {
         ids[0]: text
@@ -227,13 +229,12 @@ def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def collect_ids(*datasets: Dataset | None) -> set[int]:
-    """Every id that stands in the sequences."""
-    return {
-        number
-        for dataset in datasets
-        if dataset is not None
-        for number in np.unique(dataset.ids).tolist()
-    }
+    """Return every id that stands in the sequences."""
+    ids = set[int]()
+    for dataset in datasets:
+        if dataset is not None:
+            ids.update(np.unique(dataset.ids).tolist())
+    return ids
 
 
 @dataclass(frozen=True)
@@ -247,33 +248,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """A sequence with what is known about it. place: the file and line it came from. tokens,
-    trained: counts.
-
-    answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label,
-    what that says; else empty.
-    """
+    """A sequence with what is known about it."""
 
     number: int
-    place: str
+    place: str  # the file and line it came from
+    # Of a pair `chosen` or `rejected`; of a sample with a label what that says; else empty.
     answer: str
-    tokens: int
-    trained: int
+    tokens: int  # how many
+    trained: int  # how many
     pieces: list[Piece]
 
 
 def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSequence]:
-    """The sequences of an item: one, or a pair's chosen and rejected answer."""
+    """Return the sequences of an item: one, or a pair's chosen and rejected answer."""
     sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
         ShownSequence(
             number=sequence,
             place=dataset.place(item),
-            answer=(
-                ("chosen", "rejected")[sequence % 2]
-                if dataset.group == 2
-                else _show_label(dataset, item)
-            ),
+            answer=_show_label(dataset, item, sequence),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),
             pieces=list(split_pieces(dataset[sequence], tokenizer)),
@@ -282,8 +275,13 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSe
     ]
 
 
-def _show_label(dataset: Dataset, item: int) -> str:
-    """Return what the label of a sample says; empty: it has none."""
+def _show_label(dataset: Dataset, item: int, sequence: int) -> str:
+    """Return which answer of a pair a sequence is, or what the label of its sample says.
+
+    Empty: it is no pair's and has no label.
+    """
+    if dataset.group == 2:
+        return ("chosen", "rejected")[sequence % 2]
     value = int(dataset.values[item])
     if dataset.report.labels:
         return "wanted" if value else "not wanted"
@@ -291,7 +289,7 @@ def _show_label(dataset: Dataset, item: int) -> str:
 
 
 def split_pieces(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """The text of a sequence, in order: all tokens, and the last target if it is trained.
+    """Yield the text of a sequence, in order: all tokens, and the last target if it is trained.
 
     A target is trained if the loss counts it; the first token is never one. Ids of one kind are
     decoded together, so that a letter of several tokens comes out whole.

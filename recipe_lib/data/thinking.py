@@ -1,9 +1,10 @@
 """Thoughts and tool calls as a chat template reads and writes them.
 
-Samples have the thought of an answer in a field of its own or between `<think>` tags; templates read
-it from one of these, from none, or leave it to the prompt. `probe_template` finds out which, by
-rendering small conversations; the functions below it put a thought where the template reads it, and
-complete an answer whose prompt ends in a thought that was begun.
+Samples have the thought of an answer in a field of its own or between `<think>` tags; templates
+read it from one of these, from none, or leave it to the prompt. `probe_template` finds out which,
+by rendering small conversations, and `TemplateFields` which keys of messages a template reads. The
+functions below put a thought where the template reads it, and complete an answer whose prompt ends
+in a thought that was begun.
 """
 
 import json
@@ -15,10 +16,6 @@ from typing import Any
 from recipe_lib.data.samples import Message
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
-
-# Finds what a chat template makes of thoughts, tool calls and keys of messages, by rendering small
-# conversations.
-
 
 # Where samples have the thought of an answer apart from its words.
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -49,13 +46,11 @@ Render = Callable[
 
 @dataclass(frozen=True)
 class TemplateFeatures:
-    """Says what a chat template makes of thoughts and tool calls."""
+    """What a chat template makes of thoughts and tool calls."""
 
     thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
     tags: bool = True  # it reads one from between `<think>` and `</think>` as well
-    text_arguments: bool = (
-        False  # it wants the arguments of a tool call as JSON text, not as an object
-    )
+    text_arguments: bool = False  # it wants a call's arguments as JSON text, not as an object
     after_call: str = ""  # the special token that follows a call at once, if there is one
     marks: bool = False  # it says with `{% generation %}` what an answer is
 
@@ -63,22 +58,22 @@ class TemplateFeatures:
 def probe_template(
     render: Render, source: str, special: re.Pattern[str] | None, letter: str
 ) -> TemplateFeatures:
-    """Return the habits of a template.
+    """Return what a template makes of thoughts and tool calls.
 
-    render: renderings of messages, with tools. source: the template's Jinja. letter: one that it
-    does not hold.
+    render: renders messages, with tools. source: the template's Jinja. letter: one that it does not
+    hold.
     """
     text_arguments = False
     renderings = ["", ""]  # up to a call, and up to its result
     for as_text in (False, True):
         messages = [_ASK, _build_call(letter, as_text), _RESULT]
-        tried = [
-            _get_text(one)
-            for one in render(messages, [RenderRequest(2), RenderRequest(3)], [_TOOL])
+        texts = [
+            _get_text(rendering)
+            for rendering in render(messages, [RenderRequest(2), RenderRequest(3)], [_TOOL])
         ]
-        if letter in tried[0]:
+        if letter in texts[0]:
             text_arguments = as_text
-            renderings = tried
+            renderings = texts
             break
     key = next(
         (key for key in THOUGHT_KEYS if _can_read_thought(render, key, letter, text_arguments)), ""
@@ -93,26 +88,26 @@ def probe_template(
 
 
 class TemplateFields:
-    """Knows which keys of a message, and which variables, a chat template reads. names: all that it
-    speaks of.
-    """
+    """The keys of messages, and the variables, that a chat template reads."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Take the tokenizer that has the template; None: no template reads anything but roles and
-        contents.
+        """Take the tokenizer that has the template.
+
+        None: no template reads anything but roles and contents.
         """
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
-        self.names = frozenset(_NAMES.findall(code))
+        self.names = frozenset(_NAMES.findall(code))  # all that the template speaks of
         self._reads_key = dict[tuple[str, str, Any], bool]()
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
-        """Return whether the template writes another text for a message of this role with this key,
-        or refuses it.
+        """Return True if the template writes a message of this role otherwise with this key, or
+        refuses it.
         """
         if self._tokenizer is None:
             return False
+        # Each kind of value is tried once, by one that no template holds.
         case = role, key, value if isinstance(value, bool) else type(value)
         if case not in self._reads_key:
             self._reads_key[case] = self._writes_key(
@@ -121,7 +116,7 @@ class TemplateFields:
         return self._reads_key[case]
 
     def _writes_key(self, role: str, key: str, value: Any) -> bool:
-        """Return whether a rendering changes with the key.
+        """Return True if a rendering changes with the key.
 
         The message is tried as the last one of its role and as an earlier one, an answer also as a
         call.
@@ -138,9 +133,9 @@ class TemplateFields:
             "tool": [([_ASK, call, _RESULT, answer], 2)],
         }
         for messages, at in chats[role]:
-            bare = {name: field for name, field in messages[at].items() if name != key}
+            without_key = {name: field for name, field in messages[at].items() if name != key}
             texts = set[str]()
-            for message in (bare, {**bare, key: value}):
+            for message in (without_key, {**without_key, key: value}):
                 chat = [*messages[:at], message, *messages[at + 1 :]]
                 (rendering,) = self._tokenizer.render_chats(
                     chat, [RenderRequest(len(chat))], [_TOOL]
@@ -165,7 +160,7 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
 
 
 def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
-    """Return whether a thought in this field is written, after a question or before a tool call."""
+    """Return True if a thought in this field is written, after a question or before a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
         render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
@@ -174,8 +169,9 @@ def _can_read_thought(render: Render, key: str, letter: str, text_arguments: boo
 
 
 def _can_read_tags(render: Render, key: str, letter: str) -> bool:
-    """Return whether a thought between tags is written as one in its field is, but for white space;
-    yes, if that is not.
+    """Return True if a thought between tags is written as one in its field is, but for white space.
+
+    Also if a thought in its field is not written at all.
     """
     apart = {"role": "assistant", "content": "b", key: letter}
     tagged = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
@@ -207,7 +203,7 @@ _WRITTEN = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def split_thought(message: Message) -> tuple[str | None, str]:
-    """The thought of an answer, None if there is none, and its words."""
+    """Return the thought of an answer, None if there is none, and its words."""
     for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str):
             return message[key].strip("\n"), message["content"]
@@ -217,49 +213,50 @@ def split_thought(message: Message) -> tuple[str | None, str]:
     return written.group(1).strip("\n"), message["content"][written.end() :].lstrip("\n")
 
 
-def move_thought(message: dict[str, Any], habits: TemplateFeatures) -> dict[str, Any]:
-    """The message with its thought in the field that the template reads, if it reads one."""
-    found = next((key for key in THOUGHT_KEYS if isinstance(message.get(key), str)), None)
-    if message["role"] != "assistant" or not habits.thought_key or found == habits.thought_key:
+def move_thought(message: dict[str, Any], features: TemplateFeatures) -> dict[str, Any]:
+    """Return the message with its thought in the field that the template reads, if it reads one."""
+    key = next((name for name in THOUGHT_KEYS if isinstance(message.get(name), str)), None)
+    if message["role"] != "assistant" or not features.thought_key or key == features.thought_key:
         return message
     thought, words = split_thought(message)
-    if thought is None or (found is None and habits.tags):
+    if thought is None or (key is None and features.tags):
         return message
-    kept = {key: value for key, value in message.items() if key != found}
-    return kept | {
-        habits.thought_key: thought if found is None else message[found],
+    other_keys = {name: value for name, value in message.items() if name != key}
+    return other_keys | {
+        features.thought_key: thought if key is None else message[key],
         "content": words,
     }
 
 
 def complete_thought(
     alone: str,
+    *,
     begin: str,
     message: Message,
-    habits: TemplateFeatures,
+    features: TemplateFeatures,
     letter: str,
     render: Callable[[Message], str],
 ) -> str:
-    """What a model must write after a prompt that has begun a thought: the thought, its end, and
-    the answer.
+    """Return what a model must write after a prompt that has begun a thought.
+
+    That is the thought, its end, and the answer. The template's own words are taken where it writes
+    thoughts, else those of DeepSeek-R1, whose template does not.
 
     alone: the rendering in which the answer comes last and its thought is missing or written in
     another way. begin: the prompt without the beginning of a thought, which `alone` goes on from.
-    render: the rendering up to this message, with another in its place; empty if there is none.
-
-    The template's own words are taken where it writes thoughts, else those of DeepSeek-R1, whose
-    template does not.
+    letter: one that nothing holds. render: the rendering up to this message, with another in its
+    place; empty if there is none.
     """
     thought, words = split_thought(message)
-    if habits.thought_key:
-        shown = render({**message, "content": words, habits.thought_key: letter})
-        if shown.startswith(begin) and letter in shown:
-            return (thought or "") + shown[shown.index(letter) + 1 :]
+    if features.thought_key:
+        rendering = render({**message, "content": words, features.thought_key: letter})
+        if rendering.startswith(begin) and letter in rendering:
+            return (thought or "") + rendering[rendering.index(letter) + 1 :]
     rest = strip_thought(alone[len(begin) :])
     return (thought or "") + "\n</think>\n\n" + (rest if thought is None else rest.lstrip("\n"))
 
 
 def strip_thought(written: str) -> str:
-    """An answer as a template writes it, without the thought at its beginning."""
-    found = _WRITTEN.match(written)
-    return written[found.end() :].lstrip("\n") if found else written
+    """Return an answer as a template writes it, without the thought at its beginning."""
+    thought = _WRITTEN.match(written)
+    return written[thought.end() :].lstrip("\n") if thought else written

@@ -269,7 +269,7 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
         chosen, rejected = encoder.encode_answers(pair)
         assert trained_texts(encoder, chosen) == ["Hello." + END, "4" + END]
         assert trained_texts(encoder, rejected) == ["No." + END]
-        prompt = encoder.prompt(pair.prompt)
+        prompt = encoder.encode_prompt(pair.prompt)
         assert chosen.ids[: len(prompt)] == rejected.ids[: len(prompt)] == prompt
         assert not any(chosen.trained[: len(prompt)]) and chosen.answers[0][0] == len(prompt)
     with pytest.raises(

@@ -131,7 +131,7 @@ def test_training_goes_on_with_its_jinja(
         messages[n]["content"] + get_eos_text(plain.tokenizer) for n in answers
     ]
     for number, (start, _) in zip(answers, whole.answers, strict=True):
-        assert plain.prompt(messages[:number]) == whole.ids[:start]
+        assert plain.encode_prompt(messages[:number]) == whole.ids[:start]
     assert len(plain.encode_sample(Conversation(messages)).sequences) == 1
     template = build_plain_jinja(get_eos_text(plain.tokenizer), get_bos_text(plain.tokenizer, True))
     monkeypatch.setattr(made, "_template", ChatTemplate(template, "own", {}))
@@ -139,7 +139,7 @@ def test_training_goes_on_with_its_jinja(
     assert chat.template == "chat"
     expected, found = plain.encode(Conversation(messages)), chat.encode(Conversation(messages))
     assert (found.ids, found.trained) == (expected.ids, expected.trained)
-    assert chat.prompt(messages[:-1]) == plain.prompt(messages[:-1])
+    assert chat.encode_prompt(messages[:-1]) == plain.encode_prompt(messages[:-1])
 
 
 def config(
