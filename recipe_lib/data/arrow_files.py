@@ -231,7 +231,7 @@ class HubSamples(SampleFile):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """As SampleFile says, of the files that `datasets` keeps the samples in."""
+        """The same as SampleFile says, of the files that `datasets` keeps the samples in."""
         name = f"{self.place} {self.split}"
         files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:

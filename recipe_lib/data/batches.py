@@ -453,7 +453,7 @@ def check_packing_isolation(
     model.eval()  # dropout would move the logits
     try:
         leak, difference, has_experts, dtype = _measure_leaks(
-            model, spec.vocab_size, device, pipeline, multiple
+            model, spec.vocab_size, device=device, pipeline=pipeline, multiple=multiple
         )
     finally:
         model.train(training)

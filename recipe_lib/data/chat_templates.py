@@ -24,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Template:
-    """What writes conversations for one tokenizer, and what is known of it."""
+    """A writer of conversations for one tokenizer, with what is known of its template."""
 
     def __init__(
         self, tokenizer: Tokenizer, special: SpecialTokens, is_chat: bool, add_bos: bool
@@ -44,17 +44,19 @@ class Template:
 
     @cached_property
     def end(self) -> TurnEnd:
-        """How an answer ends; the plain template has no token but EOS for it."""
+        """The end of an answer; the plain template has no token but EOS for it."""
         return self.tokenizer.turn_end if self.is_chat else TurnEnd()
 
     @cached_property
     def features(self) -> TemplateFeatures:
-        """What the template makes of thoughts and tool calls."""
+        """The features of the template: how it treats thoughts and tool calls."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
             return TemplateFeatures()
         letter = self.special.find_unused_letters([], 1)[0]
-        return probe_template(self.tokenizer.render_chats, source, self.special.pattern, letter)
+        return probe_template(
+            self.tokenizer.render_chats, source, special=self.special.pattern, letter=letter
+        )
 
     def render(
         self,
@@ -72,7 +74,7 @@ class Template:
         if self.is_chat:
             return self.tokenizer.render_chats(messages, requests, tools, options)
         eos = get_eos_text(self.tokenizer)
-        return [try_render_plain(messages, request, eos, self._bos) for request in requests]
+        return [try_render_plain(messages, request, eos=eos, bos=self._bos) for request in requests]
 
 
 class RenderedChat:
@@ -232,7 +234,7 @@ def try_render_plain(
         for n, message in enumerate(messages)
     ]
     try:
-        return render_plain(replaced[:stop], eos, bos, prompt)
+        return render_plain(replaced[:stop], eos, bos=bos, prompt=prompt)
     except DataError as error:
         return error
 

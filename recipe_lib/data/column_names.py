@@ -1,4 +1,4 @@
-"""What columns of a row and keys of a message are by their names alone, whatever the row's format.
+"""The meaning of columns of a row and keys of a message by their names alone.
 
 `recipe_lib.data.unread_names` asks these tables about columns and keys that a format does not read:
 known to change nothing ("idle"), or a fault. Names are compared as `normalize_name` writes them. A

@@ -1,4 +1,4 @@
-"""Which items each step of a run trains on, and how items are packed into sequences.
+"""The items that each step of a run trains on, and their packing into sequences.
 
 `DataPlan` is a function of (seed, epoch, step) alone, whatever the number of ranks: a run can be
 resumed at any step and on other ranks. `pack` puts items together by their lengths alone.
@@ -228,12 +228,12 @@ class DataPlan:
         """
         items = self._list_taken_items(number)
         if self._shuffle:
-            items = items[_draw_order(len(items), self._seed, number, _ORDER)]
+            items = items[_draw_order(len(items), self._seed, epoch=number, stream=_ORDER)]
         if self._capacity is None:
             return Packs(np.arange(len(items) + 1), items), None
         packs = pack(self._lengths[items], self._capacity)
         if self._shuffle:
-            order = _draw_order(len(packs), self._seed, number, _PACKS)
+            order = _draw_order(len(packs), self._seed, epoch=number, stream=_PACKS)
         else:
             first_items = packs.items[packs.offsets[:-1]]
             order = np.argsort(first_items, kind="stable")
@@ -247,7 +247,7 @@ class DataPlan:
 
     def _list_taken_items(self, epoch: int) -> np.ndarray:
         """Return the items of an epoch in file order, as often as their source's weight says."""
-        numbers = _draw_numbers(len(self._lengths), self._seed, epoch, _SHARES)
+        numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
         parts = []
         for source, weight in enumerate(self._weights):
             items = np.flatnonzero(self._source_of == source)
@@ -288,7 +288,7 @@ def _count_share(share: float, number: int, epoch: int) -> int:
 def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
     """Return a permutation of 0 .. number - 1."""
     # Two equal numbers, one chance in 10^7 for a million sequences, keep file order.
-    return np.argsort(_draw_numbers(number, seed, epoch, stream), kind="stable")
+    return np.argsort(_draw_numbers(number, seed, epoch=epoch, stream=stream), kind="stable")
 
 
 def _draw_numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:

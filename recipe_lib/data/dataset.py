@@ -46,7 +46,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the items of a dataset come from."""
+    """The file and the sample that each item of a dataset comes from."""
 
     files: Sequence[SampleFile]  # of all sources, in order
     file_of: np.ndarray  # int32 `[items]`, the file of each item
@@ -202,8 +202,8 @@ class Dataset:
             self.ids,
             self._offsets,
             self._trained,
-            self.report,
-            self._settings,
+            report=self.report,
+            settings=self._settings,
             **arguments | changes,
         )
 

@@ -1,4 +1,4 @@
-"""What became of the samples of a dataset, in numbers and in lines for the log.
+"""A report of what became of the samples of a dataset, in numbers and in lines for the log.
 
 A `DataReport` is filled while samples are tokenized, one for each run of samples; `add` puts them
 together, and the sum is stored with the dataset in the cache.
@@ -94,7 +94,7 @@ class DataReport:
 
     @property
     def noun(self) -> str:
-        """What `items_made` counts: `sequence`, or `pair`."""
+        """The noun for `items_made`: `sequence`, or `pair`."""
         return "pair" if self.preferences else "sequence"
 
     @property

@@ -1,4 +1,4 @@
-"""What a tokenizing process does: turn a run of samples of a file into tokens and labels.
+"""The work of a tokenizing process: turn a run of samples into tokens and labels.
 
 A `SourceEncoder` reads each row in the source's format, has it encoded, cuts what is too long, and
 counts what became of it in the chunk's report.
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Chunk:
-    """What a run of samples became: all its sequences in order, and what is known of each item."""
+    """A run of samples in tokens: all its sequences in order, and what is known of each item."""
 
     report: DataReport
     ids: array = field(default_factory=lambda: array("i"))  # int32
@@ -151,7 +151,7 @@ class SourceEncoder:
                 try:
                     if isinstance(sample, SampleFault):
                         raise sample
-                    self._read(chunk, number, place, sample)
+                    self._read(chunk, number, place=place, row=sample)
                 except SampleFault as fault:
                     self.encoder.special.take()  # the counts of a sample that is left out
                     chunk.report.add_bad(fault.cause, prefix_place(place, fault))
@@ -170,7 +170,7 @@ class SourceEncoder:
         sample = self.read(renamed)
         texts = collect_texts(sample)
         idle_names = self.unread.find(renamed, sample, texts)
-        self._add(chunk, number, place, sample)
+        self._add(chunk, number, place=place, sample=sample)
         chunk.report.add_idle(
             (*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else ""
         )
@@ -204,7 +204,10 @@ class SourceEncoder:
                 f"found the columns {found}, expected {expected} (format {self.format}); {remedy}",
             )
         return RenamedSample(
-            sample, self.columns, get_columns_section(self.section), self.names.required
+            sample,
+            self.columns,
+            section=get_columns_section(self.section),
+            required=self.names.required,
         )
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:

@@ -49,7 +49,7 @@ class SpecialCounts:
 
     @property
     def split(self) -> Counter[str]:
-        """Those that stay text."""
+        """The counts of those that stay text."""
         return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
@@ -131,7 +131,7 @@ _TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[
 
 
 class Escape(NamedTuple):
-    """How a sample's own special tokens are written."""
+    """The way in which a sample's own special tokens are written."""
 
     letter: str | None = None  # stands in each of them; None: there are none
     parses: bool = False  # they become tokens once the letter is taken out again, or stay text

@@ -1,4 +1,4 @@
-"""What `data.format: auto` means: the format that samples have by the columns of the first of them.
+"""Find the format of samples by the columns of the first of them (`data.format: auto`).
 
 `settle_formats` puts the formats into a config before a run; `fill_in_format` does it for one
 source whose files are open. A line for the user names what was found, and a fault the nearest
@@ -66,7 +66,7 @@ def find_fitting_formats(
     other_formats = list[str]()
     for name in (*plugin_formats, *_order_formats(samples)):
         required = find_columns(name).required
-        values = [_find_value(name, column, sample, columns) for column in required]
+        values = [_find_value(name, column, sample=sample, columns=columns) for column in required]
         are_lists = [isinstance(value, list) or is_json_list(value) for value in values]
         if required and None not in values:
             may_be_either = name in (*plugin_formats, PAIRS, *LABELED, "prompt_completion")
@@ -215,7 +215,9 @@ def find_format(
     if votes or not samples_read:
         return votes.most_common(1)[0][0] if votes else AUTO
     place, sample = samples_read[0]
-    raise DataError(f"{place}: {describe_no_format(sample, columns, section, samples)}")
+    raise DataError(
+        f"{place}: {describe_no_format(sample, columns, section=section, samples=samples)}"
+    )
 
 
 def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
@@ -279,7 +281,9 @@ def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> s
         renamed = {
             column: file_name for column, file_name in file_names.items() if file_name != column
         }
-        if file_names.keys() >= set(read.required) and _can_read(name, sample, renamed, section):
+        if file_names.keys() >= set(read.required) and _can_read(
+            name, sample, renamed=renamed, section=section
+        ):
             words = [f"{section}.format={name}", *format_overrides(section, renamed)]
             return f"set {' '.join(words)}, if that is what they are"
     return ""
@@ -294,7 +298,7 @@ def _can_read(
     """
     try:
         registered("data.format", name)(
-            RenamedSample(sample, renamed, section, find_columns(name).required)
+            RenamedSample(sample, renamed, section=section, required=find_columns(name).required)
         )
     except SampleFault as fault:
         return fault.cause.startswith("empty")

@@ -1,4 +1,4 @@
-"""How a sample of a dataset is read, by the name in `data.format`.
+"""Readers of a dataset's samples, by the name in `data.format`.
 
 A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a
 Conversation, a Completion, a Document, a Preference, a LabeledAnswer or a Classified text. A plugin
@@ -76,7 +76,9 @@ def columns(
     """
 
     def add(reader: Reader) -> Reader:
-        read_names = Columns(required, tuple(optional), instead or {}, same or {})
+        read_names = Columns(
+            required, optional=tuple(optional), instead=instead or {}, same=same or {}
+        )
         reader.columns = read_names  # type: ignore[attr-defined]
         return reader
 
@@ -212,7 +214,7 @@ def read_preference(sample: RawSample) -> Preference:
         )
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    no_prompt = _why_no_prompt(sample, chosen, rejected, shared)
+    no_prompt = _why_no_prompt(sample, chosen, rejected=rejected, shared=shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
         # For texts that begin alike the encoder raises it: it knows what a rendered prompt looks
@@ -227,8 +229,8 @@ def read_preference(sample: RawSample) -> Preference:
         _check_end(
             sample,
             name,
-            turns,
-            shared,
+            turns=turns,
+            asked=shared,
             cause=f"{name} without an answer",
             expected="an answer of its own",
         )
@@ -335,7 +337,9 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
         raise SampleFault(
             "no prompt", f"{where}: found no message of the user, expected what is answered"
         )
-    _check_end(sample, "completion", turns, num_asked, cause="no answer", expected="an answer")
+    _check_end(
+        sample, "completion", turns=turns, asked=num_asked, cause="no answer", expected="an answer"
+    )
     check_order(turns.messages, places)
     check_answers(turns.messages, num_asked, places)
     return LabeledAnswer(
@@ -391,7 +395,10 @@ def read_classification(sample: RawSample) -> Classified:
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     check_order(turns.messages, places)
-    return Classified(Conversation(turns.messages, tools, places, read_variables(sample)), label)
+    return Classified(
+        Conversation(turns.messages, tools=tools, places=places, variables=read_variables(sample)),
+        label,
+    )
 
 
 def _read_class(sample: RawSample) -> str:

@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass
 class Inspection:
-    """What was counted, and the faults."""
+    """The counts of a run's samples, and the faults."""
 
     numbers: dict[str, Any]  # by name, as JSON values
     findings: list[Finding] = field(default_factory=list)
@@ -144,7 +144,10 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
         _make_finding(
-            "bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause)
+            "bad-samples",
+            f"{counted(count, 'bad sample')}: {cause}",
+            count=count,
+            places=report.places(cause),
         )
         for cause, count in report.bad_samples.most_common()
     ]
@@ -169,8 +172,8 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
             "generation-marks",
             f"in {counted(report.marks_differing, 'answer')} the chat template marks something else"
             " than what is generated",
-            report.marks_differing,
-            [report.first_mark],
+            count=report.marks_differing,
+            places=[report.first_mark],
         ),
         Finding(
             "unseen-messages",
@@ -179,14 +182,17 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
             report.unseen_samples,
         ),
         _make_finding(
-            "split-special-tokens", special.describe_split(), special.samples, special.places
+            "split-special-tokens",
+            special.describe_split(),
+            count=special.samples,
+            places=special.places,
         ),
         _make_finding(
             "control-characters",
             f"in {counted(report.control_characters, 'sample')} a text holds a control character"
             " (JSON reads \\b as one; a backslash is two there)",
-            report.control_characters,
-            [report.first_control],
+            count=report.control_characters,
+            places=[report.first_control],
         ),
     ]
     shares = [
@@ -197,8 +203,8 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     copies = _make_finding(
         "duplicates",
         f"{_say(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
-        report.duplicate_sequences,
-        [f"{item} is {earlier}" for item, earlier in report.duplicates],
+        count=report.duplicate_sequences,
+        places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
     return [
         *bad,
@@ -215,7 +221,7 @@ def _say(count: int, noun: str, singular: str, plural: str) -> str:
 
 
 def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
-    return Finding(name, line, count, places, count - len(places))
+    return Finding(name, line, count=count, places=places, more=count - len(places))
 
 
 def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:

@@ -95,7 +95,7 @@ def encode_spans(
     cuts = [0]
     for span in spans:
         cuts += (span.start, span.end)
-    ids, lengths, apart = _encode_between(tokenizer, text, [*cuts, len(text)], escape)
+    ids, lengths, apart = _encode_between(tokenizer, text, cuts=[*cuts, len(text)], escape=escape)
     if add_bos and ids[:1] != [tokenizer.bos_id]:
         ids = put_bos(tokenizer, ids)
         lengths[0] += 1
@@ -109,7 +109,7 @@ def encode_spans(
     end = len(trained) - trained[::-1].index(True)  # what follows the last label trains nothing
     ends = list(accumulate(lengths, initial=0))
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
-    return Encoded(ids[:end], trained[:end], apart, answers)
+    return Encoded(ids[:end], trained[:end], apart=apart, answers=answers)
 
 
 def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -230,7 +230,9 @@ class Encoder:
             )
         is_chat = template != "plain" and tokenizer.chat_template is not None
         self.template = "chat" if is_chat else "plain"
-        self._template = Template(tokenizer, SpecialTokens(tokenizer), is_chat, add_bos)
+        self._template = Template(
+            tokenizer, SpecialTokens(tokenizer), is_chat=is_chat, add_bos=add_bos
+        )
         self.tokenizer = tokenizer
         self.special = self._template.special
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default

@@ -160,7 +160,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
             " {from, value} or {role, content}",
         )
     if is_call(turn):
-        return _read_call_turn(turn, text_key, other_keys, where)
+        return _read_call_turn(turn, text_key, other_keys=other_keys, where=where)
     role = _read_role(turn, role_key, where)
     other_keys = _read_calls(other_keys, role, where)
     content = turn.get(text_key)
@@ -311,7 +311,9 @@ def build_conversation(
             f"found no answer among the messages ({len(messages)}), expected one of the assistant",
         )
     check_answers(messages, 0, places)
-    return Conversation(messages, tools, places, variables or {}, asked)
+    return Conversation(
+        messages, tools=tools, places=places, variables=variables or {}, asked=asked
+    )
 
 
 def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
@@ -526,7 +528,7 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
         isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools
     ):
         tools = [
-            parse_column(tool, "tools", f"{path}[{number}]", "an object")
+            parse_column(tool, "tools", path=f"{path}[{number}]", expected="an object")
             for number, tool in enumerate(tools)
         ]
         sample = {"tools": tools}

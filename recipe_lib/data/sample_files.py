@@ -98,7 +98,7 @@ class SampleFile(ABC):
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What makes two files the same, as JSON: `name`, `size` in bytes, `sha256` of the content.
+        """The facts that make two files the same: `name`, `size` in bytes, `sha256` of the content.
 
         It takes one pass over the file when first asked for, and not the index.
         """
@@ -177,7 +177,7 @@ class IndexedFile(LocalFile):
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """What `scan` yields, int64 `[samples, 3]`."""
+        """The places that `scan` yields, int64 `[samples, 3]`."""
         with open_checked(self.path) as file:
             return np.fromiter(chain.from_iterable(self.scan(file)), np.int64).reshape(-1, 3)
 

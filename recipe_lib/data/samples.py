@@ -1,4 +1,4 @@
-"""What a sample is once it is read, whatever its format; and what one that cannot be read raises.
+"""Samples once they are read, whatever their format; and the fault of one that cannot be read.
 
 Formats make a Conversation, Completion, Document, Preference, LabeledAnswer or Classified of a row.
 Every fault names its place in the sample as jq has it (`.messages[1].content`), under the names
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 class MessagePlace(NamedTuple):
-    """Where a message is in its sample, as jq has it: `.messages[1]`."""
+    """The place of a message in its sample, as jq has it: `.messages[1]`."""
 
     path: str
     text: str  # where its content is
@@ -31,7 +31,7 @@ class MessagePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplePlaces:
-    """Where the messages of a sample are, and its tools."""
+    """The places of a sample's messages and tools."""
 
     messages: Sequence[MessagePlace] = ()  # empty where nobody knows
     tools: str = ".tools"
@@ -112,7 +112,11 @@ class Preference:
         """Return the prompt with the chosen answer, and with the rejected one."""
         return [
             Conversation(
-                [*self.prompt, *answer], self.tools, places, self.variables, len(self.prompt)
+                [*self.prompt, *answer],
+                tools=self.tools,
+                places=places,
+                variables=self.variables,
+                asked=len(self.prompt),
             )
             for answer, places in zip((self.chosen, self.rejected), self.places, strict=True)
         ]
@@ -132,7 +136,15 @@ class LabeledAnswer:
     def conversations(self) -> list[Conversation]:
         """Return the prompt with the answer."""
         messages = [*self.prompt, *self.completion]
-        return [Conversation(messages, self.tools, self.places, self.variables, len(self.prompt))]
+        return [
+            Conversation(
+                messages,
+                tools=self.tools,
+                places=self.places,
+                variables=self.variables,
+                asked=len(self.prompt),
+            )
+        ]
 
 
 @dataclass(frozen=True)

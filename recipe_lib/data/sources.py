@@ -1,4 +1,4 @@
-"""Where samples come from: files, folders of files, hub datasets.
+"""Sources of samples: files, folders of files, hub datasets.
 
 `open_sources` makes a list of SampleFiles of a source, which are read by number. Samples are read
 from any place of a file and by several processes, which compressed files do not allow: these are
@@ -55,7 +55,11 @@ def open_sources(
     a kind that is not read.
     """
     if is_hub(cfg.source):
-        return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
+        return [
+            HubSamples(
+                cfg.source, cfg.split or "train", sample_limit=sample_limit, key=f"{section}.source"
+            )
+        ]
     files = list[SampleFile]()
     for path in find_files(cfg.source, f"{section}.source"):
         content = path

@@ -46,7 +46,7 @@ Render = Callable[
 
 @dataclass(frozen=True)
 class TemplateFeatures:
-    """What a chat template makes of thoughts and tool calls."""
+    """The ways in which a chat template treats thoughts and tool calls."""
 
     thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
     tags: bool = True  # it reads one from between `<think>` and `</think>` as well
@@ -76,7 +76,12 @@ def probe_template(
             renderings = texts
             break
     key = next(
-        (key for key in THOUGHT_KEYS if _can_read_thought(render, key, letter, text_arguments)), ""
+        (
+            key
+            for key in THOUGHT_KEYS
+            if _can_read_thought(render, key, letter=letter, text_arguments=text_arguments)
+        ),
+        "",
     )
     return TemplateFeatures(
         thought_key=key,

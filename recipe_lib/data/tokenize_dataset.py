@@ -61,7 +61,9 @@ def build_dataset(
     too long sample where those are errors, no sample that trains anything, or a source of which no
     token or every token is trained.
     """
-    return DatasetBuilder(cfg, tokenizer, max_seq_len, validation, may_be_empty).build()
+    return DatasetBuilder(
+        cfg, tokenizer, max_seq_len=max_seq_len, validation=validation, may_be_empty=may_be_empty
+    ).build()
 
 
 def build_validation_dataset(
@@ -159,7 +161,7 @@ class DatasetBuilder:
         self.add_bos = encoder.add_bos
         self.template = encoder.template
         self.encoders = [
-            SourceEncoder(cfg, source, encoder, max_seq_len, section)
+            SourceEncoder(cfg, source, encoder=encoder, max_seq_len=max_seq_len, section=section)
             for section, source in sources.items()
         ]
         self.files = list[SampleFile]()
@@ -180,7 +182,10 @@ class DatasetBuilder:
             "ignore_columns": cfg.ignore_columns,
         }
         return compute_cache_key(
-            self._list_settings() | reading, self.files, self.encoders, self.tokenizer
+            self._list_settings() | reading,
+            self.files,
+            encoders=self.encoders,
+            tokenizer=self.tokenizer,
         )
 
     def build(self) -> Dataset:
@@ -193,8 +198,8 @@ class DatasetBuilder:
             arrays["ids"],
             arrays["offsets"],
             arrays["trained"],
-            report,
-            self._list_settings(),
+            report=report,
+            settings=self._list_settings(),
             group=2 if report.pairs else 1,
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
@@ -295,11 +300,11 @@ class DatasetBuilder:
                 samples = len(file) if room is None else min(len(file), room)
             except DataError:
                 # A worker raises it again, after the faults of the samples before this file.
-                return [*tasks, Task(source, number, 0, None)]
+                return [*tasks, Task(source, number, start=0, stop=None)]
             left[source] = None if room is None else room - samples
             starts = range(0, samples, SAMPLES_PER_TASK)
             tasks += [
-                Task(source, number, start, min(start + SAMPLES_PER_TASK, samples))
+                Task(source, number, start=start, stop=min(start + SAMPLES_PER_TASK, samples))
                 for start in starts
             ]
         return tasks

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are trained.
+"""Find which characters of a rendered conversation are trained.
 
 An answer is what a model must write after the prompt that generation is given. Both are renderings
 of the chat template: of the conversation before the answer, with the prompt for the next one, and
@@ -311,8 +311,8 @@ def find_answer(chat: RenderedChat, number: int) -> Answer:
     prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
     alone = chat.get_text(RenderRequest(number + 1))
     if not alone.startswith(prompt):
-        prompt, alone = _go_on_from_thought(chat, number, prompt, alone)
-    text, added = _take_to_end(chat, number, alone, len(prompt))
+        prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
+    text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
     begun = OPENED.search(prompt)
     check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
     span = Span(len(prompt), len(text))
@@ -366,7 +366,7 @@ def _go_on_from_thought(
         return prompt, prompt + strip_thought(alone[closed.start() :])
     opened = OPENED.search(prompt)
     if opened is None or not alone.startswith(prompt[: opened.start()]):
-        return prompt, prompt + _take_after_turn_begins(chat, number, prompt, alone)
+        return prompt, prompt + _take_after_turn_begins(chat, number, prompt=prompt, alone=alone)
 
     def render_with(replacement: Message) -> str:
         messages = [*chat.messages[:number], replacement]
@@ -444,7 +444,7 @@ class RenderedSequence:
 
     @property
     def spans(self) -> list[Span]:
-        """What is trained, characters of the text."""
+        """The spans that are trained, characters of the text."""
         return [span for answer in self.answers for span in answer.spans]
 
 

@@ -215,7 +215,9 @@ def draw_line_figure(
     steps = [step for curve in curves for step, _ in curve.points]
     last = max(*steps, min(steps) + 1)
     ticks = [step for step in compute_ticks(min(steps), last, 6) if step == int(step)]
-    chart.x = Scale("step", min(steps), last, [(step, format_short(step)) for step in ticks])
+    chart.x = Scale(
+        "step", low=min(steps), high=last, ticks=[(step, format_short(step)) for step in ticks]
+    )
     is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _MAX_SPAN
     chart.y = (
         _make_log_axis(unit or name, values)
@@ -240,7 +242,7 @@ def _make_value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low = low if from_zero and low == 0 else low - margin
     high += margin
-    return Scale(name, low, high, _label_ticks(compute_ticks(low, high, 5)))
+    return Scale(name, low=low, high=high, ticks=_label_ticks(compute_ticks(low, high, 5)))
 
 
 def _make_log_axis(name: str, values: list[float]) -> Scale:
@@ -252,9 +254,9 @@ def _make_log_axis(name: str, values: list[float]) -> Scale:
     marks = [10.0**power for power in powers[:: math.ceil(len(powers) / 7)]]
     return Scale(
         name,
-        low,
-        high,
-        _label_ticks(marks if len(marks) > 1 else compute_ticks(low, high, 5)),
+        low=low,
+        high=high,
+        ticks=_label_ticks(marks if len(marks) > 1 else compute_ticks(low, high, 5)),
         is_log=True,
     )
 

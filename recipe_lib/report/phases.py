@@ -210,7 +210,7 @@ _open: list["Phase"] = []  # innermost last
 
 
 class Phase:
-    """What goes on between the beginning and the end of a `phase`."""
+    """The progress of what goes on inside a `phase`."""
 
     def __init__(self, what: str, total: int | None, unit: str) -> None:
         self.what = what
