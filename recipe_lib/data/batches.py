@@ -272,8 +272,7 @@ class _StepBuilder:
     def make_mismatched(self, rows: list[list[int]]) -> Batch:
         """Return the prompts of the same sequences, each with the answer of another one."""
         sequences = [[self._exchange_answer(number) for number in row] for row in rows]
-        lengths = [sum(len(sequence.tokens) for sequence in row) for row in sequences]
-        width = max([1, *lengths])
+        width = max([1, *(sum(len(sequence.tokens) for sequence in row) for row in sequences)])
         return self._fill_batch(sequences, -(-width // self.multiple) * self.multiple)
 
     def _exchange_answer(self, number: int) -> TokenSequence:
@@ -384,15 +383,15 @@ def make_training_steps(
         yield batches
 
 
+@dataclass
 class _StepMaker(TorchDataset):
     """A map from a step's slots to its batches, as a DataLoader indexes a dataset."""
 
-    def __init__(self, make: Callable[..., StepBatches]) -> None:
-        self._make = make
+    make: Callable[..., StepBatches]
 
     def __getitem__(self, planned: tuple[list[np.ndarray], int | None]) -> StepBatches:
         slots, pack_length = planned
-        return self._make(slots, pack_length=pack_length)
+        return self.make(slots, pack_length=pack_length)
 
 
 def _begin_worker(_worker: int) -> None:

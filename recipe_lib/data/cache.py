@@ -95,7 +95,6 @@ class ArrayWriter:
         }
 
     def _write(self, name: str, values: np.ndarray) -> None:
-        """Append numbers to an array, and to its hash."""
         content = np.ascontiguousarray(values, dtype=ARRAYS[name]).data
         self._hashes[name].update(content)
         self._files[name].write(content)
@@ -422,5 +421,4 @@ def _identify_code() -> list[Any]:
 
 
 def _hash_files(paths: Iterable[Path]) -> list[list[str]]:
-    """Return name and SHA-256 of each file, by path."""
     return [[path.name, hash_contents(path)["sha256"]] for path in sorted(paths)]

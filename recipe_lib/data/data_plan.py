@@ -235,8 +235,7 @@ class DataPlan:
         if self._shuffle:
             order = _draw_order(len(packs), self._seed, epoch=number, stream=_PACKS)
         else:
-            first_items = packs.items[packs.offsets[:-1]]
-            order = np.argsort(first_items, kind="stable")
+            order = np.argsort(packs.items[packs.offsets[:-1]], kind="stable")  # by first item
         sizes = np.diff(packs.offsets)
         taken = items[packs.items[np.argsort(np.repeat(np.argsort(order), sizes), kind="stable")]]
         offsets = np.append(0, np.cumsum(sizes[order]))

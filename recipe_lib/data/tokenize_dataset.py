@@ -310,11 +310,9 @@ class DatasetBuilder:
         return tasks
 
     def _encode(self, task: Task) -> Chunk:
-        """Return what the samples of a task become; runs in a worker."""
         return self.encoders[task.source].encode(self.files[task.file], task.start, task.stop)
 
     def _sum_reports(self, reports: Sequence[DataReport]) -> DataReport:
-        """Return the report of all sources together."""
         if len(reports) == 1:
             return reports[0]
         total = self.encoders[0].report()
@@ -472,6 +470,5 @@ def _end_with_parent() -> None:
 
 
 def _run_piece(piece: Any) -> Any:
-    """Return the work of a piece, in a worker."""
     assert _work is not None
     return _work(piece)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -96,7 +97,6 @@ class _Screen:
             self.drawn = False
 
     def _draw_on(self, wake: threading.Event) -> None:
-        """Draw ten times a second, until `wake` is set."""
         while not wake.wait(PAUSE_SECONDS):
             with self.lock:
                 if self._thread is threading.current_thread() and not self.line_open:
@@ -209,16 +209,16 @@ _PLAIN_SPINNER = "-\\|/"
 _open: list["Phase"] = []  # innermost last
 
 
+@dataclass(eq=False)
 class Phase:
     """The progress of what goes on inside a `phase`."""
 
-    def __init__(self, what: str, total: int | None, unit: str) -> None:
-        self.what = what
-        self.total = total
-        self.unit = unit
-        self.done = 0
-        self.text = ""  # how far it is, in words
-        self.began = time.monotonic()
+    what: str
+    total: int | None  # of `unit`, if it is known
+    unit: str
+    done: int = 0
+    text: str = ""  # how far it is, in words
+    began: float = field(default_factory=time.monotonic)
 
     def advance(self, count: int) -> None:
         """Count so much more of the total as done."""

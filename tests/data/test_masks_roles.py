@@ -15,7 +15,7 @@ from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.tokenizers.made import render, write_json
 
 MESSAGES = [
@@ -33,7 +33,7 @@ def trained(
     template: str = "auto",
 ):
     encoder = Encoder(tokenizer, template, train_on)
-    return trained_texts(encoder, encoder.encode(Conversation(messages)))
+    return list_trained_texts(encoder, encoder.encode(Conversation(messages)))
 
 
 def with_train(**flags: bool) -> list[dict[str, Any]]:
@@ -267,8 +267,8 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
     for train_on in ("assistant", "last", "all", ["user"]):
         encoder = Encoder(chatml, "auto", train_on)
         chosen, rejected = encoder.encode_answers(pair)
-        assert trained_texts(encoder, chosen) == ["Hello." + END, "4" + END]
-        assert trained_texts(encoder, rejected) == ["No." + END]
+        assert list_trained_texts(encoder, chosen) == ["Hello." + END, "4" + END]
+        assert list_trained_texts(encoder, rejected) == ["No." + END]
         prompt = encoder.encode_prompt(pair.prompt)
         assert chosen.ids[: len(prompt)] == rejected.ids[: len(prompt)] == prompt
         assert not any(chosen.trained[: len(prompt)]) and chosen.answers[0][0] == len(prompt)
@@ -347,7 +347,7 @@ def test_any_choice_trains_exactly_these_texts(chatml, turns, train_on):
     else:
         encoder = Encoder(chatml, "auto", train_on)
         encoded = encoder.encode(Conversation(messages))
-        assert trained_texts(encoder, encoded) == expected
+        assert list_trained_texts(encoder, encoded) == expected
         special = [
             i for i, is_trained in zip(encoded.ids, encoded.trained, strict=True) if is_trained
         ]

@@ -22,7 +22,7 @@ from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.tokenizer import ChatTemplate
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 
 
 def write(messages: list[dict[str, Any]], eos: str = "</s>", bos: str = "", **more: Any) -> str:
@@ -127,7 +127,7 @@ def test_training_goes_on_with_its_jinja(
     plain = Encoder(made, "plain")
     whole = plain.encode(Conversation(messages))
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n]
-    assert [text.strip() for text in trained_texts(plain, whole)] == [
+    assert [text.strip() for text in list_trained_texts(plain, whole)] == [
         messages[n]["content"] + get_eos_text(plain.tokenizer) for n in answers
     ]
     for number, (start, _) in zip(answers, whole.answers, strict=True):

@@ -20,7 +20,7 @@ from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.tokenizers.made import render, write_json
 
 # As Qwen3's: thoughts are written for the answers behind the last question alone.
@@ -141,7 +141,7 @@ def test_answers_of_one_turn_share_a_sequence(tmp_path: Path):
         thought + text + END
         for thought, text in zip(thoughts, ("say 0 0", "say 0 1", "so"), strict=True)
     ]
-    assert [trained_texts(Encoder(tokenizer, "auto"), one) for one in row.sequences] == [
+    assert [list_trained_texts(Encoder(tokenizer, "auto"), one) for one in row.sequences] == [
         said[:1],
         said[1:],
     ]
@@ -226,7 +226,7 @@ def test_the_prompt_of_a_pair_may_be_rewritten(forgets: Tokenizer):
     given = forgets.encode(render(forgets.render_chats, prompt, True), allow_special=True)
     for encoded, text in zip(pair, ("yes", "no"), strict=True):
         assert encoded.ids[: len(given)] == given and not any(encoded.trained[: len(given)])
-        assert trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]
+        assert list_trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]
     with pytest.raises(
         SampleFault, match="found 2 answers that the chat template writes in as many ways"
     ):

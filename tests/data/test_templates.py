@@ -15,7 +15,7 @@ from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Completion, SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.selection import slow_but
 from tests.tokenizers.made import write_json
 
@@ -65,7 +65,7 @@ def encoder_of(real_folder, realdata):
 
 def answers(encoder: Encoder, sample) -> list[str]:
     """The text of each run of trained ids."""
-    return trained_texts(encoder, encoder.encode(sample))
+    return list_trained_texts(encoder, encoder.encode(sample))
 
 
 @pytest.mark.parametrize("name", slow_but(REAL, 1))
@@ -159,8 +159,8 @@ def test_a_template_that_moves_the_system_message_gives_each_answer_its_prompt(
     assert answers(encoder, FOUR_TURNS)[1] == " user\n\nassistant</s>"
     sample = build_conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
     first, second = encoder.encode_sample(sample).sequences
-    assert trained_texts(encoder, first) == [" Hello, 你好 😀</s>"]
-    assert trained_texts(encoder, second) == [" user\n\nassistant</s>"]
+    assert list_trained_texts(encoder, first) == [" Hello, 你好 😀</s>"]
+    assert list_trained_texts(encoder, second) == [" user\n\nassistant</s>"]
     for encoded, count in ((first, 2), (second, 4)):
         prompt = render_prompt(tokenizer, sample.messages[:count])
         assert encoded.ids[: len(prompt)] == prompt and all(encoded.trained[len(prompt) :])
@@ -185,7 +185,7 @@ def test_qwen3_drops_old_thoughts(real_folder, realdata):
     assert answers(encoder, build_conversation([FOUR_TURNS.messages[0], thought])) == said
     twice = build_conversation([FOUR_TURNS.messages[0], thought, FOUR_TURNS.messages[0], thought])
     first, second = encoder.encode_sample(twice).sequences
-    assert trained_texts(encoder, first) == trained_texts(encoder, second) == said
+    assert list_trained_texts(encoder, first) == list_trained_texts(encoder, second) == said
     assert encoder.tokenizer.decode(second.ids).count("<think>") == 1
     last = Encoder(encoder.tokenizer, "auto", "last")
     assert answers(last, twice) == said
@@ -199,7 +199,7 @@ def test_a_thought_that_the_prompt_begins_is_ended(real_folder, realdata):
     )
     found = encoder.encode_sample(FOUR_TURNS).sequences
     ended = [["</think>\n\nHello, 你好 😀<|im_end|>"], ["</think>\n\nuser\n\nassistant<|im_end|>"]]
-    assert [trained_texts(encoder, encoded) for encoded in found] == ended
+    assert [list_trained_texts(encoder, encoded) for encoded in found] == ended
 
 
 def test_an_answer_that_does_not_go_on_from_its_prompt_is_refused(tmp_path):
