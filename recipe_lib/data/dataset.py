@@ -173,14 +173,14 @@ class Dataset:
             origin=origin,
         )
 
-    def convert_to_scored(self, most: int) -> "Dataset":
+    def convert_to_scored(self, max_length: int) -> "Dataset":
         """Return the same sequences with their values in batches and a score read at their last
         token.
 
-        All ids of a sequence, `most` or fewer, are its tokens; only the last one's label is not
-        -100.
+        All ids of a sequence, `max_length` or fewer, are its tokens; only the last one's label is
+        not -100.
         """
-        return self._replace(labeled=True, scored=most)
+        return self._replace(labeled=True, scored=max_length)
 
     def replace_values(self, values: np.ndarray) -> "Dataset":
         """Return the same sequences with other values, fp64 `[items]`."""

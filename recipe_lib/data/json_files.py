@@ -201,7 +201,7 @@ class _Scanner:
         self.line += self.content[self.at : end].count(b"\n")
         self.at = end
 
-    def build_fault(self, said: str, position: int) -> DataError:
+    def build_fault(self, message: str, position: int) -> DataError:
         """Return the fault at a position that is not before `at`."""
         line = self.line + self.content[self.at : position].count(b"\n")
         before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(
@@ -209,11 +209,11 @@ class _Scanner:
         )
         remedy = (
             "; if every line is an object of its own, name the file .jsonl"
-            if said == "Extra data"
+            if message == "Extra data"
             else ""
         )
         column = len(before.decode(errors="replace")) + 1
         return DataError(
-            f"{self.place}:{line}: column {column}: invalid JSON ({said}), expected a list of"
+            f"{self.place}:{line}: column {column}: invalid JSON ({message}), expected a list of"
             f" objects{remedy}"
         )

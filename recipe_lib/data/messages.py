@@ -239,11 +239,13 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
-        said = format_value(role) if key in message else "nothing"
+        role_in_words = format_value(role) if key in message else "nothing"
         expected = "human, gpt, system, tool, function_call or observation"
         if key == "role":
             expected = f"one of {', '.join(ROLES)}"
-        raise SampleFault("unknown role", f"{where}.{key}: found {said}, expected {expected}")
+        raise SampleFault(
+            "unknown role", f"{where}.{key}: found {role_in_words}, expected {expected}"
+        )
     return known_role
 
 

@@ -139,9 +139,9 @@ def open_request(sample: RawSample) -> RawSample:
                 "two prompts",
                 f"{get_path(sample, name)}: found it beside input, expected one of the two",
             )
-    opened = RenamedSample({**sample, "input": None} | columns, own={}, section="data")
-    own_names = sample.own if isinstance(sample, RenamedSample) else {}
-    opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
+    opened = RenamedSample({**sample, "input": None} | columns, columns={}, section="data")
+    given_columns = sample.columns if isinstance(sample, RenamedSample) else {}
+    opened.columns = {**given_columns, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
 

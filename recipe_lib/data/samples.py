@@ -290,8 +290,8 @@ def find_columns(form: str) -> Columns:
     return getattr(registered("data.format", form), "columns", Columns())
 
 
-def find_column(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
-    """Return what a sample calls a column, of the column's name and others.
+def find_column(column: str, sample: RawSample, aliases: Sequence[str]) -> str | None:
+    """Return what a sample calls a column, of the column's name and its aliases.
 
     None: there is none, or it holds null.
     """
@@ -299,7 +299,7 @@ def find_column(column: str, sample: RawSample, others: Sequence[str]) -> str | 
         str(name).lower(): str(name) for name, value in sample.items() if value is not None
     }
     return next(
-        (names_by_lower[name] for name in (column, *others) if name in names_by_lower), None
+        (names_by_lower[name] for name in (column, *aliases) if name in names_by_lower), None
     )
 
 
@@ -307,27 +307,33 @@ class RenamedSample(dict[str, Any]):
     """A sample under the names that formats know."""
 
     def __init__(
-        self, sample: RawSample, own: Mapping[str, str], section: str, required: Sequence[str] = ()
+        self,
+        sample: RawSample,
+        columns: Mapping[str, str],
+        section: str,
+        required: Sequence[str] = (),
     ) -> None:
         """Rename the columns.
 
         One that goes under another name keeps its own only where that is required.
         """
-        file_names = set(own.values())
-        moved_names = file_names - set(own) - set(required)
+        file_names = set(columns.values())
+        moved_names = file_names - set(columns) - set(required)
         super().__init__({name: value for name, value in sample.items() if name not in moved_names})
-        self.update({name: sample[column] for name, column in own.items() if column in sample})
-        self.own = own  # by what names the file has them, as `data.columns`
+        self.update({name: sample[column] for name, column in columns.items() if column in sample})
+        self.columns = columns  # by what names the file has them, as `data.columns`
         self.section = section  # of the config, in which `columns` are
         # Columns of the file that have the name of another one here.
         self.hidden = {
-            name: sample[name] for name in own if name in sample and name not in file_names
+            name: sample[name] for name in columns if name in sample and name not in file_names
         }
 
 
 def get_path(sample: RawSample, name: str) -> str:
     """Return where a column is in the sample: `.messages`, `.["my column"]`."""
-    return format_path(sample.own.get(name, name) if isinstance(sample, RenamedSample) else name)
+    return format_path(
+        sample.columns.get(name, name) if isinstance(sample, RenamedSample) else name
+    )
 
 
 def format_path(name: str) -> str:
@@ -347,15 +353,15 @@ def get_columns_section(section: str) -> str:
     return "data" if section == "validation" else section
 
 
-def format_overrides(section: str, own: Mapping[str, str]) -> list[str]:
+def format_overrides(section: str, columns: Mapping[str, str]) -> list[str]:
     """Return what names columns on the command line: `data.columns.prompt=question`.
 
     section: that of the source.
     """
     if section == "data":
-        return [f"data.columns.{name}={column}" for name, column in own.items()]
-    pairs = ", ".join(f"{name}: {column}" for name, column in own.items())
-    return [f"{section}.columns={{{pairs}}}"] if own else []
+        return [f"data.columns.{name}={column}" for name, column in columns.items()]
+    pairs = ", ".join(f"{name}: {column}" for name, column in columns.items())
+    return [f"{section}.columns={{{pairs}}}"] if columns else []
 
 
 def describe_field(holder: RawSample, name: str) -> str:

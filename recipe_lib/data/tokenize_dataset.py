@@ -357,12 +357,12 @@ PIECES_AHEAD = 4  # for each process: done before the first of them is taken
 _work: Callable[[Any], Any] | None = None
 
 
-def count_workers(wanted: int | None, shared_by: int = 1) -> int:
+def count_workers(num_proc: int | None, shared_by: int = 1) -> int:
     """Return how many processes to work with.
 
-    wanted: `data.num_proc`, per machine. shared_by: how many of us do the same work on it. One
-    where a fork is no longer safe, since a process group or a device has threads that a fork does
-    not have; and in a daemonic process, which may have no children.
+    num_proc: of `data`, per machine; None: one for each core. shared_by: how many of us do the same
+    work on it. One where a fork is no longer safe, since a process group or a device has threads
+    that a fork does not have; and in a daemonic process, which may have no children.
     """
     has_group = dist.is_available() and dist.is_initialized()
     if has_group or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
@@ -370,7 +370,7 @@ def count_workers(wanted: int | None, shared_by: int = 1) -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(1, (wanted or cores) // shared_by)
+    return max(1, (num_proc or cores) // shared_by)
 
 
 def has_dead_groups() -> bool:

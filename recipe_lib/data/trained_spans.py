@@ -392,14 +392,14 @@ def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone:
     """
     special = chat.template.special.pattern
     tokens = list(special.finditer(prompt)) if special else []
-    begins = prompt[tokens[-1].start() :] if tokens else ""
-    at = alone.rfind(begins) if begins else -1
+    turn_start = prompt[tokens[-1].start() :] if tokens else ""
+    at = alone.rfind(turn_start) if turn_start else -1
     if at < 0:
         remedy = "tokenizer.chat_template to one that does not"
         raise _build_difference(
             chat, "the past", number, expected=prompt, found=alone, remedy=remedy
         )
-    rest = alone[at + len(begins) :]
+    rest = alone[at + len(turn_start) :]
     check_written(chat.messages[number], rest, chat.places.at(number))
     return rest
 
@@ -416,11 +416,13 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
     body = alone.removesuffix(closing) if len(alone) - len(closing) >= start else alone
     tokens = list(special.finditer(body, start)) if special else []
     end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
-    begins = template.features.after_call if is_call else template.end.next_turn
-    if end is not None and (tokens[-1].group() in template.stops or begins not in template.stops):
+    next_turn = template.features.after_call if is_call else template.end.next_turn
+    if end is not None and (
+        tokens[-1].group() in template.stops or next_turn not in template.stops
+    ):
         return body[:end], ""
-    if begins:
-        return body + begins, begins
+    if next_turn:
+        return body + next_turn, next_turn
     if is_call:
         raise SampleFault(
             "tool call without an end",

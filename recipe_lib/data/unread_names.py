@@ -130,7 +130,7 @@ class UnreadNames:
             if column == "tools" and not (isinstance(value, list) or is_json_list(value)):
                 continue  # no description: the name of the one function that was called
             row[column] = row.pop(alias)
-            row.own = {**row.own, column: alias}
+            row.columns = {**row.columns, column: alias}
 
     def find(self, row: RenamedSample, sample: Sample, texts: Sequence[str]) -> list[str]:
         """Return the names of what the row holds that is known to change nothing.

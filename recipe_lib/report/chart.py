@@ -149,12 +149,12 @@ def _draw_axes(chart: Chart) -> list[Element]:
     return shapes
 
 
-def compute_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` + 1 round numbers from low to high.
+def compute_ticks(low: float, high: float, max_steps: int) -> list[float]:
+    """Return at most `max_steps` + 1 round numbers from low to high.
 
     They are 1, 2 or 5 times a power of ten apart.
     """
-    least_gap = (high - low) / most
+    least_gap = (high - low) / max_steps
     power = 10.0 ** math.floor(math.log10(least_gap))
     gap = next(
         factor * power for factor in (1, 2, 5, 10) if factor * power >= least_gap * (1 - 1e-9)
