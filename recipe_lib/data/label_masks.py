@@ -23,6 +23,8 @@ from recipe_lib.data.samples import (
     Message,
     Preference,
     SampleFault,
+    TextRow,
+    read_text_row,
 )
 from recipe_lib.data.thinking import TemplateFields
 from recipe_lib.data.trained_spans import (
@@ -142,8 +144,6 @@ def _encode_between(
     return text_ids, [end - start for start, end in pairwise(ends)], False
 
 
-# Of the messages of a prompt that was made of columns.
-_PROMPT_ROLES: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
 # Conversations whose renderings show the special tokens that the template writes.
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
@@ -153,44 +153,6 @@ _PROBES: tuple[Sequence[Message], ...] = (
         {"role": "assistant", "content": "c"},
     ),
 )
-
-
-@dataclass(frozen=True)
-class TextRow:
-    """A row whose prompt and answers are the texts of columns, and no messages."""
-
-    prompt: str  # empty where there is none
-    answers: Sequence[str]  # one, the chosen and the rejected one, or none
-    beside: str  # a column that the row has besides, which a rendered text would hold; empty: none
-
-
-def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
-    """Return the texts of a row; None: something in it is a message."""
-    chats = sample.conversations()
-    first = chats[0]
-    asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
-    prompt = first.messages[:asked]
-    answers = [
-        list(chat.messages[asked:]) for chat in chats if not isinstance(sample, Conversation)
-    ]
-    roles = [message["role"] for message in prompt]
-    are_single = all(len(answer) == 1 for answer in answers)
-    if (
-        roles not in _PROMPT_ROLES
-        or not are_single
-        or not all(chat.places.are_texts for chat in chats)
-    ):
-        return None
-    columns = {
-        "tools": first.tools,
-        "system": "system" in roles,
-        "chat_template_kwargs": first.variables,
-    }
-    return TextRow(
-        prompt=prompt[-1]["content"] if "user" in roles else "",
-        answers=[answer[0]["content"] for answer in answers],
-        beside=next((name for name, value in columns.items() if value), ""),
-    )
 
 
 class Encoder:

@@ -164,6 +164,45 @@ def list_conversations(sample: "Sample") -> list[Conversation]:
 Sample = Conversation | Completion | Document | Preference | LabeledAnswer | Classified
 
 
+# The roles of a prompt's messages where it was made of columns.
+_PROMPT_ROLES: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row whose prompt and answers are the texts of columns, and no messages."""
+
+    prompt: str  # empty where there is none
+    answers: Sequence[str]  # one, the chosen and the rejected one, or none
+    beside: str  # a column that the row has besides, which a rendered text would hold; empty: none
+
+
+def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
+    """Return the texts of a row; None: something in it is a message."""
+    chats = sample.conversations()
+    first = chats[0]
+    asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
+    prompt = first.messages[:asked]
+    answers = [
+        list(chat.messages[asked:]) for chat in chats if not isinstance(sample, Conversation)
+    ]
+    roles = [message["role"] for message in prompt]
+    are_single = all(len(answer) == 1 for answer in answers)
+    are_texts = all(chat.places.are_texts for chat in chats)
+    if roles not in _PROMPT_ROLES or not are_single or not are_texts:
+        return None
+    columns = {
+        "tools": first.tools,
+        "system": "system" in roles,
+        "chat_template_kwargs": first.variables,
+    }
+    return TextRow(
+        prompt=prompt[-1]["content"] if "user" in roles else "",
+        answers=[answer[0]["content"] for answer in answers],
+        beside=next((name for name, value in columns.items() if value), ""),
+    )
+
+
 # No Error by name: an outcome of reading a sample, which becomes a DataError or is counted.
 class SampleFault(Exception):  # noqa: N818
     """A sample that cannot be used."""
