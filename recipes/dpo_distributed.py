@@ -211,10 +211,10 @@ class DpoFinetune:
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
             loss, numbers = loss_of_answers(own(batch), next(references), batch, point, cfg)
             sums.add_(numbers)
-            return loss / batches.items
+            return loss / batches.num_items
 
         sums = training.backward_each(self.parallel, loss_of, batches, sums)
-        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.items, point, cfg)
+        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.num_items, point, cfg)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms

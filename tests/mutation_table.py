@@ -223,7 +223,7 @@ MUTATIONS = [
     Mutation(
         name="loss_over_all_tokens",
         path="recipe_lib/training/micro_batches.py",
-        old="/ max(1, batches.trained_tokens)",
+        old="/ max(1, batches.num_label_tokens)",
         new="/ max(1, batches.total_tokens)",
         harm="prompts make losses and gradients smaller",
         tests=(
@@ -374,7 +374,7 @@ MUTATIONS = [
     Mutation(
         name="reward_is_a_sum",
         path="recipes/reward_distributed.py",
-        old="            return loss / batches.items\n",
+        old="            return loss / batches.num_items\n",
         new="            return loss\n",
         harm="gradients of a reward model grow with its batch",
         tests=(

@@ -60,7 +60,7 @@ from recipe_lib.config.local_files import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
-from recipe_lib.data import trained_template
+from recipe_lib.data import find_trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtype
 from recipe_lib.logs import print_wrapped
@@ -239,7 +239,7 @@ def beside_weights(
     cfg, run = found.cfg, found.records
     folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
-    template = trained_template(cfg, tokenizer)
+    template = find_trained_template(cfg, tokenizer)
     if found.state:
         step: int | None = parse_step(found.state)
         extra = read_state_json(found.state)["extra"]

@@ -1,9 +1,9 @@
-"""Batches as a step takes them: right-padded by length, with token counts known before anything is
-computed.
+"""Batches as a step takes them, with token counts known before anything is computed.
 
-b sequences, s tokens. One holds one document, or several when packed; padding is known by length
-and never by id: a pad id may be a real token. Items of two sequences (pairs) stay in one
-micro-batch, each a separate document.
+b rows of s tokens, right-padded by length. A row holds one document, or several when packed; items
+of two sequences (pairs) stay in one micro-batch, each a separate document. `make_training_steps`
+and `make_validation_steps` yield the steps of a rank; `check_packing_isolation` is run once before
+packed training.
 """
 
 import gc
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from recipe_lib.data.dataset import DataPlan, Dataset, TokenSequence, pack
+from recipe_lib.data.data_plan import DataPlan, pack
+from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,
@@ -37,19 +38,19 @@ Slots = Sequence[np.ndarray] | np.ndarray
 
 @dataclass(frozen=True)
 class _Tensors:
-    """What holds tensors, as one thing that can be moved."""
+    """A dataclass whose tensors move together."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the same on another device."""
+        """Return a copy on another device."""
         return _change_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return the same in host memory that a device can copy from by itself."""
+        """Return a copy in page-locked host memory, which a device can copy from by itself."""
         return _change_tensors(self, Tensor.pin_memory)
 
 
 def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with its tensors changed, also those that its lists and parts hold."""
+    """Return a value with its tensors changed, also those in its lists and fields."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list):
@@ -63,45 +64,47 @@ def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Batch(_Tensors):
-    """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there
-    is none.
-
-    positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each.
-    attention: which tokens are no padding, and of packed sequences the documents; for others
-    causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the
-    micro-batch's `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1),
-    -1 for padding; else None. values: of labeled items, fp64 `[items of the micro-batch]`; they
-    have segments too. sequences: for each row the numbers of the dataset's sequences in it, in
-    their order.
-    """
+    """One micro-batch of a rank: b rows of s tokens, right-padded."""
 
     tokens: torch.Tensor
+    """int64 `[b, s]`"""
     labels: torch.Tensor
+    """int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none"""
     positions: torch.Tensor | None = None
+    """int64 `[b, s]`, of packed rows; None for rows of one document each"""
     attention: AttentionInfo | None = None
-    segments: torch.Tensor | None = None
-    num_segments: int = 0
-    values: torch.Tensor | None = None
+    """Which tokens are no padding and, of packed rows, the documents"""
+    sequence_ids: torch.Tensor | None = None
+    """int64 `[b, s]`, for each token the number of its sequence in the micro-batch, -1 for padding;
+    of pair i the chosen answer is 2i, the rejected one 2i + 1. None where an item is one unlabeled
+    sequence"""
+    num_sequences: int = 0
+    """Sequences that `sequence_ids` counts; 0 without them"""
+    targets: torch.Tensor | None = None
+    """fp64 `[items of the micro-batch]`, labels of whole items; these have sequence ids as well"""
     sequences: tuple[tuple[int, ...], ...] = ()
+    """For each row the numbers of the dataset's sequences in it, in their order"""
 
 
 @dataclass(frozen=True)
 class StepBatches(_Tensors):
-    """One step's micro-batches of this rank; the counts are those of all ranks together.
-
-    trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens:
-    also padding. items: sequences, or pairs. step: optimizer steps of the run before this one;
-    None: of no run. mismatched: for each micro-batch its prompts with other samples' answers, where
-    those were asked for; the counts leave them out.
-    """
+    """One step's micro-batches of this rank; the counts are those of all ranks together."""
 
     micro_batches: list[Batch]
-    trained_tokens: int
+    num_label_tokens: int
+    """Targets that the loss counts"""
     total_tokens: int
+    """Tokens of sequences, without padding"""
     padded_tokens: int
-    items: int = 0
+    """Tokens of rows, padding included"""
+    num_items: int = 0
+    """Sequences, or pairs"""
     step: int | None = None
+    """Optimizer steps of the run before this one; None: of no run"""
     mismatched: list[Batch] = field(default_factory=list)
+    """For each micro-batch its prompts with other samples' answers, where those were asked for
+    (KTO's KL estimate); the counts leave them out
+    """
 
 
 def make_step(
@@ -116,31 +119,37 @@ def make_step(
     pack_length: int | None = None,
     mismatched: int | None = None,
 ) -> StepBatches:
-    """This rank's part of a step whose slots, over all ranks, are `slots` (`DataPlan.slots`, or one
-    item number each).
+    """Return this rank's part of a step, given the slots of all ranks.
 
-    Micro-batch m of rank r takes `batch_size` slots from (m * data_ranks + r) * batch_size on, so
-    that the items of a step do not depend on how they are divided. Needs no communication.
+    slots: of `DataPlan.slots`, or one item number each. Micro-batch m of rank r takes `batch_size`
+    slots from (m * data_ranks + r) * batch_size on, so that the items of a step do not depend on
+    how they are divided. Needs no communication.
 
     multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs,
     padded to so many tokens before that; None: to the longest slot of their micro-batch, packs if
-    any slot of the step holds several items. mismatched: also each prompt with the answer of the
-    item before it in the step (of the first, the last one's), at most so many tokens of the two;
-    whatever the division of the step, these are the same.
+    any slot of the step holds several items. mismatched: also make each prompt with the answer of
+    the item before it in the step (of the first, the last one's), at most so many tokens of the
+    two; these are the same however the step is divided.
     """
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(
             f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x"
             f" {batch_size}"
         )
-    answer_of = None if mismatched is None else _circle(slots)
-    step = _StepSlots(
-        dataset, slots, batch_size, pad_id, multiple, pack_length, mismatched, answer_of
+    builder = _StepBuilder(
+        dataset=dataset,
+        slots=[np.atleast_1d(slot) for slot in slots],
+        batch_size=batch_size,
+        pad_id=pad_id or 0,
+        multiple=multiple,
+        pack_length=pack_length,
+        max_mismatched=mismatched,
+        previous_item={} if mismatched is None else _pair_with_previous(slots),
     )
-    return step.batches(range(data_rank, data_ranks * accumulation, data_ranks))
+    return builder.make_batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
-def validation_steps(
+def make_validation_steps(
     dataset: Dataset,
     data_rank: int,
     data_ranks: int,
@@ -150,11 +159,11 @@ def validation_steps(
     packing_capacity: int | None = None,
     mismatched: int | None = None,
 ) -> Iterator[StepBatches]:
-    """All items exactly once, one micro-batch a step: in file order, or with `packing_capacity` in
-    packs of it.
+    """Yield all items exactly once, one micro-batch a step.
 
-    A rank that runs out of items gets sequences without labels, so that all ranks run the same
-    number of batches. mismatched: as for `make_step`, with the item before in the file.
+    They come in file order, or with `packing_capacity` in packs of so many tokens. A rank that runs
+    out of items gets sequences without labels, so that all ranks run the same number of batches.
+    mismatched: as for `make_step`, with the item before in the file.
     """
     slots = [np.array([item]) for item in range(len(dataset.item_lengths))]
     pack_length = None
@@ -163,146 +172,161 @@ def validation_steps(
         slots = [packs[number] for number in range(len(packs))]
         pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
     batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # no more than there are
-    together = batch_size * data_ranks
-    nothing = np.empty(0, dtype=np.int64)
-    answer_of = None if mismatched is None else _circle(range(dataset.items))
-    for start in range(0, len(slots), together):
-        part = slots[start : start + together]
-        part += [nothing] * (together - len(part))
-        step = _StepSlots(
-            dataset, part, batch_size, pad_id, multiple, pack_length, mismatched, answer_of
+    slots_per_step = batch_size * data_ranks
+    empty_slot = np.empty(0, dtype=np.int64)
+    # Over the whole file, so that an answer does not depend on where the steps are cut.
+    previous_item = {} if mismatched is None else _pair_with_previous(range(dataset.items))
+    for start in range(0, len(slots), slots_per_step):
+        step_slots = slots[start : start + slots_per_step]
+        # Every rank runs every step: a collective in the forward would wait for a missing one.
+        step_slots += [empty_slot] * (slots_per_step - len(step_slots))
+        builder = _StepBuilder(
+            dataset=dataset,
+            slots=step_slots,
+            batch_size=batch_size,
+            pad_id=pad_id or 0,
+            multiple=multiple,
+            pack_length=pack_length,
+            max_mismatched=mismatched,
+            previous_item=previous_item,
         )
-        yield step.batches([data_rank])
+        yield builder.make_batches([data_rank])
 
 
-def _circle(order: Iterable[Any]) -> dict[int, int]:
-    """Of items, or slots of them, each one's and the one before it, of the first the last."""
+def _pair_with_previous(order: Iterable[Any]) -> dict[int, int]:
+    """Map each item to the one before it, the first to the last. order: of items, or of slots."""
     circle = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
     return dict(zip(circle, circle[-1:] + circle[:-1], strict=True))
 
 
-class _StepSlots:
-    """The slots of a step, of all ranks; micro-batch n takes `batch_size` of them from n *
-    batch_size on.
+@dataclass(frozen=True)
+class _StepBuilder:
+    """The slots of a step over all ranks, and what is needed to make batches of them.
+
+    Micro-batch n takes `batch_size` slots from n * batch_size on.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        slots: Slots,
-        batch_size: int,
-        pad_id: int | None,
-        multiple: int,
-        pack_length: int | None,
-        most: int | None,
-        answer_of: Mapping[int, int] | None,
-    ) -> None:
-        """answer_of: of mismatched sequences the prompt's item -> the answer's. most: tokens of
-        one.
-        """
-        self.dataset, self.batch_size = dataset, batch_size
-        self.slots = [np.atleast_1d(slot) for slot in slots]
-        self.pad_id, self.multiple, self.pack_length = pad_id or 0, multiple, pack_length
-        self.packed = pack_length is not None or any(len(slot) > 1 for slot in self.slots)
-        self.answer_of = answer_of or {}
-        self.most = most or 0  # tokens of a mismatched sequence
+    dataset: Dataset
+    slots: Sequence[np.ndarray]  # the items of each, int64
+    batch_size: int
+    pad_id: int
+    multiple: int  # rows are padded to a multiple of so many tokens
+    pack_length: int | None  # rows are padded to so many tokens before that
+    max_mismatched: int | None  # tokens of a prompt with another sample's answer
+    previous_item: Mapping[int, int]  # for mismatched sequences: the prompt's item -> the answer's
 
-    def batches(self, own: Sequence[int]) -> StepBatches:
-        """own: numbers of this rank's micro-batches."""
-        rows = [self.sequences_of(number) for number in range(len(self.slots) // self.batch_size)]
-        numbers = np.array(
+    @property
+    def is_packed(self) -> bool:
+        """Return whether a row holds all sequences of its slot."""
+        return self.pack_length is not None or any(len(slot) > 1 for slot in self.slots)
+
+    def make_batches(self, micro_batches: Sequence[int]) -> StepBatches:
+        """Return this rank's micro-batches, by their numbers, with the counts of all ranks."""
+        # The rows of all ranks, known from lengths alone: counts need no communication.
+        rows = [self.list_rows(number) for number in range(len(self.slots) // self.batch_size)]
+        sequences = np.array(
             [number for micro_batch in rows for row in micro_batch for number in row],
             dtype=np.int64,
         )
+        own_rows = [rows[number] for number in micro_batches]
         return StepBatches(
-            micro_batches=[self.batch(rows[number]) for number in own],
-            trained_tokens=int(self.dataset.trained_counts[numbers].sum()),
-            total_tokens=int(self.dataset.lengths[numbers].sum()),
-            padded_tokens=sum(self.width(micro_batch) * len(micro_batch) for micro_batch in rows),
-            items=len(numbers) // self.dataset.group,
-            mismatched=[self.mismatched(rows[number]) for number in own] if self.answer_of else [],
+            micro_batches=[self.make_batch(batch_rows) for batch_rows in own_rows],
+            num_label_tokens=int(self.dataset.trained_counts[sequences].sum()),
+            total_tokens=int(self.dataset.lengths[sequences].sum()),
+            padded_tokens=sum(self.compute_width(part) * len(part) for part in rows),
+            num_items=len(sequences) // self.dataset.group,
+            mismatched=[self.make_mismatched(part) for part in own_rows if self.previous_item],
         )
 
-    def sequences_of(self, number: int) -> list[list[int]]:
-        """For each row of a micro-batch the dataset's sequences in it: all of a slot's, or one of
-        them each.
+    def list_rows(self, number: int) -> list[list[int]]:
+        """Return the dataset's sequences in each row of a micro-batch.
+
+        A packed row has all of a slot's sequences, any other one of them.
         """
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
-        held = [[int(item) * group + at for item in slot for at in range(group)] for slot in slots]
-        if self.packed:
-            return held
-        return [[row] for rows in held for row in rows] + [
-            [] for rows in held for _ in range(group - len(rows))
-        ]
+        rows = [[int(item) * group + at for item in slot for at in range(group)] for slot in slots]
+        if self.is_packed:
+            return rows
+        single_rows = [[sequence] for row in rows for sequence in row]
+        # A slot without an item becomes rows of padding: all ranks have equally many rows.
+        return single_rows + [[] for row in rows for _ in range(group - len(row))]
 
-    def width(self, rows: list[list[int]]) -> int:
-        """Tokens of a micro-batch's rows, padding included."""
-        longest = max(
-            [
-                1,
-                self.pack_length or 0,
-                *(int(self.dataset.lengths[row].sum()) for row in rows if row),
-            ]
-        )
+    def compute_width(self, rows: list[list[int]]) -> int:
+        """Return the tokens of each row of a micro-batch, padding included."""
+        lengths = [int(self.dataset.lengths[row].sum()) for row in rows if row]
+        longest = max([1, self.pack_length or 0, *lengths])
         return -(-longest // self.multiple) * self.multiple
 
-    def batch(self, rows: list[list[int]]) -> Batch:
-        """The dataset's sequences, one after the other in each row of the batch."""
-        batch = self._filled(
-            [[self.dataset[number] for number in row] for row in rows], self.width(rows)
-        )
+    def make_batch(self, rows: list[list[int]]) -> Batch:
+        """Return the dataset's sequences, one after the other in each row of the batch."""
+        sequences = [[self.dataset[number] for number in row] for row in rows]
+        batch = self._fill_batch(sequences, self.compute_width(rows))
         batch = replace(batch, sequences=tuple(map(tuple, rows)))
         if not self.dataset.labeled:
             return batch
-        items = [number // self.dataset.group for row in rows for number in row][
-            :: self.dataset.group
-        ]
-        return replace(batch, values=torch.from_numpy(self.dataset.values[items]))
+        group = self.dataset.group
+        items = [number // group for row in rows for number in row][::group]
+        return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
-    def mismatched(self, rows: list[list[int]]) -> Batch:
-        """The prompts of the same sequences, each with the answer of another one."""
-        changed = [[self._mismatched(number) for number in row] for row in rows]
-        width = max([1, *(sum(len(sequence.tokens) for sequence in row) for row in changed)])
-        return self._filled(changed, -(-width // self.multiple) * self.multiple)
+    def make_mismatched(self, rows: list[list[int]]) -> Batch:
+        """Return the prompts of the same sequences, each with the answer of another one."""
+        sequences = [[self._exchange_answer(number) for number in row] for row in rows]
+        width = max([1, *(sum(len(sequence.tokens) for sequence in row) for row in sequences)])
+        return self._fill_batch(sequences, -(-width // self.multiple) * self.multiple)
 
-    def _mismatched(self, number: int) -> TokenSequence:
-        """A prompt is what stands before the first label, an answer what comes from there on."""
-        own, other = self.dataset[number], self.dataset[self.answer_of[number]]
-        start, begin = (int(np.argmax(sequence.labels != IGNORED)) for sequence in (own, other))
-        tokens = np.concatenate([own.tokens[: start + 1], other.tokens[begin + 1 :]])
-        labels = np.concatenate([np.full(start, IGNORED, dtype=np.int32), other.labels[begin:]])
-        return TokenSequence(tokens[: self.most], labels[: self.most])
+    def _exchange_answer(self, number: int) -> TokenSequence:
+        """Return a sequence's prompt with the answer of the item before it.
 
-    def _filled(self, rows: list[list[TokenSequence]], width: int) -> Batch:
+        A prompt is what stands before the first label, an answer what comes from there on.
+        """
+        prompt = self.dataset[number]
+        answer = self.dataset[self.previous_item[number]]
+        # The first label is the target of the prompt's last token.
+        prompt_end = int(np.argmax(prompt.labels != IGNORED))
+        answer_start = int(np.argmax(answer.labels != IGNORED))
+        tokens = np.concatenate(
+            [prompt.tokens[: prompt_end + 1], answer.tokens[answer_start + 1 :]]
+        )
+        untrained = np.full(prompt_end, IGNORED, dtype=np.int32)
+        labels = np.concatenate([untrained, answer.labels[answer_start:]])
+        return TokenSequence(tokens[: self.max_mismatched], labels[: self.max_mismatched])
+
+    def _fill_batch(self, rows: list[list[TokenSequence]], width: int) -> Batch:
+        """Return a batch of these rows, padded on the right to `width` tokens."""
         tokens = np.full((len(rows), width), self.pad_id, dtype=np.int64)
         labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
-        segments = np.full((len(rows), width), -1, dtype=np.int64)
+        sequence_ids = np.full((len(rows), width), -1, dtype=np.int64)
         lengths = [[len(sequence.tokens) for sequence in row] for row in rows]
-        num_segments = 0
+        num_sequences = 0
         for at, row in enumerate(rows):
             start = 0
             for sequence in row:
-                place = at, slice(start, start + len(sequence.tokens))
-                tokens[place] = sequence.tokens
-                labels[place] = sequence.labels
-                segments[place] = num_segments
-                start += len(sequence.tokens)
-                num_segments += 1
-        info = AttentionInfo(real=RealTokens.from_lengths(list(map(sum, lengths)), width))
-        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), attention=info)
-        if self.packed:
-            positions, info = (
-                document_positions(lengths, width),
-                make_attention_info(lengths, width),
+                end = start + len(sequence.tokens)
+                tokens[at, start:end] = sequence.tokens
+                labels[at, start:end] = sequence.labels
+                sequence_ids[at, start:end] = num_sequences
+                start = end
+                num_sequences += 1
+        # By lengths and never by the pad id, which may be a real token's.
+        real = RealTokens.from_lengths([sum(row) for row in lengths], width)
+        batch = Batch(
+            torch.from_numpy(tokens), torch.from_numpy(labels), attention=AttentionInfo(real=real)
+        )
+        if self.is_packed:
+            batch = replace(
+                batch,
+                positions=document_positions(lengths, width),
+                attention=make_attention_info(lengths, width),
             )
-            batch = replace(batch, positions=positions, attention=info)
         if self.dataset.group > 1 or self.dataset.labeled:
-            batch = replace(batch, segments=torch.from_numpy(segments), num_segments=num_segments)
+            batch = replace(
+                batch, sequence_ids=torch.from_numpy(sequence_ids), num_sequences=num_sequences
+            )
         return batch
 
 
-def step_batches(
+def make_training_steps(
     dataset: Dataset,
     plan: DataPlan,
     *,
@@ -318,12 +342,11 @@ def step_batches(
     workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
-    """This rank's part of the steps first_step .. last_step - 1 of the run, on `device`.
+    """Yield this rank's part of the steps first_step .. last_step - 1 of the run, on `device`.
 
-    Starting at any step costs the same, and a step is the same wherever the start was and for any
-    number of `workers`: processes that make batches ahead, two steps each; 0: each is made when it
-    is asked for. See `make_step` for the rest. To an accelerator, batches are copied out of pinned
-    memory without waiting.
+    Starting at any step costs the same, and a step is the same wherever the run began and for any
+    number of `workers`: processes that make batches ahead, two steps each; 0: a step is made when
+    it is asked for. See `make_step` for the rest.
     """
     device = torch.device(device)
     make = partial(
@@ -339,11 +362,11 @@ def step_batches(
     )
     # Workers are sent the slots of a step, and need no plan.
     planned = ((plan.slots(step), plan.pack_length(step)) for step in range(first_step, last_step))
-    maker = _StepMaker(make)
-    made: Iterable[StepBatches] = map(maker.__getitem__, planned)
+    step_maker = _StepMaker(make)
+    steps: Iterable[StepBatches] = map(step_maker.__getitem__, planned)
     if workers:
-        made = DataLoader(
-            maker,
+        steps = DataLoader(
+            step_maker,
             sampler=planned,
             batch_size=None,
             num_workers=workers,
@@ -353,55 +376,50 @@ def step_batches(
             # depend on `workers`.
             generator=torch.Generator(),
         )
-    for batches in made:
+    for batches in steps:
         if device.type != "cpu":
+            # Out of page-locked memory the copy runs beside the step before.
             batches = batches.pin_memory().to(device, non_blocking=True)
         yield batches
 
 
+@dataclass
 class _StepMaker(TorchDataset):
-    """Makes the batches of a step, as a DataLoader asks for them."""
+    """A map from a step's slots to its batches, as a DataLoader indexes a dataset."""
 
-    def __init__(self, make: Callable[..., StepBatches]) -> None:
-        self._make = make
+    make: Callable[..., StepBatches]
 
     def __getitem__(self, planned: tuple[list[np.ndarray], int | None]) -> StepBatches:
         slots, pack_length = planned
-        return self._make(slots, pack_length=pack_length)
+        return self.make(slots, pack_length=pack_length)
 
 
 def _begin_worker(_worker: int) -> None:
-    """Leave signals to the rank, and what it has left for its garbage collector.
+    """Prepare a loader's process: it ignores the launcher's signals.
 
     A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its
     workers.
     """
-    gc.freeze()
+    gc.freeze()  # what the rank has left for collection is not the fork's to end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-# The check that documents in one sequence do not see each other, made with the model, backend and
-# dtype that will train.
-
 # Two sequences of two documents each, not cut at the same place.
 _LENGTHS = ((24, 40), (40, 24))
 _WIDTH = 64
-# Kernels add up in another order for documents by themselves; what is checked moves logits by far
-# more.
-_LARGEST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
-# A neighbor's tokens take rows of experts, and kernels round another number of rows otherwise, if
-# by little.
-_OF_EXPERTS = 1000  # times the precision of the type
+# Kernels add up in another order for a document by itself. A leak moves logits by far more.
+_MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
+# A neighbor's tokens take rows of an expert's matmul, and a kernel rounds another number of rows
+# slightly differently.
+_EXPERT_TOLERANCE = 1000  # times the precision of the type
 
 
 class Evaluator(Protocol):
-    """What runs a model that is divided into pipeline stages."""
+    """A runner of a model that is divided into pipeline stages."""
 
     def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """What `result_of` makes of each micro-batch on the last stage's rank, None on the
-        others.
-        """
+        """Return `result_of` of each micro-batch on the last stage's rank, None on the others."""
 
 
 @torch.no_grad()
@@ -412,14 +430,17 @@ def check_packing_isolation(
     pipeline: Evaluator | None = None,
     multiple: int = 1,
 ) -> None:
-    """Packs documents into sequences, changes some of them, and looks whether the logits of the
-    others move.
+    """Check that packed documents do not see each other, with the model and backend that will
+    train.
+
+    Documents are packed into sequences and some of them changed: the logits of the others must not
+    move. It costs four passes over 128 tokens, and leaves the model as it was. For a sharded model
+    it is a collective: every rank calls it, and all of them agree. Where tensors have no values,
+    nothing is checked.
 
     model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its
     weights, sharded or not, compiled or not. spec: its shape. pipeline: what runs its stages, if it
-    has any. multiple: of so many tokens its rows are. A collective for a sharded model: every rank
-    calls it, and all of them agree. It costs four passes over 128 tokens. The model is left as it
-    was. Where tensors have no values, nothing is checked.
+    has any. multiple: its rows are a multiple of so many tokens.
 
     Raises SetupError if a document's logits depend on another one, or differ from those of the
     document alone.
@@ -430,13 +451,13 @@ def check_packing_isolation(
     training = model.training
     model.eval()  # dropout would move the logits
     try:
-        leak, difference, has_experts, dtype = _measure(
-            model, spec.vocab_size, device, pipeline, multiple
+        leak, difference, has_experts, dtype = _measure_leaks(
+            model, spec.vocab_size, device=device, pipeline=pipeline, multiple=multiple
         )
     finally:
         model.train(training)
         if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
-            # Else training is compiled for lengths of any number, because of these here
+            # Else training would be compiled for dynamic lengths, because of those seen here.
             torch.compiler.reset()
     # How documents are kept apart, as `prepare_attention` decides it.
     capped = getattr(spec, "attention_softcap", None) is not None
@@ -444,56 +465,63 @@ def check_packing_isolation(
     backend = "the varlen attention kernel" if varlen else "attention masks"
     where = f"on {device.type} in {str(dtype).removeprefix('torch.')} ({backend})"
     remedy = "set data.packing to false, and report it with your versions of torch and driver"
-    largest = _LARGEST_DIFFERENCE.get(dtype, 0.01)
+    max_difference = _MAX_DIFFERENCE.get(dtype, 0.01)
     precision = torch.finfo(dtype).eps
-    if leak > (min(_OF_EXPERTS * precision, largest) if has_experts else precision / 8):
-        limit = f"at most {min(_OF_EXPERTS * precision, largest):.2g}" if has_experts else "0"
+    expert_limit = min(_EXPERT_TOLERANCE * precision, max_difference)
+    if leak > (expert_limit if has_experts else precision / 8):
+        limit = f"at most {expert_limit:.2g}" if has_experts else "0"
         raise SetupError(
             f"data.packing: {where} a document's logits moved by {leak:.2g} of their size when its"
             f" neighbor in the sequence was changed, expected {limit}: packed documents see each"
             f" other; {remedy}"
         )
-    if difference > largest:
+    if difference > max_difference:
         raise SetupError(
             f"data.packing: {where} the logits of packed documents differ by {difference:.2%} from"
-            f" those of each document alone, expected at most {largest:.0%}; {remedy}"
+            f" those of each document alone, expected at most {max_difference:.0%}; {remedy}"
         )
 
 
-def _measure(
+def _measure_leaks(
     model: nn.Module,
     vocab_size: int,
     device: torch.device,
     pipeline: Evaluator | None,
     multiple: int = 1,
 ) -> tuple[float, float, bool, torch.dtype]:
-    """How far logits move with a neighbor, how far they are from those of documents alone (each
-    relative, the largest of all ranks), whether any rank's layers have experts, and the logits'
-    dtype.
+    """Return how far logits move with a neighbor, and how far they are from documents alone.
+
+    Both are relative, the largest of all ranks. Also whether any rank's layers have experts, and
+    the logits' dtype.
     """
-    first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)
+    is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # document of its sequence
     for sequence, (length, _) in enumerate(_LENGTHS):
-        first[sequence, :length] = True
+        is_first[sequence, :length] = True
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, first.shape, generator=generator)
-    other = (tokens + 1) % vocab_size
-    documents = [
-        part
-        for sequence, parts in zip(tokens, _LENGTHS, strict=True)
-        for part in sequence.split(parts)
-    ]
-    sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
-    logits, *moved = [_logits(model, part, device, pipeline, multiple) for part in packed]
-    padded = _logits(model, sequences, device, pipeline, multiple, packed=False)
-    measured, dtype = torch.zeros(3, device=device), next(model.parameters()).dtype
-    if (
-        logits is not None and padded is not None
-    ):  # None: another rank has the last stage of a pipeline
-        changes = zip(moved, (first, ~first), strict=True)
-        leaks = [_distance(found[~changed], logits[~changed]) for found, changed in changes]
-        alone = torch.cat([padded[at, : len(document)] for at, document in enumerate(documents)])
-        measured[0], measured[1] = torch.stack(leaks).max(), _distance(logits.flatten(0, 1), alone)
+    tokens = torch.randint(vocab_size, is_first.shape, generator=generator)
+    changed = (tokens + 1) % vocab_size
+    documents = list[Tensor]()
+    for sequence_tokens, document_lengths in zip(tokens, _LENGTHS, strict=True):
+        documents += sequence_tokens.split(document_lengths)
+    padded_documents = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    compute = partial(_compute_logits, model, device=device, pipeline=pipeline, multiple=multiple)
+    logits = compute(tokens)
+    # With the first document of each sequence left and the second changed, and the other way round.
+    logits_first_left = compute(torch.where(is_first, tokens, changed))
+    logits_second_left = compute(torch.where(is_first, changed, tokens))
+    logits_alone = compute(padded_documents, packed=False)
+    measured = torch.zeros(3, device=device)
+    dtype = next(model.parameters()).dtype
+    if logits is not None:  # None: another rank has the last stage of a pipeline
+        leaks = [
+            _compute_distance(logits_first_left[is_first], logits[is_first]),
+            _compute_distance(logits_second_left[~is_first], logits[~is_first]),
+        ]
+        alone = torch.cat(
+            [row[: len(document)] for row, document in zip(logits_alone, documents, strict=True)]
+        )
+        measured[0] = torch.stack(leaks).max()
+        measured[1] = _compute_distance(logits.flatten(0, 1), alone)
         dtype = logits.dtype
     measured[2] = float(any(".experts." in name for name, _ in model.named_parameters()))
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -502,17 +530,19 @@ def _measure(
     return leak, difference, bool(has_experts), dtype
 
 
-def _logits(
+def _compute_logits(
     model: nn.Module,
     tokens: Tensor,
+    *,
     device: torch.device,
     pipeline: Evaluator | None,
     multiple: int,
-    *,
     packed: bool = True,
 ) -> Any:
-    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after
-    it.
+    """Return logits `[b, s, v]` of tokens `[b, s]`.
+
+    None on a rank without the last stage of a pipeline. packed: two documents a sequence; else one,
+    padded after it.
     """
     width = tokens.shape[1]
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
@@ -532,9 +562,9 @@ def _logits(
     return None if logits is None else logits[:, :width]
 
 
-def _distance(found: Tensor, expected: Tensor) -> Tensor:
-    """The norm of the difference over the norm of what was expected, fp32 `[]`."""
+def _compute_distance(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return the norm of the difference over the norm of what was expected, fp32 `[]`."""
     expected = expected.float()
-    return (found.float() - expected).norm() / expected.norm().clamp(
+    return (logits.float() - expected).norm() / expected.norm().clamp(
         min=torch.finfo(torch.float32).tiny
     )

@@ -1,11 +1,10 @@
-"""Tokenized samples on disk: made once on a machine, mapped by all of its processes, checked
-whenever they are opened.
+"""Tokenized samples on disk: made once on a machine, mapped by all of its processes.
 
-A folder `<cache>/<key>` holds the arrays of an `ArrayWriter` and `manifest.json`: their SHA-256 and
-the report. It is written under another name, synced and renamed, so that it is complete or not
-there. Who makes it holds the lock of `<key>.lock`; the others wait for that file and need no
-connection to each other. If making fails, the lock file says why to the other processes of the same
-launch, so that they do not all try again.
+A folder `<cache>/<key>` holds the arrays of an `ArrayWriter` and `manifest.json`: their SHA-256,
+which are checked whenever it is opened, and the report. It is written under another name, synced
+and renamed, so that it is complete or not there. Who makes it holds the lock of `<key>.lock`; the
+others wait for that file and need no connection to each other. If making fails, the lock file says
+why to the other processes of the same launch, so that they do not all try again.
 """
 
 import fcntl
@@ -30,7 +29,7 @@ from recipe_lib import errors
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder
-from recipe_lib.data.sample_files import hash_of
+from recipe_lib.data.sample_files import hash_contents
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.errors import UserError
 from recipe_lib.files import flush_folder, sha256_of, write_bytes
@@ -38,18 +37,16 @@ from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
 from recipe_lib.tokenizers import Tokenizer
 
-# The arrays of a dataset while they are made, in files or in memory, and read back as maps of those
-# files.
-
 
 class ArrayWriter:
-    """Takes chunks in order and appends them to one file for each array; folder None: in memory."""
+    """The arrays of a dataset while they are made: chunks are appended, one file for each array."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Raises OSError."""
-        self.folder, self._ids = folder, 0
-        self.items = 0
+        """Open the files; folder None: buffers in memory. Raises OSError."""
+        self.folder = folder
+        self.items = 0  # appended so far
         self.classes: dict[str, int] = {}  # name -> its number, for all chunks
+        self._num_ids = 0
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
         self._files: dict[str, BinaryIO] = {}
         try:
@@ -61,23 +58,23 @@ class ArrayWriter:
             raise
 
     def append(self, chunk: Chunk, file: int) -> None:
-        """All items of a chunk, from the file with that number. Raises OSError."""
+        """Append all items of a chunk. file: the number of their file. Raises OSError."""
         for name in ("ids", "trained", "sample_of", "digests"):
             self._write(name, np.frombuffer(getattr(chunk, name), dtype=ARRAYS[name]))
         lengths = np.frombuffer(chunk.lengths, dtype=np.int64)
-        self._write("offsets", np.cumsum(lengths) + self._ids)
+        self._write("offsets", np.cumsum(lengths) + self._num_ids)
         self._write("file_of", np.full(len(chunk.sample_of), file))
         values = np.frombuffer(chunk.values, dtype=np.float64)
-        numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
-        self._write(
-            "values",
-            np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values,
-        )
-        self._ids += int(lengths.sum())
+        if chunk.classes:
+            # A chunk numbers its own classes; the dataset numbers those of all chunks.
+            numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
+            values = np.array(numbers, dtype=np.float64)[values.astype(np.int64)]
+        self._write("values", values)
+        self._num_ids += int(lengths.sum())
         self.items += len(chunk.sample_of)
 
     def sync(self) -> None:
-        """Everything is on the disk. Raises OSError."""
+        """Put everything on the disk. Raises OSError."""
         for file in self._files.values():
             file.flush()
             if self.folder is not None:
@@ -85,16 +82,16 @@ class ArrayWriter:
 
     @property
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of each array's bytes, in hex."""
+        """The SHA-256 of each array's bytes, in hex."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What was written."""
+        """Return what was written, by the names of ARRAYS."""
         if self.folder is not None:
             return map_arrays(self.folder)
         return {
-            name: np.frombuffer(self._files[name].getbuffer(), dtype=kind)  # type: ignore[attr-defined]
-            for name, kind in ARRAYS.items()
+            name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])  # type: ignore[attr-defined]
+            for name, file in self._files.items()
         }
 
     def _write(self, name: str, values: np.ndarray) -> None:
@@ -110,8 +107,9 @@ class ArrayWriter:
 
 
 def map_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays in a folder, as read-only maps, whose pages processes share. Raises OSError or
-    ValueError.
+    """Return the arrays in a folder as read-only maps, whose pages processes share.
+
+    Raises OSError or ValueError.
     """
     return {
         name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)
@@ -120,32 +118,27 @@ def map_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 MANIFEST = "manifest.json"
-FIRST_RANK_SECONDS = (
-    2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
-)
+FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead
 
 
 @dataclass(frozen=True)
 class Stored:
-    """arrays: by the names of ARRAYS. checksums: SHA-256 of each. report: of the pass that made
-    them.
-    """
+    """The arrays of a dataset that is finished."""
 
-    arrays: dict[str, np.ndarray]
-    checksums: Mapping[str, str]
-    report: DataReport
+    arrays: dict[str, np.ndarray]  # by the names of ARRAYS
+    checksums: Mapping[str, str]  # SHA-256 of each, in hex
+    report: DataReport  # of the pass that made them
 
 
-Make = Callable[[ArrayWriter], DataReport]
+MakeArrays = Callable[[ArrayWriter], DataReport]
 
 
 class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
     """The cache cannot be used on this machine; str(): why."""
 
 
-def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
-    """What is stored under a key; made first by one process if it is not there, or not as it was
-    written.
+def load_or_make(root: Path, key: str | None, make: MakeArrays) -> Stored:
+    """Return what is stored under a key; one process makes it first if it is not there or damaged.
 
     Without a key it is made and kept in memory, and so it is, with a line, where the folder or its
     disk does not allow more. Raises what `make` raises; processes of the same launch that have
@@ -153,7 +146,7 @@ def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
     """
     try:
         if key is not None:
-            return _read(root / key) or _made_under_lock(root, key, make)
+            return _read_stored(root / key) or _make_under_lock(root, key, make)
     except _Unusable as unusable:
         warn_on_first_rank(
             "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in"
@@ -166,61 +159,64 @@ def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
         return Stored(writer.arrays(), writer.checksums, report)
 
 
-def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
-    with _locked(root, key) as lock:
+def _make_under_lock(root: Path, key: str, make: MakeArrays) -> Stored:
+    with _hold_lock(root, key) as lock:
         folder = root / key
-        found = _read(folder, say=True)
-        if found is not None:
-            return found
-        noted = _find_noted(lock)
-        if noted is not None:
-            raise noted
+        # Another process may have made it, or failed, while this one waited for the lock.
+        stored = _read_stored(folder, say=True)
+        if stored is not None:
+            return stored
+        failure = _find_noted_failure(lock)
+        if failure is not None:
+            raise failure
         try:
-            return _made(folder, make)
+            return _make_folder(folder, make)
         except (UserError, _Unusable) as error:
             _note_failure(lock, error)
             raise
 
 
-def _made(folder: Path, make: Make) -> Stored:
+def _make_folder(folder: Path, make: MakeArrays) -> Stored:
     partial = folder.with_name(f"{folder.name}.partial")
-    with _refusals_of_the_disk():
-        _remove(partial)
-        _remove(folder)
+    with _convert_os_errors():
+        _remove_folder(partial)
+        _remove_folder(folder)
         partial.mkdir(parents=True)
     try:
-        with _refusals_of_the_disk(), closing(ArrayWriter(partial)) as writer:
+        with _convert_os_errors(), closing(ArrayWriter(partial)) as writer:
             report = make(writer)
             writer.sync()
             content = {"checksums": writer.checksums, "report": report.to_json()}
-            manifest = {"content": content, "sha256": _checksum(content)}
+            manifest = {"content": content, "sha256": _hash_json(content)}
             write_bytes(partial / MANIFEST, json.dumps(manifest).encode())
+            # Synced before the rename: after a crash the folder is complete or not there.
             flush_folder(partial)
             partial.rename(folder)
             flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
     finally:
-        with suppress(OSError):  # a rest that the next one to hold the lock removes
-            _remove(partial)
+        with suppress(OSError):  # the next process to hold the lock removes it
+            _remove_folder(partial)
 
 
 @contextmanager
-def _refusals_of_the_disk() -> Iterator[None]:
-    """An OSError inside is the cache's: what goes wrong with the sources is a UserError."""
+def _convert_os_errors() -> Iterator[None]:
+    """Turn an OSError inside into _Unusable: what goes wrong with the sources is a UserError."""
     try:
         yield
     except OSError as error:
         raise _Unusable(error.strerror or str(error)) from None
 
 
-def _checksum(content: Any) -> str:
+def _hash_json(content: Any) -> str:
     """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read(folder: Path, say: bool = False) -> Stored | None:
-    """What a folder holds; None: nothing, or not what was written there. say: then with a line
-    about it.
+def _read_stored(folder: Path, say: bool = False) -> Stored | None:
+    """Return what a folder holds; None: nothing, or not what was written there.
+
+    say: with a line about damage.
     """
     try:
         if not folder.exists():
@@ -228,19 +224,16 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
         manifest = read_object(folder / MANIFEST)
         content = manifest["content"]
         checksums = content["checksums"] | {MANIFEST: manifest["sha256"]}
-        found = {
+        actual = {MANIFEST: _hash_json(content)} | {
             name: sha256_of(folder / name) if (folder / name).is_file() else None for name in ARRAYS
         }
-        found[MANIFEST] = _checksum(content)
-        wrong = next(
-            (name for name in (MANIFEST, *ARRAYS) if found[name] != checksums.get(name)), None
-        )
-        if wrong is None:
-            return Stored(
-                map_arrays(folder), content["checksums"], DataReport.from_json(content["report"])
-            )
+        damaged = [name for name in actual if actual[name] != checksums.get(name)]
+        if not damaged:
+            report = DataReport.from_json(content["report"])
+            return Stored(map_arrays(folder), content["checksums"], report)
+        is_missing = actual[damaged[0]] is None
         fault = (
-            f"{wrong} has other content than was written" if found[wrong] else f"{wrong} is missing"
+            f"{damaged[0]} {'is missing' if is_missing else 'has other content than was written'}"
         )
     except FileNotFoundError:
         fault = f"{MANIFEST} is missing"
@@ -251,9 +244,10 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
     return None
 
 
-def _remove(folder: Path) -> None:
-    """Removes a folder of ours; of somebody else's, nothing but files that have the names of ours.
-    Raises OSError.
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder of ours; of somebody else's, nothing but files with the names of ours.
+
+    Raises OSError, also where other files are left in it.
     """
     if not folder.exists() and not folder.is_symlink():
         return
@@ -263,34 +257,34 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(root: Path, key: str) -> Iterator[TextIO]:
-    """Holds the lock of a key; waits while another process holds it. Raises _Unusable."""
+def _hold_lock(root: Path, key: str) -> Iterator[TextIO]:
+    """Hold the lock of a key; wait while another process holds it. Raises _Unusable."""
     path = root / f"{key}.lock"
-    with _refusals_of_the_disk():
+    with _convert_os_errors():
         root.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")
     with file:
         try:
-            _let_the_first_rank_go_ahead(file, root / key)
+            _wait_for_first_rank(file, root / key)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _Unusable(f"no file locks: {error.strerror or error}") from None
         try:
             yield file
         finally:
-            fcntl.flock(
-                file, fcntl.LOCK_UN
-            )  # workers have inherited the file, and may outlive the block
+            # Closing is not enough: workers have inherited the file, and may outlive the block.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
-    """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most; the first
-    rank does not.
+def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
+    """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most.
+
+    The first rank does not wait: it is the one that shows progress.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
     deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists() and _find_noted(lock) is None:
+    while time.monotonic() < deadline and not folder.exists() and _find_noted_failure(lock) is None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -299,10 +293,8 @@ def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _launch() -> str | None:
-    """A name for the launch that this process is one of several ranks of; None: it is the only
-    one.
-    """
+def _name_launch() -> str | None:
+    """Return a name for the launch that this process is a rank of; None: it is the only one."""
     environment = os.environ
     if int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))) == 1:
         return None
@@ -316,7 +308,8 @@ def _launch() -> str | None:
 
 
 def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
-    launch = _launch()
+    """Write why making failed into the lock file, for the other ranks of this launch."""
+    launch = _name_launch()
     if launch is not None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
@@ -333,12 +326,13 @@ _NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unu
 }
 
 
-def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
-    """Return the failure of another process of this launch."""
+def _find_noted_failure(lock: TextIO) -> UserError | _Unusable | None:
+    """Return the failure that another process of this launch has noted."""
     lock.seek(0)
     try:
         noted = parse_json(lock.read(2**20))
-        if noted["launch"] == _launch() is not None:
+        # Of another launch it says nothing: the cause may be gone.
+        if noted["launch"] == _name_launch() is not None:
             return _NOTED_KINDS[noted["error"]](*map(str, noted["faults"]))
     except (OSError, ValueError, TypeError, KeyError):
         pass
@@ -348,34 +342,38 @@ def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
 # What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on
 # ids and labels.
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens*", "added_tokens*", "chat_template*", "generation_config.json", "config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens*",
+    "added_tokens*",
+    "chat_template*",
+    "generation_config.json",
+    "config.json",
+)
 PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow", "numpy")
 FOLDERS = ("data", "tokenizers")
 
 
-def cache_key(
+def compute_cache_key(
     settings: Mapping[str, Any],
     files: Sequence[SampleFile],
     encoders: Sequence[SourceEncoder],
     tokenizer: Tokenizer,
 ) -> str | None:
-    """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and
-    our own code.
+    """Return a SHA-256 in hex of all that decides what the samples become.
 
+    That is settings, the content and the place of all files, tokenizer, formats and our own code.
     None: something has no file to look at, so that what was made of it must not be used again. Of a
     plugin's format the file that it stands in is looked at, and not what that file imports. Raises
     DataError: a file cannot be read.
     """
-    readers = [_code_of(encoder.read) for encoder in encoders]
+    readers = [_identify_reader(encoder.read) for encoder in encoders]
     file = Path(tokenizer.place)
     if None in readers or not file.is_file():
         return None
-    beside = {
-        path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()
-    }
-    token_files = _hashes({file, *beside})
-    decides = {
+    tokenizer_files = {file}
+    for pattern in TOKENIZER_FILES:
+        tokenizer_files.update(path for path in file.parent.glob(pattern) if path.is_file())
+    decisive = {
         "settings": settings,
         "files": [[file.place, file.identity] for file in files],
         "columns": [encoder.columns for encoder in encoders],
@@ -383,7 +381,7 @@ def cache_key(
         "formats": readers,
         "tokenizer": [
             tokenizer.place,
-            token_files,
+            _hash_files(tokenizer_files),
             tokenizer.chat_template,
             tokenizer.chat_template_place,
         ],
@@ -394,26 +392,33 @@ def cache_key(
             sorted(tokenizer.stop_ids),
         ],
         "arrays": ARRAYS,
-        "code": _our_code(),
+        "code": _identify_code(),
     }
-    return _checksum(decides)
+    return _hash_json(decisive)
 
 
-def _code_of(reader: Any) -> list[str] | None:
-    """The name of a function and the hash of the file that it stands in."""
+def _identify_reader(reader: Any) -> list[str] | None:
+    """Return the name of a function and the hash of the file that it stands in; None: it has no
+    file.
+    """
     try:
         file = Path(inspect.getsourcefile(inspect.unwrap(reader)) or "")
     except TypeError:
         return None
-    return [getattr(reader, "__qualname__", ""), *_hashes([file])[0]] if file.is_file() else None
+    return (
+        [getattr(reader, "__qualname__", ""), *_hash_files([file])[0]] if file.is_file() else None
+    )
 
 
 @cache
-def _our_code() -> list[Any]:
-    here = Path(__file__).parents[1]
-    files = _hashes(path for folder in FOLDERS for path in (here / folder).glob("*.py"))
+def _identify_code() -> list[Any]:
+    """Return the hashes of our own files, and the versions of packages, that decide on ids and
+    labels.
+    """
+    package = Path(__file__).parents[1]
+    files = _hash_files(path for folder in FOLDERS for path in (package / folder).glob("*.py"))
     return [files, [[name, version(name)] for name in PACKAGES if find_spec(name)]]
 
 
-def _hashes(paths: Iterable[Path]) -> list[list[str]]:
-    return [[path.name, hash_of(path)["sha256"]] for path in sorted(paths)]
+def _hash_files(paths: Iterable[Path]) -> list[list[str]]:
+    return [[path.name, hash_contents(path)["sha256"]] for path in sorted(paths)]

@@ -1,4 +1,8 @@
-"""What became of the samples of a dataset, in numbers and in lines for the log."""
+"""A report of what became of the samples of a dataset, in numbers and in lines for the log.
+
+A `DataReport` is filled while samples are tokenized, one for each run of samples; `add` puts them
+together, and the sum is stored with the dataset in the cache.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,21 +19,20 @@ PLACES = 5  # bad samples of one cause whose places are kept in any case
 
 @dataclass
 class DataReport:
-    """Counts of one pass over a dataset. Tokens are targets: what a sequence's tokens are to
-    predict.
+    """Counts of one pass over a dataset.
 
-    A pair counts as one sample that was read and as two sequences, a conversation that becomes
-    several sequences as one sample and as so many. parts: the same for each source, where there are
-    several.
+    Tokens are targets: what a sequence's tokens are to predict. A pair counts as one sample that
+    was read and as two sequences, a conversation that becomes several sequences as one sample and
+    as so many.
     """
 
     source: str
     format: str
     max_seq_len: int
-    template: str = "none"
-    train_on: str | list[str] = "assistant"
-    adds_bos: bool = False
-    history: str = "auto"
+    template: str = "none"  # `chat` or `plain`, once a conversation was written
+    train_on: str | list[str] = "assistant"  # data.train_on
+    adds_bos: bool = False  # where no chat template decides
+    history: str = "auto"  # data.history
     falls_back: bool = False  # the plain template is written because the tokenizer has no other
     samples_read: int = 0
     sequences: int = 0
@@ -40,77 +43,63 @@ class DataReport:
     classified: int = 0  # samples that have a class
     classes: list[str] = field(default_factory=list)  # their names, as items' values number them
     tokens: int = 0
-    trained_tokens: int = 0
+    trained_tokens: int = 0  # those that the loss counts
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
     bad_samples: Counter[str] = field(default_factory=Counter)
-    first_bad: dict[str, str] = field(
-        default_factory=dict
-    )  # cause -> the first such sample's place and detail
-    bad_lines: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (cause, place and detail), of each cause some
+    # Cause -> the first such sample's place and detail.
+    first_bad: dict[str, str] = field(default_factory=dict)
+    # (cause, place and detail), of each cause some.
+    bad_lines: list[tuple[str, str]] = field(default_factory=list)
     truncated_sequences: int = 0
     skipped_long_sequences: int = 0
-    emptied_sequences: int = (
-        0  # truncated sequences whose whole answer was cut off; they are left out
-    )
-    long_answer_tokens: int = (
-        0  # trained tokens of sequences over the limit, before anything was cut
-    )
-    lost_answer_tokens: int = 0
+    emptied_sequences: int = 0  # truncated, their whole answer cut off; they are left out
+    long_answer_tokens: int = 0  # label tokens of sequences over the limit, before they are cut
+    lost_answer_tokens: int = 0  # of them, those that are cut off
     untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
     margins: int = 0  # pairs that say by how much one answer is better
     texts: int = 0  # documents, which are cut into sequences
     text_tokens: int = 0  # tokens of those sequences
     lacks_eos: bool = False  # texts should end with EOS, and the tokenizer has none
-    special: SpecialCounts = field(
-        default_factory=SpecialCounts
-    )  # special tokens that the samples spell out
-    apart_samples: int = 0
-    unseen_samples: int = (
-        0  # samples with a message of the system or the user that the template does not write
-    )
-    # Conversations with messages after the last one that is trained, which are in no sequence
+    # Special tokens that the samples spell out.
+    special: SpecialCounts = field(default_factory=SpecialCounts)
+    apart_samples: int = 0  # samples with an answer whose first letters would join the prompt
+    unseen_samples: int = 0  # samples with a system or user message that is not written
+    # Conversations with messages after the last one that is trained, which are in no sequence.
     endings: int = 0
     openings: int = 0  # conversations that the assistant begins; that message is not trained
-    split_samples: int = (
-        0  # conversations that became several sequences, and how many; before long ones are cut
-    )
-    split_sequences: int = 0
-    split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
-    unsplit_tokens: int = 0
+    split_samples: int = 0  # conversations that became several sequences
+    split_sequences: int = 0  # how many they became, before long ones are cut
+    split_tokens: int = 0  # of these sequences
+    unsplit_tokens: int = 0  # of the same conversations in one sequence each
     marked_answers: int = 0  # answers of which the template itself says what is trained
     marks_differing: int = 0  # those where it says something else than what is generated
-    first_mark: str = ""
-    idle_names: Counter[str] = field(
-        default_factory=Counter
-    )  # columns and keys that change nothing -> samples with it
+    first_mark: str = ""  # the first of them, as a line
+    # Columns and keys that change nothing -> samples with it.
+    idle_names: Counter[str] = field(default_factory=Counter)
     ignored: list[str] = field(default_factory=list)  # data.ignore_columns
     control_characters: int = 0  # samples with a control character in a text
-    first_control: str = ""
-    duplicate_sequences: int = (
-        0  # the same as an earlier one, token by token; they are kept all the same
-    )
-    duplicates: list[list[str]] = field(
-        default_factory=list
-    )  # of the first: its place, and that of the earlier one
+    first_control: str = ""  # the place of the first of them
+    duplicate_sequences: int = 0  # items that repeat an earlier one, token by token; they are kept
+    # Of the first of these: its place, and that of the earlier one.
+    duplicates: list[list[str]] = field(default_factory=list)
+    # The same for each source, where there are several.
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
     def items_made(self) -> int:
-        """Sequences (pairs) that the samples became, also those that were left out because they
-        were too long.
+        """Sequences (pairs) that the samples became, also those left out because they were too
+        long.
         """
         return self.sequences - self.pairs + self.emptied_sequences + self.skipped_long_sequences
 
     @property
     def noun(self) -> str:
-        """Return what `items_made` counts: `sequence`, or `pair`."""
+        """The noun for `items_made`: `sequence`, or `pair`."""
         return "pair" if self.preferences else "sequence"
 
     @property
     def label_token_fraction(self) -> float:
-        """Share of the tokens that the loss counts, 0 to 1."""
+        """The share of the tokens that the loss counts, 0 to 1."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, other: "DataReport") -> None:
@@ -129,8 +118,9 @@ class DataReport:
             self._keep_line(cause, line)
 
     def add_idle(self, names: Sequence[str], control: str) -> None:
-        """Count what a sample holds that changes nothing. control: its place, if a text has a
-        control character.
+        """Count what a sample holds that changes nothing.
+
+        control: its place, if a text has a control character.
         """
         if names:
             self.idle_names.update(set(names))
@@ -144,17 +134,17 @@ class DataReport:
         self.first_bad.setdefault(cause, line)
 
     def _keep_line(self, cause: str, line: str) -> None:
-        """Keep the line of a bad sample: of the first MOST_BAD_LINES, and of each cause the first
+        """Keep the line of a bad sample: the first MOST_BAD_LINES, and of each cause the first
         PLACES.
         """
         if len(self.bad_lines) < MOST_BAD_LINES or len(self.places(cause)) < PLACES:
             self.bad_lines.append((cause, line))
 
     def places(self, cause: str) -> list[str]:
-        """Place and detail of the first samples that are bad for a cause: all of them, or
+        """Return place and detail of the first samples that are bad for a cause: all of them, or
         PLACES.
         """
-        return [line for found, line in self.bad_lines if found == cause][:PLACES]
+        return [line for line_cause, line in self.bad_lines if line_cause == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -167,8 +157,9 @@ class DataReport:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
-        """Return the report that `to_json` made into values. Raises TypeError or KeyError for
-        anything else.
+        """Return the report that `to_json` made into values.
+
+        Raises TypeError or KeyError for anything else.
         """
         restored: dict[str, Any] = {
             "bad_samples": Counter(content["bad_samples"]),
@@ -180,24 +171,22 @@ class DataReport:
         return DataReport(**dict(content) | restored)
 
     def check_share(self) -> None:
-        """Raise DataError if, from some of the sources, no token or every token is a label
-        token.
-        """
-        found = [
-            (part.source, fault) for part in self.parts or [self] if (fault := part.share_fault())
+        """Raise DataError if no token of a source, or every one, is a label token."""
+        remedy = "or set data.check_label_mask to false if it is meant"
+        faults = [
+            f"{part.source}: {fault}, {remedy}"
+            for part in self.parts or [self]
+            if (fault := part.find_share_fault())
         ]
-        if found:
-            remedy = "or set data.check_label_mask to false if it is meant"
-            raise DataError(*(f"{source}: {fault}, {remedy}" for source, fault in found))
+        if faults:
+            raise DataError(*faults)
 
-    def sample_faults(self) -> list[str]:
-        """Return a line for each of the first bad samples of one source, and one that counts them
-        all.
+    def list_sample_faults(self) -> list[str]:
+        """Return a line for each of the first bad samples of one source, and one that counts
+        them all.
         """
-        lines, bad = (
-            [line for _, line in self.bad_lines[:MOST_BAD_LINES]],
-            sum(self.bad_samples.values()),
-        )
+        lines = [line for _, line in self.bad_lines[:MOST_BAD_LINES]]
+        bad = sum(self.bad_samples.values())
         if bad == 0:
             return []
         if bad == 1:
@@ -214,13 +203,14 @@ class DataReport:
             ),
         ]
 
-    def nothing_left(self) -> str | None:
+    def why_nothing_left(self) -> str | None:
         """Return why one source has no sequence; None: it has some."""
         if self.sequences:
             return None
         if not self.samples_read:
             return f"{self.source}: found no samples, expected at least one"
-        reasons, limit = [], f"max_seq_len={self.max_seq_len}"
+        limit = f"max_seq_len={self.max_seq_len}"
+        reasons = list[str]()
         if self.bad_samples:
             reasons.append(
                 f"{sum(self.bad_samples.values())} bad ({next(iter(self.first_bad.values()))})"
@@ -239,31 +229,27 @@ class DataReport:
             f" {', '.join(reasons)}; {remedy}"
         )
 
-    def share_fault(self) -> str | None:
+    def find_share_fault(self) -> str | None:
         """Return what is wrong with the share of trained tokens of one source; None: nothing.
 
         Texts are learned as a whole, and so is everything where `data.train_on` is all. A
         sequence's first token is never trained, because nothing stands before it; it is a prompt
         only if it was meant to be one.
         """
-        tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens
+        tokens = self.tokens - self.text_tokens
+        trained = self.trained_tokens - self.text_tokens
         if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
             return None
-        every, none = (
-            ("that every token is a label token", "prompts and answers"),
-            ("no label token", "answers"),
-        )
-        found, wanted = every if trained else none
+        fault = "that every token is a label token" if trained else "no label token"
+        expected = "prompts and answers" if trained else "answers"
         sequences = counted(self.sequences, "sequence")
         return (
-            f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or"
-            " data.train_on"
+            f"found {fault} in {sequences}, expected {expected}; correct data.format, data.columns"
+            " or data.train_on"
         )
 
-    def plain_note(self) -> str | None:
-        """Return that the built-in template is written where nobody asked for it; None: it is
-        not.
-        """
+    def describe_plain_template(self) -> str | None:
+        """Return that the plain template is written and nobody asked for it; None: it is not."""
         if self.template != "plain" or not self.falls_back:
             return None
         return (
@@ -278,27 +264,26 @@ class DataReport:
         faults: with samples that are bad, or the same as another one.
         """
         lines = [
-            (
-                f"data: {self._counts()} read from {self.source} (format {self.format}, template "
-                f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
-                f"{_percent(self.label_token_fraction)}"
-            ),
-            *(
-                f"data: {part._counts()} from {part.source} (format {part.format}), {part.tokens}"
-                f" tokens, {_percent(part.label_token_fraction)} trained"
-                for part in self.parts
-            ),
-            *([f"data: {self.bos_line()}"] if self.sequences else []),
+            f"data: {self._describe_counts()} read from {self.source} (format {self.format},"
+            f" template {self.template}), {self.tokens} tokens; label tokens:"
+            f" {self._describe_label_tokens()}, {_format_percent(self.label_token_fraction)}"
         ]
+        for part in self.parts:
+            lines.append(
+                f"data: {part._describe_counts()} from {part.source} (format {part.format}),"
+                f" {part.tokens} tokens, {_format_percent(part.label_token_fraction)} trained"
+            )
+        if self.sequences:
+            lines.append(f"data: {self.describe_bos()}")
         lines += (
-            self._sequence_lines()
-            + self._lost_lines()
+            self._describe_sequences()
+            + self._describe_losses()
             + self.special.lines(self.chats)
-            + self._odd_lines()
+            + self._describe_oddities()
         )
-        return lines + self._bad_lines() if faults else lines
+        return lines + self._describe_bad_samples() if faults else lines
 
-    def _counts(self) -> str:
+    def _describe_counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
         kind = (
             counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
@@ -319,7 +304,7 @@ class DataReport:
         """Usable samples that are no texts."""
         return self.samples_read - sum(self.bad_samples.values()) - self.texts
 
-    def _label_tokens(self) -> str:
+    def _describe_label_tokens(self) -> str:
         if self.classified:
             return "whole texts, each of which has a class"
         if self.train_on == "all" or (self.texts and not self._others):
@@ -330,9 +315,10 @@ class DataReport:
             else "answers incl. end-of-turn"
         )
 
-    def _sequence_lines(self) -> list[str]:
-        """Return what became of conversations of several answers, and who says what an answer
-        is.
+    def _describe_sequences(self) -> list[str]:
+        """Return what became of conversations of several answers.
+
+        Also who says what an answer is: the template, or we.
         """
         is_asked = self.history == "split"
         why = (
@@ -362,7 +348,7 @@ class DataReport:
             (self.first_mark, f"data: first that is not: {self.first_mark}"),
         )
 
-    def _lost_lines(self) -> list[str]:
+    def _describe_losses(self) -> list[str]:
         """Return what was cut off."""
         long = self.truncated_sequences + self.skipped_long_sequences
         share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
@@ -370,14 +356,15 @@ class DataReport:
         empty = ""
         if self.emptied_sequences:
             empty = f", {self.emptied_sequences} of them left out because no answer was left"
-        of = f"{counted(self.items_made, self.noun)} ({_percent(long / max(1, self.items_made))})"
+        items = counted(self.items_made, self.noun)
+        long_share = _format_percent(long / max(1, self.items_made))
         return choose_lines(
             (
                 long,
                 (
-                    f"{'warning: data' if share else 'data'}: {long} of {of} exceed"
-                    f" {self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} of their"
-                    " answer tokens lost"
+                    f"{'warning: data' if share else 'data'}: {long} of {items} ({long_share})"
+                    f" exceed {self.max_seq_len} tokens and were {done}{empty};"
+                    f" {_format_percent(share)} of their answer tokens lost"
                 ),
             ),
             (
@@ -390,17 +377,16 @@ class DataReport:
             ),
         )
 
-    def _odd_lines(self) -> list[str]:
-        """Return what is not as most would expect, and no fault; what samples hold that is not
-        read, and of data.ignore_columns what none has.
+    def _describe_oddities(self) -> list[str]:
+        """Return what is not as most would expect, and no fault.
+
+        Also what samples hold that is not read, and of data.ignore_columns what none has.
         """
         named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
         # What a bad sample holds is not counted, so that with one nobody knows.
-        missing = (
-            []
-            if self.bad_samples
-            else [name for name in self.ignored if name not in self.idle_names]
-        )
+        missing = [
+            name for name in self.ignored if name not in self.idle_names and not self.bad_samples
+        ]
         return choose_lines(
             (
                 self.texts and self.lacks_eos,
@@ -450,7 +436,7 @@ class DataReport:
             (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),
         )
 
-    def _bad_lines(self) -> list[str]:
+    def _describe_bad_samples(self) -> list[str]:
         """Return which samples are left out, or the same as another one."""
         are = "is" if self.duplicate_sequences == 1 else "are"
         first = ", the same as ".join(self.duplicates[0]) if self.duplicates else ""
@@ -477,7 +463,7 @@ class DataReport:
             f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()
         ]
 
-    def bos_line(self) -> str:
+    def describe_bos(self) -> str:
         """Return what is put before a sequence, or who decides it."""
         ours = (
             "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
@@ -485,33 +471,30 @@ class DataReport:
         if self.template != "chat" or not self.chats:  # the plain template leaves it to us
             return ours
         decides = "the chat template decides whether a sequence begins with BOS"
-        return (
-            decides
-            if self._others == self.chats and not self.texts
-            else f"{decides}; without one {ours}"
-        )
+        has_only_chats = self._others == self.chats and not self.texts
+        return decides if has_only_chats else f"{decides}; without one {ours}"
 
 
-def report_lines(
+def format_report_lines(
     training: DataReport, validation: DataReport | None = None, *, faults: bool = True
 ) -> list[str]:
-    """Return the lines of both, those of the validation so named; what is put before sequences once
-    if it is one.
+    """Return the lines of both, those of the validation so named.
+
+    What is put before sequences is said once if it is the same for both.
     """
     lines = training.lines(faults=faults)
     if validation is not None:
-        once = (
-            "" if validation.bos_line() != training.bos_line() else f"data: {training.bos_line()}"
-        )
-        own = [line for line in validation.lines(faults=faults) if line != once]
-        lines += [line.replace("data: ", "validation: ", 1) for line in own]
+        bos_line = f"data: {training.describe_bos()}"
+        new_lines = [line for line in validation.lines(faults=faults) if line != bos_line]
+        lines += [line.replace("data: ", "validation: ", 1) for line in new_lines]
     return lines
 
 
+# What `add` sums. max_seq_len is a setting.
 _COUNTS = [
     item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"
 ]
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"

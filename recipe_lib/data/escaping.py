@@ -1,9 +1,8 @@
-"""Finds special tokens that a sample spells out, and keeps them from being taken for the
-template's.
+"""Special tokens that a sample spells out, kept from being taken for the template's.
 
 A private-use letter stands inside each of them while a template is rendered, so that none is found
 that the template has not written itself. After that they stay text, or become tokens all the same
-(`data.parse_special_tokens`).
+(`data.parse_special_tokens`). `SpecialCounts` counts them for the log.
 """
 
 import re
@@ -18,12 +17,8 @@ from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
 from recipe_lib.units import choose_lines, counted
 
-# Counts the special tokens that the samples of a dataset spell out, and writes the lines for the
-# log.
-
-
-MOST_PLACES = 5  # samples that are named
-MOST_TOKENS = 5  # special tokens that a line names
+MAX_PLACES = 5  # samples that are named
+MAX_TOKENS = 5  # special tokens that a line names
 
 
 @dataclass
@@ -34,9 +29,8 @@ class SpecialCounts:
     unparsed: Counter[str] = field(default_factory=Counter)  # stay text
     foreign: Counter[str] = field(default_factory=Counter)  # stay text: tokens of other tokenizers
     samples: int = 0  # with any that stay text
-    places: list[str] = field(
-        default_factory=list
-    )  # of the first of these samples, with what they spell out
+    # Of the first of these samples, with what they spell out.
+    places: list[str] = field(default_factory=list)
     rendered: int = 0  # samples that hold the template's own tokens and are encoded as they stand
 
     def note(self, place: str, spelled: "SpecialCounts") -> None:
@@ -50,12 +44,12 @@ class SpecialCounts:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing was noted."""
+        """True if nothing was noted."""
         return not (self.parsed or self.unparsed or self.foreign or self.rendered)
 
     @property
     def split(self) -> Counter[str]:
-        """Return those that stay text."""
+        """The counts of those that stay text."""
         return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
@@ -64,13 +58,14 @@ class SpecialCounts:
         self.unparsed.update(other.unparsed)
         self.foreign.update(other.foreign)
         self.samples += other.samples
-        self.places = [*self.places, *other.places][:MOST_PLACES]
+        self.places = [*self.places, *other.places][:MAX_PLACES]
         self.rendered += other.rendered
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
-        """Return the counts whose `vars` were made into JSON values. Raises TypeError or KeyError
-        for anything else.
+        """Return the counts whose `vars` were made into JSON values.
+
+        Raises TypeError or KeyError for anything else.
         """
         counters = {name: Counter(content[name]) for name in ("parsed", "unparsed", "foreign")}
         return SpecialCounts(**dict(content) | counters)
@@ -94,20 +89,20 @@ class SpecialCounts:
                     " applied"
                 ),
             ),
-            (self.split, f"warning: data: {self.split_line()}"),
+            (self.split, f"warning: data: {self.describe_split()}"),
         )
 
-    def split_line(self) -> str:
+    def describe_split(self) -> str:
         """Return which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
-        remedies = []
+        remedies = list[str]()
         if self.unparsed:
             remedies.append(
                 "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or"
                 " take them out of the samples"
             )
         if self.foreign:
-            named = " or ".join(map(repr, list(self.foreign)[:MOST_TOKENS]))
+            named = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
             remedies.append(
                 f"this tokenizer has no {named}: give samples of messages, which its own chat "
                 "template writes, or the model whose template wrote these"
@@ -122,9 +117,9 @@ def _name_tokens(counts: Counter[str]) -> str:
     """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
     named = [
         f"{token!r} {'once' if count == 1 else f'{count} times'}"
-        for token, count in counts.most_common(MOST_TOKENS)
+        for token, count in counts.most_common(MAX_TOKENS)
     ]
-    return ", ".join(named) + (", ..." if len(counts) > MOST_TOKENS else "")
+    return ", ".join(named) + (", ..." if len(counts) > MAX_TOKENS else "")
 
 
 # Unicode's private use areas, which no text should hold.
@@ -136,22 +131,19 @@ _TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[
 
 
 class Escape(NamedTuple):
-    """Says how a sample's own special tokens are written."""
+    """The way in which a sample's own special tokens are written."""
 
     letter: str | None = None  # stands in each of them; None: there are none
-    parses: bool = (
-        False  # they become tokens once the letter is taken out again, and stay text otherwise
-    )
+    parses: bool = False  # they become tokens once the letter is taken out again, or stay text
 
 
 class SpecialTokens:
-    """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None:
-    there are none. spelled: those of the sample that is encoded.
-    """
+    """A search for a tokenizer's special tokens in samples, which counts them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.spelled = SpecialCounts()
+        self.spelled = SpecialCounts()  # those of the sample that is being encoded
+        # Finds any special token; None: there are none.
         self.pattern = compile_alternation(
             text for text in tokenizer.special_texts if len(text) > 1
         )
@@ -178,22 +170,23 @@ class SpecialTokens:
         """Take off what was noted for content that stands in a second sequence as well."""
         if self.spelled.parsed or self.spelled.unparsed:
             noted = self.spelled.parsed if parses else self.spelled.unparsed
-            noted -= self._escaped(content)[2]
+            noted -= self._escape_content(content)[2]
 
     def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
-        """Return the same with a private letter inside each special token that is only written in
-        the text; they are noted.
+        """Return the content with a private letter inside each special token that is only written
+        in the text.
 
-        Rendering puts the template's own special tokens between; these are found, the others are
-        not.
+        They are noted. Rendering puts the template's own special tokens between; these are found,
+        the others are not.
         """
-        changed, letter, counts = self._escaped(content)
+        changed, letter, counts = self._escape_content(content)
         self._add(counts, parses)
         return changed, Escape(letter, parses)
 
-    def unused_letters(self, content: Any, count: int) -> list[str]:
-        """Return letters that neither the content nor the chat template holds. Raises SampleFault:
-        there are none left.
+    def find_unused_letters(self, content: Any, count: int) -> list[str]:
+        """Return letters that neither the content nor the chat template holds.
+
+        Raises SampleFault: there are none left.
         """
         taken = set(self._tokenizer.chat_template or "").union(*_collect_texts(content))
         free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
@@ -206,14 +199,11 @@ class SpecialTokens:
         return letters
 
     def _is_foreign(self, token: str) -> bool:
-        """Return whether a template's token is neither a token of this tokenizer nor in its chat
-        template.
-        """
+        """Return True if a template token is not this tokenizer's and not in its chat template."""
         if token not in self._foreign:
-            is_ours = token in (self._tokenizer.chat_template or "")
-            self._foreign[token] = (
-                not is_ours and len(self._tokenizer.encode_pieces([token])[0]) > 1
-            )
+            is_written = token in (self._tokenizer.chat_template or "")
+            is_split = len(self._tokenizer.encode_pieces([token])[0]) > 1
+            self._foreign[token] = is_split and not is_written
         return self._foreign[token]
 
     def _add(self, counts: Mapping[str, int], parses: bool) -> None:
@@ -228,20 +218,24 @@ class SpecialTokens:
                 tokens += self.pattern.findall(text)
         return Counter(tokens)
 
-    def _escaped(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
+    def _escape_content(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
         """Return the content with a letter in each special token, the letter, and how many there
-        are of each; the tags of an answer's thought are none.
+        are of each.
+
+        The tags of an answer's thought are left as they are.
         """
         counts = self._count(content)
         if self.pattern is None or not counts:
             return content, None, counts
         special = self.pattern
-        letter = self.unused_letters(content, 1)[0]
-        changed = _change_texts(
-            content, lambda text: special.sub(lambda m: m.group()[0] + letter + m.group()[1:], text)
-        )
+        letter = self.find_unused_letters(content, 1)[0]
+
+        def insert_letter(match: re.Match[str]) -> str:
+            return match.group()[0] + letter + match.group()[1:]
+
+        changed = _change_texts(content, lambda text: special.sub(insert_letter, text))
         if isinstance(changed[0], list):
-            tagged_messages = [with_tags(message, letter) for message in changed[0]]
+            tagged_messages = [restore_tags(message, letter) for message in changed[0]]
             for before, after in zip(changed[0], tagged_messages, strict=True):
                 if after is not before:  # each tag that is back has lost a letter
                     counts.subtract(TAGS[: len(before["content"]) - len(after["content"])])
@@ -249,19 +243,19 @@ class SpecialTokens:
         return changed, letter, +counts
 
 
-def with_tags(message: Message, letter: str) -> Message:
-    """The message with the tags of its thought as they were, where `letter` was written into them:
-    they are no words.
+def restore_tags(message: Message, letter: str) -> Message:
+    """Return the message with the tags of its thought as they were, where `letter` was written into
+    them.
 
-    Some tokenizers have the tags as special tokens, and those that a sample only writes are kept
-    from being found.
+    They are no words: some tokenizers have the tags as special tokens, and those that a sample only
+    writes are kept from being found.
     """
-    content, begin, end = message.get("content"), f"<{letter}think>", f"<{letter}/think>"
-    if (
-        message["role"] != "assistant"
-        or not isinstance(content, str)
-        or not content.lstrip().startswith(begin)
-    ):
+    content = message.get("content")
+    begin = f"<{letter}think>"
+    end = f"<{letter}/think>"
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    if not content.lstrip().startswith(begin):
         return message
     return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
 
@@ -276,7 +270,7 @@ def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -
 def _collect_texts(content: Any) -> list[str]:
     """Return every text in nested lists and dicts, keys included."""
     parts = [content]
-    for part in parts:  # which grow on the way
+    for part in parts:  # the list grows while it is walked
         if isinstance(part, dict):
             parts += (*part, *part.values())
         elif isinstance(part, list):

@@ -1,5 +1,8 @@
-"""Finds which format samples have, by the columns of the first of them: what `data.format: auto`
-means.
+"""Find the format of samples by the columns of the first of them (`data.format: auto`).
+
+`settle_formats` puts the formats into a config before a run; `fill_in_format` does it for one
+source whose files are open. A line for the user names what was found, and a fault the nearest
+overrides.
 """
 
 from collections import Counter
@@ -15,117 +18,122 @@ from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (
     OTHER_NAMES,
-    Renamed,
+    RenamedSample,
     SampleFault,
-    called,
-    columns_section,
+    find_column,
     find_columns,
+    format_overrides,
+    get_columns_section,
     is_json_list,
-    overrides,
 )
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.units import choose_lines
 
-AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
-LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
-MOST_NAMED = 12  # columns that a line names
+AUTO = "auto"
+PAIRS = "preference"
+LABELED = ("kto", "classification")
+MAX_VOTES = 100  # samples whose columns are looked at
+MAX_SAMPLES_TRIED = 1000  # of each file, to find as many that can be read
+MAX_NAMED_COLUMNS = 12  # columns that a line names
 # Of several formats whose columns are all there, the first: `text` is often one more column, the
 # whole sample in a row.
-_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
+_FORMATS_IN_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
 _LISTS = ("messages", "conversations")
 
 
-def _order(samples: str) -> tuple[str, ...]:
-    """Return the formats of a recipe that trains on such samples: those with labels where it has a
-    use for these.
+def _order_formats(samples: str) -> tuple[str, ...]:
+    """Return the formats of a recipe that trains on such samples, the likeliest first.
+
+    Those with labels come in where the recipe has a use for labels.
     """
-    return (
-        _ORDER
-        if set(SAMPLES[samples]) <= set(_ORDER)
-        else tuple(dict.fromkeys((*SAMPLES[samples], *_ORDER)))
-    )
+    if set(SAMPLES[samples]) <= set(_FORMATS_IN_ORDER):
+        return _FORMATS_IN_ORDER
+    return tuple(dict.fromkeys((*SAMPLES[samples], *_FORMATS_IN_ORDER)))
 
 
-def fitting(
+def find_fitting_formats(
     sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers"
 ) -> list[str]:
-    """Return the formats whose columns a sample has, the likeliest first. columns: as
-    `data.columns`. samples: see RecipeFacts.
+    """Return the formats whose columns a sample has, the likeliest first.
+
+    columns: as `data.columns`. samples: see RecipeFacts.
     """
     plugin_formats = [
         name for name in names("data.format") if name not in BUILT_IN["data.format"][1]
     ]
     fitting_formats = list[str]()
     other_formats = list[str]()
-    for name in (*plugin_formats, *_order(samples)):
+    for name in (*plugin_formats, *_order_formats(samples)):
         required = find_columns(name).required
-        values = [_find_value(name, column, sample, columns) for column in required]
+        values = [_find_value(name, column, sample=sample, columns=columns) for column in required]
         are_lists = [isinstance(value, list) or is_json_list(value) for value in values]
         if required and None not in values:
             may_be_either = name in (*plugin_formats, PAIRS, *LABELED, "prompt_completion")
             fits = may_be_either or are_lists == [column in _LISTS for column in required]
             (fitting_formats if fits else other_formats).append(name)
-    return (
-        fitting_formats or other_formats
-    )  # reading says what is wrong with a column that is no list, or is one
+    # With none but the others, reading says what is wrong with a column that is a list, or is none.
+    return fitting_formats or other_formats
 
 
 def _find_value(
     form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]
 ) -> Any:
-    """Return what a sample has for a column of a format, under the first of its names that holds
-    something; None: nothing.
+    """Return what a sample has for a column of a format; None: nothing.
+
+    It is taken under the first of the column's names that holds something.
     """
     values = (sample.get(name) for name in find_columns(form).list_spellings(column, columns))
     return next((value for value in values if value is not None), None)
 
 
-def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
+def _find_formats_with_nulls(
+    sample: Mapping[str, Any], columns: Mapping[str, str], samples: str
+) -> list[str]:
     """Return the formats whose columns a sample has the names of, whatever they hold."""
     return [
         name
-        for name in _order(samples)
+        for name in _order_formats(samples)
         if all(columns.get(column, column) in sample for column in find_columns(name).required)
     ]
 
 
 def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
-    """Put the format that is found into the config where it says `auto`, and return a line for
-    each.
+    """Put the format that is found into the config where it says `auto`; return a line for each.
 
     Raises DataError where samples are of no format, ConfigError where the recipe has no use for
     what they are.
     """
-    data, validation, lines = cfg.data, cfg.validation, []
+    data = cfg.data
+    validation = cfg.validation
+    lines = list[str]()
     held_out = validation_source(data, validation)
-    finds_validation = (
-        held_out is not None and held_out.format == AUTO
-    )  # before those of training are found
+    # Asked before the format of training is set, which that of validation falls back to.
+    finds_validation = held_out is not None and held_out.format == AUTO
     for number, source in enumerate(resolved_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
-            section.format = _settled(
-                cfg, source, f"data.sources[{number}]" if data.sources else "data"
-            )
+            name = f"data.sources[{number}]" if data.sources else "data"
+            section.format = _settle_format(cfg, source, name)
             if section.format == AUTO:
                 continue
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
     if held_out is not None and finds_validation:
-        validation.format = _settled(cfg, held_out, "validation")
-        if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
+        validation.format = _settle_format(cfg, held_out, "validation")
+        told_formats = {source.format for source in resolved_sources(data)}
+        if validation.format not in told_formats | {AUTO}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
             )
     return lines
 
 
-def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
+def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """Return the format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
     format_key = f"{section}.format"
-    section = columns_section(section)
-    found = find_format(
+    section = get_columns_section(section)
+    format_name = find_format(
         files,
         source.columns or {},
         section=section,
@@ -133,28 +141,28 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
         ignored=cfg.data.ignore_columns,
     )
     usable = SAMPLES[cfg.samples]
-    known = (*_ORDER, *LABELED)
+    known = (*_FORMATS_IN_ORDER, *LABELED)
     faults = choose_lines(
         (
-            found == PAIRS and PAIRS not in usable,
+            format_name == PAIRS and PAIRS not in usable,
             (
                 f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use"
                 " for; choose other samples, or run dpo_distributed"
             ),
         ),
         (
-            cfg.trains_on_pairs and found in _ORDER and found != PAIRS,
+            cfg.trains_on_pairs and format_name in _FORMATS_IN_ORDER and format_name != PAIRS,
             (
-                f"{source.source}: found the columns of the format {found}, expected those of"
+                f"{source.source}: found the columns of the format {format_name}, expected those of"
                 f" {PAIRS} (chosen, rejected), as the loss compares two answers; name yours with"
                 f" {format_key}={PAIRS} {section}.columns.chosen=NAME"
                 f" {section}.columns.rejected=NAME, or train with lora_finetune_distributed"
             ),
         ),
         (
-            not cfg.trains_on_pairs and found in known and found not in usable,
+            not cfg.trains_on_pairs and format_name in known and format_name not in usable,
             (
-                f"{source.source}: found the columns of the format {found}, expected those of"
+                f"{source.source}: found the columns of the format {format_name}, expected those of"
                 f" {usable[0]} ({', '.join(find_columns(usable[0]).required)}), as the loss needs a"
                 f" label; name yours with {format_key}={usable[0]} {section}.columns.label=NAME, or"
                 " train with lora_finetune_distributed"
@@ -163,21 +171,21 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     )
     if faults:
         raise ConfigError(faults[0])
-    return found
+    return format_name
 
 
-def with_format(
+def fill_in_format(
     source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
 ) -> SourceConfig:
-    """Return the source with the format of its files in the place of `auto`. Raises DataError if
-    there is none.
+    """Return the source with the format of its files in the place of `auto`.
+
+    Raises DataError if there is none.
     """
     if source.format != AUTO:
         return source
-    found = find_format(files, source.columns or {}, section=section, ignored=ignored)
-    return replace(
-        source, format="messages" if found == AUTO else found
-    )  # any will do: reading says what is wrong
+    format_name = find_format(files, source.columns or {}, section=section, ignored=ignored)
+    # Of samples that cannot be read any format will do: reading says what is wrong.
+    return replace(source, format="messages" if format_name == AUTO else format_name)
 
 
 def find_format(
@@ -187,39 +195,42 @@ def find_format(
     samples: str = "answers",
     ignored: Sequence[str] = (),
 ) -> str:
-    """Return the format that the most of the first samples of the files have the columns of; `auto`
-    where no sample can be read.
+    """Return the format that most of the first samples of the files have the columns of.
 
-    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts.
-    ignored: columns that are not looked at. Raises DataError if the samples are of no format.
+    `auto`: no sample can be read. section: of the config, for the error. samples: what the recipe
+    trains on, see RecipeFacts. ignored: columns that are not looked at. Raises DataError if the
+    samples are of no format.
     """
     _check_names(columns, section)
-    first = [
+    samples_read = [
         (place, {name: row[name] for name in row if name not in ignored})
-        for place, row in _first(files)
+        for place, row in _read_first_samples(files)
     ]
-    votes = Counter(name for _, sample in first for name in fitting(sample, columns, samples)[:1])
-    if not votes and first and not _remedy(first[0][1], section, samples):
-        votes = Counter(
-            name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1]
-        )
-    if votes or not first:  # of columns that hold null, reading says so
+    candidates = [find_fitting_formats(sample, columns, samples) for _, sample in samples_read]
+    votes = Counter(formats[0] for formats in candidates if formats)
+    # Columns that hold null in the first samples: reading says so.
+    if not votes and samples_read and not _suggest_columns(samples_read[0][1], section, samples):
+        candidates = [_find_formats_with_nulls(row, columns, samples) for _, row in samples_read]
+        votes = Counter(formats[0] for formats in candidates if formats)
+    if votes or not samples_read:
         return votes.most_common(1)[0][0] if votes else AUTO
-    place, sample = first[0]
-    raise DataError(f"{place}: {no_format(sample, columns, section, samples)}")
+    place, sample = samples_read[0]
+    raise DataError(
+        f"{place}: {describe_no_format(sample, columns, section=section, samples=samples)}"
+    )
 
 
-def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
+def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
     """Return the first samples that can be read, with their places, of the first file that has
     any.
     """
     for file in files:
         readable = (
             (place, sample)
-            for place, sample in file.first(AMONG)
+            for place, sample in file.first(MAX_SAMPLES_TRIED)
             if not isinstance(sample, SampleFault)
         )
-        first = list(islice(readable, LOOKED_AT))
+        first = list(islice(readable, MAX_VOTES))
         if first:
             return first
     return []
@@ -236,18 +247,18 @@ def _check_names(columns: Mapping[str, str], section: str) -> None:
             raise DataError(f"{section}.columns.{name}: no format has such a column{hint}")
 
 
-def no_format(
+def describe_no_format(
     sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
 ) -> str:
     """Return what is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
-    found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
+    found = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
         f"{name}:"
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
-        for name in _order(samples)
+        for name in _order_formats(samples)
     )
-    remedy = "" if columns else _remedy(sample, section, samples)
+    remedy = "" if columns else _suggest_columns(sample, section, samples)
     remedy = remedy or (
         f"say which column is which with {section}.format and {section}.columns, or write the rows"
         " in one of these layouts (docs/your_data.md)"
@@ -255,23 +266,25 @@ def no_format(
     return f"found the columns {found}, which are those of no format ({known}); {remedy}"
 
 
-def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
+def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> str:
     """Return the overrides that name the sample's columns, where they are known by other names."""
-    for name in _order(samples):
+    for name in _order_formats(samples):
         read = find_columns(name)
         file_names = dict[str, str]()
         for column in read.known:
             others = [
                 other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()
             ]
-            file_name = called(column, sample, others)
+            file_name = find_column(column, sample, others)
             if file_name and file_name not in file_names.values():
                 file_names[column] = file_name
         renamed = {
             column: file_name for column, file_name in file_names.items() if file_name != column
         }
-        if file_names.keys() >= set(read.required) and _can_read(name, sample, renamed, section):
-            words = [f"{section}.format={name}", *overrides(section, renamed)]
+        if file_names.keys() >= set(read.required) and _can_read(
+            name, sample, renamed=renamed, section=section
+        ):
+            words = [f"{section}.format={name}", *format_overrides(section, renamed)]
             return f"set {' '.join(words)}, if that is what they are"
     return ""
 
@@ -279,12 +292,13 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
 def _can_read(
     name: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str
 ) -> bool:
-    """Return whether a format reads a sample under these names; one with an empty text is of the
-    right kind.
+    """Return True if a format reads a sample under these names.
+
+    One with an empty text is of the right kind.
     """
     try:
         registered("data.format", name)(
-            Renamed(sample, renamed, section, find_columns(name).required)
+            RenamedSample(sample, renamed, section=section, required=find_columns(name).required)
         )
     except SampleFault as fault:
         return fault.cause.startswith("empty")

@@ -1,4 +1,4 @@
-"""How a sample of a dataset is read, by the name in `data.format`.
+"""Readers of a dataset's samples, by the name in `data.format`.
 
 A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a
 Conversation, a Completion, a Document, a Preference, a LabeledAnswer or a Classified text. A plugin
@@ -7,248 +7,57 @@ columns it reads; it raises SampleFault for a sample that it cannot use.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from recipe_lib.config.registry import register
+from recipe_lib.data.column_names import SAME_AS, is_blank, read_truth
 from recipe_lib.data.messages import (
-    WHOLE,
+    CONVERSATION_COLUMNS,
     Turns,
+    build_conversation,
     check_answers,
     check_order,
-    conversation,
-    place_of_turn,
+    make_text_turn,
     read_tools,
-    read_turn,
     read_turns,
-    text_turn,
+)
+from recipe_lib.data.messages import build_conversation as conversation
+from recipe_lib.data.read_columns import (
+    CHAT_COLUMNS,
+    open_request,
+    prepend_system,
+    read_answer,
+    read_column,
+    read_history,
+    read_question,
+    read_variables,
+    refuse_beside_text,
 )
 from recipe_lib.data.samples import (
     OTHER_NAMES,
-    SAME_AS,
     Classified,
     Columns,
     Completion,
     Conversation,
     Document,
     LabeledAnswer,
-    Message,
-    MessagePlace,
     Preference,
     RawSample,
-    Renamed,
+    RenamedSample,
     Sample,
     SampleFault,
     SamplePlaces,
-    called,
-    found_in,
-    kind_of,
-    open_json_list,
-    overrides,
-    parse_column,
-    path_of,
-    read_truth,
-    refuse_keys,
-    says_nothing,
-    shown,
-    text_of,
+    find_column,
+    format_overrides,
+    format_value,
+    get_path,
+    read_text_field,
 )
+from recipe_lib.data.samples import read_text_field as text_of
 
-# Reads what comes before an answer out of the columns of a row: a system message, earlier turns,
-# the question; and what the chat template is given besides messages and tools.
-
-
-CHAT = (
-    "system",
-    "tools",
-    "chat_template_kwargs",
-    "documents",
-)  # columns of every format that a template writes
-# What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.
-_RESERVED = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "chat_template",
-)
-_SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
-
-
-def with_system(sample: RawSample, turns: Turns) -> Turns:
-    """Return the turns after the message of the column `system`. Raises SampleFault: they begin
-    with another one.
-    """
-    if says_nothing(sample.get("system")):
-        return turns
-    system = text_turn(sample, "system", "system")
-    system_messages = [message for message in turns.messages if message["role"] == "system"]
-    if not system_messages:
-        return system + turns
-    text = system.messages[0]["content"]
-    if turns.messages[0] is system_messages[0] and all(
-        message["content"] == text for message in system_messages
-    ):
-        return turns
-    raise SampleFault(
-        "two system messages",
-        f"{path_of(sample, 'system')}: found text, and a system message among the messages that"
-        " differs from it, expected one of them, or both alike",
-    )
-
-
-def read_history(sample: RawSample) -> Turns:
-    """Return the turns of the column `history`: pairs of a question and its answer, as a list or
-    its JSON text.
-    """
-    if says_nothing(sample.get("history")):
-        return Turns()
-    value, path = open_json_list(sample, "history")
-    turns = Turns()
-    for number, pair in enumerate(value if isinstance(value, list) else [value]):
-        where = f"{path}[{number}]" if isinstance(value, list) else path
-        if not isinstance(pair, list) or len(pair) != 2:
-            found = f"a list of {len(pair)}" if isinstance(pair, list) else kind_of(pair)
-            raise SampleFault(
-                "history is no pairs", f"{where}: found {found}, expected [question, answer]"
-            )
-        for index, role in enumerate(("user", "assistant")):
-            text = text_of({str(index): pair[index]}, str(index), where=where)
-            turns += Turns(
-                [{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")]
-            )
-    return turns
-
-
-def read_question(sample: RawSample, name: str) -> Turns:
-    """Return the question: the text of a column (or nothing, or messages), and under it that of
-    `input`.
-
-    One line end stands between them, as LLaMA-Factory writes it.
-    """
-    if name != "instruction" and not isinstance(sample.get(name), (str, type(None))):
-        turns = read_column(sample, name, "user")
-        if not says_nothing(sample.get("input")):
-            raise SampleFault(
-                "input beside messages",
-                f"{path_of(sample, 'input')}: found {found_in(sample, 'input')} beside {name} of"
-                " messages, expected it inside of them",
-            )
-        return turns
-    input_text = text_of(sample, "input", may_be_missing=True)
-    question = text_of(sample, name, may_be_missing=bool(input_text.strip()))
-    where = path_of(sample, name if question or name in sample else "input")
-    content = "\n".join(text for text in (question, input_text) if text.strip())
-    return Turns([{"role": "user", "content": content}], [MessagePlace(where, where)])
-
-
-def read_column(sample: RawSample, name: str, role: str) -> Turns:
-    """Return a column as messages: a list of them, one of them, or a text of the given role."""
-    value = sample.get(name)
-    if isinstance(value, list):
-        return read_turns(sample, name)
-    path = path_of(sample, name)
-    if isinstance(value, dict):
-        return Turns([read_turn(value, path)], [place_of_turn(value, path)])
-    if not isinstance(value, str):
-        found = found_in(sample, name)
-        raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
-    return text_turn(sample, name, role)
-
-
-def open_request(sample: RawSample) -> RawSample:
-    """Return the sample with `input` in the columns prompt and tools, where that is a request as
-    OpenAI's pairs have it: {messages, tools}. Raises SampleFault.
-    """
-    request = sample.get("input")
-    if not isinstance(request, dict):
-        return sample
-    path = path_of(sample, "input")
-    refuse_keys(
-        request, ("messages", "tools"), path, owner="input", expected="expected messages and tools"
-    )
-    columns = {
-        name: request[key]
-        for name, key in (("prompt", "messages"), ("tools", "tools"))
-        if key in request
-    }
-    for name in columns:
-        if not says_nothing(sample.get(name)):
-            raise SampleFault(
-                "two prompts",
-                f"{path_of(sample, name)}: found it beside input, expected one of the two",
-            )
-    opened = Renamed({**sample, "input": None} | columns, {}, "data")
-    own_names = sample.own if isinstance(sample, Renamed) else {}
-    opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
-    return opened
-
-
-def read_answer(sample: RawSample, name: str) -> Turns:
-    """Return a column as messages of the assistant; a text that begins with `\\n\\nHuman:` is a
-    whole conversation.
-    """
-    text = sample.get(name)
-    if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
-        return read_column(sample, name, "assistant")
-    path = path_of(sample, name)
-    parts = _SPEAKER.split(text_of(sample, name))[1:]  # speaker and words in turn
-    roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
-    messages: list[Message] = [
-        {"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)
-    ]
-    return Turns(
-        messages, [MessagePlace(path, f"{path}: turn {number}") for number in range(len(messages))]
-    )
-
-
-def read_variables(sample: RawSample) -> dict[str, Any]:
-    """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`. Raises
-    SampleFault.
-    """
-    if "chat_template_kwargs" not in sample and "documents" not in sample:
-        return {}
-    arguments = sample.get("chat_template_kwargs")
-    path = path_of(sample, "chat_template_kwargs")
-    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        arguments = parse_column(arguments, "chat_template_kwargs", path, expected="an object")
-        path = f"{path}|fromjson|"
-    if says_nothing(arguments):
-        arguments = {}
-    if not isinstance(arguments, dict):
-        found = kind_of(arguments)
-        raise SampleFault(
-            "template arguments", f"{path}: found {found}, expected an object {{name: value}}"
-        )
-    for name in arguments:
-        if name in _RESERVED:
-            raise SampleFault(
-                "template arguments",
-                f"{path}.{name}: found a name that a run gives itself, expected another; the"
-                " columns messages and tools hold these",
-            )
-    documents, _ = open_json_list(sample, "documents")
-    variables = {name: value for name, value in arguments.items() if value is not None}
-    return variables if says_nothing(documents) else variables | {"documents": documents}
-
-
-def refuse_beside_text(sample: RawSample, *names: str) -> None:
-    """Raise SampleFault for columns of a conversation where the row is a text that no template
-    writes.
-    """
-    for name in names:
-        if not says_nothing(sample.get(name)):
-            raise SampleFault(
-                f"{name} beside text",
-                f"{path_of(sample, name)}: found {found_in(sample, name)} beside a text that no"
-                " chat template writes, expected it in the text, or messages in place of the text",
-            )
-
-
+# Plugins import `conversation` and `read_console` from here (docs/your_recipe.md).
 __all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
 
 Reader = Callable[[RawSample], Sample]
@@ -267,7 +76,10 @@ def columns(
     """
 
     def add(reader: Reader) -> Reader:
-        reader.columns = Columns(required, tuple(optional), instead or {}, same or {})  # type: ignore[attr-defined]
+        read_names = Columns(
+            required, optional=tuple(optional), instead=instead or {}, same=same or {}
+        )
+        reader.columns = read_names  # type: ignore[attr-defined]
         return reader
 
     return add
@@ -276,16 +88,15 @@ def columns(
 _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
-def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
-    """Return the conversation of these turns, with the system message, tools and template arguments
-    of the row.
+def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
+    """Return the conversation of these turns, with system message, tools and template arguments.
 
     asked: so many of the turns are the prompt; 0: nobody says which.
     """
-    all_turns = with_system(sample, turns)
+    all_turns = prepend_system(sample, turns)
     num_added = len(all_turns.messages) - len(turns.messages)
     tools, path = read_tools(sample)
-    return conversation(
+    return build_conversation(
         all_turns.messages,
         tools,
         SamplePlaces(all_turns.places, path),
@@ -295,72 +106,77 @@ def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
 
 
 @register("data.format", "alpaca")
-@_columns("instruction", "output", optional=("input", "history", *CHAT))
+@_columns("instruction", "output", optional=("input", "history", *CHAT_COLUMNS))
 def read_alpaca(sample: RawSample) -> Conversation:
-    """Read `instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and
-    `history`: the turns before, as pairs of texts.
+    """Read `instruction`, `output`, and perhaps `input`, `system` and `history`.
+
+    `input` is put under the instruction; `history` is the turns before, as pairs of texts.
     """
-    asked = read_question(sample, "instruction")
-    if not asked.messages[0]["content"].strip():
+    question = read_question(sample, "instruction")
+    if not question.messages[0]["content"].strip():
         raise SampleFault(
             "empty instruction",
-            f"{path_of(sample, 'instruction')}: found an empty instruction, expected text",
+            f"{get_path(sample, 'instruction')}: found an empty instruction, expected text",
         )
-    return _chat(sample, read_history(sample) + asked + text_turn(sample, "output", "assistant"))
+    return _build_chat(
+        sample, read_history(sample) + question + make_text_turn(sample, "output", "assistant")
+    )
 
 
 @register("data.format", "sharegpt")
-@_columns("conversations", optional=CHAT)
+@_columns("conversations", optional=CHAT_COLUMNS)
 def read_sharegpt(sample: RawSample) -> Conversation:
-    """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and
-    `tools` (may be JSON).
+    """Read `conversations`: a list of {from, value} or {role, content}.
+
+    And perhaps `system`, and `tools` (may be JSON).
     """
-    return _chat(sample, read_turns(sample, "conversations"))
+    return _build_chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
-@_columns("messages", optional=CHAT)
+@_columns("messages", optional=CHAT_COLUMNS)
 def read_messages(sample: RawSample) -> Conversation:
-    """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`,
-    `tools` for the chat template.
+    """Read `messages`: a list of {role, content} as chat APIs have it.
+
+    And perhaps `system`, and `tools` for the chat template.
     """
-    return _chat(sample, read_turns(sample, "messages", names_calls=False))
+    return _build_chat(sample, read_turns(sample, "messages", names_calls=False))
 
 
 @register("data.format", "prompt_completion")
-@_columns("prompt", "completion", optional=CHAT)
+@_columns("prompt", "completion", optional=CHAT_COLUMNS)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
-    """Read `prompt` and `completion`: two texts, put together as they stand, with no template and
-    no space between them; or messages (one of the two may be text), of which the completion is
-    trained.
+    """Read `prompt` and `completion`: two texts, put together as they stand.
+
+    There is no template and no space between them. Or messages (one of the two may be text), of
+    which the completion is trained.
     """
-    if isinstance(sample.get("prompt"), (list, dict)) or isinstance(
-        sample.get("completion"), (list, dict)
-    ):
+    texts = [sample.get("prompt"), sample.get("completion")]
+    if any(isinstance(value, (list, dict)) for value in texts):
         asked = read_column(sample, "prompt", "user")
-        return _chat(
+        return _build_chat(
             sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages)
         )
-    refuse_beside_text(sample, *CHAT)
-    completion = text_of(sample, "completion")
+    refuse_beside_text(sample, *CHAT_COLUMNS)
+    completion = read_text_field(sample, "completion")
     if not completion:
         raise SampleFault(
             "empty answer",
-            f"{path_of(sample, 'completion')}: found an empty completion, expected text to"
+            f"{get_path(sample, 'completion')}: found an empty completion, expected text to"
             " train on",
         )
-    return Completion(text_of(sample, "prompt"), completion)
+    return Completion(read_text_field(sample, "prompt"), completion)
 
 
 @register("data.format", "text")
 @_columns("text")
 def read_text(sample: RawSample) -> Document:
     """Read `text`, or a whole .txt file."""
-    text = text_of(sample, "text")
+    text = read_text_field(sample, "text")
     if not text:
         raise SampleFault(
             "empty text",
-            f"{path_of(sample, 'text')}: found an empty text, expected something to train on",
+            f"{get_path(sample, 'text')}: found an empty text, expected something to train on",
         )
     return Document(text)
 
@@ -369,13 +185,21 @@ def read_text(sample: RawSample) -> Document:
 @_columns(
     "chosen",
     "rejected",
-    optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT),
+    optional=(
+        "prompt",
+        "conversations",
+        "instruction",
+        "input",
+        "history",
+        "margin",
+        *CHAT_COLUMNS,
+    ),
 )
 def read_preference(sample: RawSample) -> Preference:
-    """Read `chosen` and `rejected`: two answers (text or a message each), or two conversations that
-    begin alike (also as text of Human and Assistant).
+    """Read `chosen` and `rejected`: two answers, or two conversations that begin alike.
 
-    What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with
+    An answer is a text or a message; a conversation may be a text of Human and Assistant. What
+    comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with
     `input`; where the conversations hold it already, none is needed. The prompt is all that both
     have in common, up to the answer in which they part. `margin`: a number, by how much the chosen
     one is better.
@@ -390,11 +214,11 @@ def read_preference(sample: RawSample) -> Preference:
         )
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    no_prompt = _why_no_prompt(sample, chosen, rejected, shared)
+    no_prompt = _why_no_prompt(sample, chosen, rejected=rejected, shared=shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
-        # Of texts that begin alike the encoder raises it: it knows what a rendered prompt looks
-        # like
+        # For texts that begin alike the encoder raises it: it knows what a rendered prompt looks
+        # like.
         raise no_prompt
     tools, path = read_tools(sample)
     places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
@@ -405,8 +229,8 @@ def read_preference(sample: RawSample) -> Preference:
         _check_end(
             sample,
             name,
-            turns,
-            shared,
+            turns=turns,
+            asked=shared,
             cause=f"{name} without an answer",
             expected="an answer of its own",
         )
@@ -434,28 +258,30 @@ def read_preference(sample: RawSample) -> Preference:
 def _check_end(
     sample: RawSample, name: str, turns: Turns, asked: int, cause: str, expected: str
 ) -> None:
-    """Raise SampleFault for what a column adds to the prompt of so many messages, if it does not
-    end with one of the assistant.
+    """Raise SampleFault for a column that adds no message of the assistant at its end.
+
+    asked: messages of the prompt.
     """
     last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
         raise SampleFault(
-            cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}"
+            cause, f"{get_path(sample, name)}: found {last} at its end, expected {expected}"
         )
 
 
 def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
-    """Return what comes before an answer: the system message, earlier turns, and the question under
-    one of these names.
+    """Return what comes before an answer: the system message, earlier turns, and the question.
+
+    names: of the columns that may hold the question.
     """
-    given = [name for name in names if not says_nothing(sample.get(name))]
+    given = [name for name in names if not is_blank(sample.get(name))]
     given = given or [name for name in names if sample.get(name) is not None][:1]
     if len(given) > 1:
         raise SampleFault("two prompts", f"found {' and '.join(given)}, expected one of the two")
     before = read_history(sample)
-    if given or not says_nothing(sample.get("input")):
+    if given or not is_blank(sample.get("input")):
         before += read_question(sample, given[0] if given else "instruction")
-    return with_system(sample, before)
+    return prepend_system(sample, before)
 
 
 def _read_margin(value: object) -> float:
@@ -464,7 +290,9 @@ def _read_margin(value: object) -> float:
         return 0.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        return float(value) if is_number or isinstance(value, str) else math.nan  # type: ignore[arg-type]
+        if is_number or isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+        return math.nan
     except (OverflowError, ValueError):
         return math.nan
 
@@ -474,37 +302,44 @@ def _read_margin(value: object) -> float:
     "prompt",
     "completion",
     "label",
-    optional=("instruction", "input", "output", "history", *WHOLE, *CHAT),
-    instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
+    optional=("instruction", "input", "output", "history", *CONVERSATION_COLUMNS, *CHAT_COLUMNS),
+    instead={
+        "prompt": ("instruction", *CONVERSATION_COLUMNS),
+        "completion": ("output", *CONVERSATION_COLUMNS),
+    },
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
-    """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`:
-    whether the completion is wanted (true) or not (false).
+    """Read `prompt` (text, or messages), `completion` and `label`: true for a completion that is
+    wanted.
 
-    `instruction` with `input` is a prompt as well, `output` a completion; of `messages` or
-    `conversations` the last one is the completion.
+    The completion is a text, a message, or several. `instruction` with `input` is a prompt as well,
+    `output` a completion; of `messages` or `conversations` the last one is the completion.
     """
     label = _read_label(sample)
-    before = _read_prompt(sample, ("prompt", "instruction", *WHOLE))
-    ends = [name for name in ("completion", "output") if sample.get(name) is not None]
-    if len(ends) > 1:
-        raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
-    if ends or all(sample.get(name) is None for name in WHOLE):
-        answer = read_column(sample, ends[0] if ends else "completion", "assistant")
+    before = _read_prompt(sample, ("prompt", "instruction", *CONVERSATION_COLUMNS))
+    names = [name for name in ("completion", "output") if sample.get(name) is not None]
+    if len(names) > 1:
+        raise SampleFault(
+            "two completions", f"found {' and '.join(names)}, expected one of the two"
+        )
+    if names or all(sample.get(name) is None for name in CONVERSATION_COLUMNS):
+        answer = read_column(sample, names[0] if names else "completion", "assistant")
         turns = _continue_with(before, answer)
         num_asked = len(before.messages)
-    else:
+    else:  # messages whose last one is the completion
         turns = before
         num_asked = max(0, len(before.messages) - 1)
     prompt = turns.messages[:num_asked]
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     if all(message["role"] == "system" for message in prompt):
-        where = path_of(sample, "prompt")
+        where = get_path(sample, "prompt")
         raise SampleFault(
             "no prompt", f"{where}: found no message of the user, expected what is answered"
         )
-    _check_end(sample, "completion", turns, num_asked, cause="no answer", expected="an answer")
+    _check_end(
+        sample, "completion", turns=turns, asked=num_asked, cause="no answer", expected="an answer"
+    )
     check_order(turns.messages, places)
     check_answers(turns.messages, num_asked, places)
     return LabeledAnswer(
@@ -518,24 +353,27 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
 
 
 def _read_label(sample: RawSample) -> bool:
-    """Return whether the completion is wanted. Raises SampleFault for a label that is not true or
-    false.
+    """Return True if the completion is wanted.
+
+    Raises SampleFault for a label that is not true or false.
     """
     value = sample.get("label")
     label = read_truth(value)
     if label is None:
-        where = path_of(sample, "label")
+        where = get_path(sample, "label")
         raise SampleFault(
-            "label is not true or false", f"{where}: found {shown(value)}, expected true or false"
+            "label is not true or false",
+            f"{where}: found {format_value(value)}, expected true or false",
         )
     return label
 
 
 @register("data.format", "classification")
-@_columns("label", optional=("text", "prompt", "messages", *CHAT))
+@_columns("label", optional=("text", "prompt", "messages", *CHAT_COLUMNS))
 def read_classification(sample: RawSample) -> Classified:
-    """Read `label`, a whole number from 0 on or the class' name, and what has it: `text` as it
-    stands, `prompt` (text of the user) or `messages`.
+    """Read `label`, a whole number from 0 on or the class' name, and what has it.
+
+    That is `text` as it stands, `prompt` (text of the user) or `messages`.
     """
     given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
     if len(given) != 1:
@@ -545,19 +383,22 @@ def read_classification(sample: RawSample) -> Classified:
         )
     label = _read_class(sample)
     if given == ["text"]:
-        refuse_beside_text(sample, *CHAT)
-        text = text_of(sample, "text")
+        refuse_beside_text(sample, *CHAT_COLUMNS)
+        text = read_text_field(sample, "text")
         if not text.strip():
             raise SampleFault(
                 "empty text",
-                f"{path_of(sample, 'text')}: found an empty text, expected one with a class",
+                f"{get_path(sample, 'text')}: found an empty text, expected one with a class",
             )
         return Classified(Document(text), label)
-    turns = with_system(sample, read_column(sample, given[0], "user"))
+    turns = prepend_system(sample, read_column(sample, given[0], "user"))
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     check_order(turns.messages, places)
-    return Classified(Conversation(turns.messages, tools, places, read_variables(sample)), label)
+    return Classified(
+        Conversation(turns.messages, tools=tools, places=places, variables=read_variables(sample)),
+        label,
+    )
 
 
 def _read_class(sample: RawSample) -> str:
@@ -565,9 +406,10 @@ def _read_class(sample: RawSample) -> str:
     value = sample.get("label")
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
-        where = path_of(sample, "label")
+        where = get_path(sample, "label")
         raise SampleFault(
-            "no class", f"{where}: found {shown(value)}, expected text or a whole number from 0 on"
+            "no class",
+            f"{where}: found {format_value(value)}, expected text or a whole number from 0 on",
         )
     return text.lower() if isinstance(value, bool) else text
 
@@ -575,8 +417,9 @@ def _read_class(sample: RawSample) -> str:
 def _why_no_prompt(
     sample: RawSample, chosen: Turns, rejected: Turns, shared: int
 ) -> SampleFault | None:
-    """Return what is wrong with two answers that follow nothing, or a message of the system alone;
-    None: they do not.
+    """Return what is wrong with two answers that follow nothing, or a message of the system alone.
+
+    None: they follow something.
     """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
     has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
@@ -584,10 +427,10 @@ def _why_no_prompt(
         messages and messages[0]["role"] == "assistant" for messages in answers
     ):
         return None
-    column = called("prompt", sample, OTHER_NAMES["prompt"])
-    section = sample.section if isinstance(sample, Renamed) else "data"
+    column = find_column("prompt", sample, OTHER_NAMES["prompt"])
+    section = sample.section if isinstance(sample, RenamedSample) else "data"
     remedy = (
-        f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}"
+        f"; if {column} is the prompt, set {format_overrides(section, {'prompt': column})[0]}"
         if column
         else ""
     )
@@ -599,8 +442,9 @@ def _why_no_prompt(
 
 
 def _continue_with(before: Turns, answer: Turns) -> Turns:
-    """Return the whole conversation: the answer holds what comes before it already, or goes on from
-    it.
+    """Return the whole conversation, of what comes before an answer and the answer.
+
+    The answer holds what comes before it already, or goes on from it.
     """
     num_before = len(before.messages)
     if answer.messages[:num_before] == before.messages and len(answer.messages) > num_before:

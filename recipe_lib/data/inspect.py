@@ -1,4 +1,8 @@
-"""One look over all sequences of a run: what is there, and what is wrong with it."""
+"""One look over all sequences of a run: what is there, and what is wrong with it.
+
+`inspect` makes the counts and findings of `tune data check`, `show_item` the colored text of `tune
+data show`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,34 +12,33 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, TokenSequence, overlap, pack
+from recipe_lib.data.data_plan import pack
+from recipe_lib.data.dataset import Dataset, TokenSequence, find_overlap
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import counted
 
-SHOWN = 5  # places that a finding names
+MAX_PLACES = 5  # places that a finding names
 NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong. name: what `--allow` of `tune data check` takes. count: how many. places: of
-    the first. more: how many places there are besides. dataset: `training` or `validation`.
-    """
+    """Something wrong with the samples of a run."""
 
-    name: str
+    name: str  # what `--allow` of `tune data check` takes
     line: str
     count: int
-    places: Sequence[str] = ()
-    more: int = 0
-    dataset: str = "training"
+    places: Sequence[str] = ()  # of the first
+    more: int = 0  # places besides
+    dataset: str = "training"  # or `validation`
 
 
 @dataclass
 class Inspection:
-    """numbers: what was counted, by name, as JSON values. findings: faults."""
+    """The counts of a run's samples, and the faults."""
 
-    numbers: dict[str, Any]
+    numbers: dict[str, Any]  # by name, as JSON values
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -45,16 +48,15 @@ def inspect(
     max_seq_len: int,
     untrained_tokens: Sequence[str] | None,
 ) -> Inspection:
-    """Counts and findings over the training sequences and those of the validation; in `numbers`,
-    `validation` has the counts of its samples.
+    """Return counts and findings over the training sequences and those of the validation.
 
-    untrained_tokens: special tokens in the sequences whose embedding was never trained; None: there
-    is no checkpoint.
+    `numbers["validation"]` has the counts of the validation's samples. untrained_tokens: special
+    tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
     """
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
     packs = len(pack(training.item_lengths, room))
-    numbers = _sample_counts(report) | {
+    numbers = _collect_counts(report) | {
         "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
         "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
         "longest_sequence": int(training.lengths.max()) if len(training) else 0,
@@ -64,36 +66,43 @@ def inspect(
         "validation_sequences": len(validation) if validation is not None else 0,
     }
     shared = (
-        overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
+        find_overlap(training, validation)
+        if validation is not None
+        else np.array([], dtype=np.int64)
     )
     numbers |= {
         "duplicate_sequences": report.duplicate_sequences,
         "overlapping_sequences": len(shared),
     }
-    findings = _report_findings(report, max_seq_len)
+    findings = _find_faults(report, max_seq_len)
     if validation is not None:
-        numbers["validation"] = _sample_counts(validation.report)
-        own = _report_findings(validation.report, max_seq_len)
+        numbers["validation"] = _collect_counts(validation.report)
         findings += [
-            replace(one, line=f"validation: {one.line}", dataset="validation") for one in own
+            replace(finding, line=f"validation: {finding.line}", dataset="validation")
+            for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(shared):
-            both = _said(len(shared), f"validation {validation.report.noun}", "is", "are")
-            places = [validation.place(item) for item in shared[:SHOWN].tolist()]
-            one = _placed("overlap", f"{both} in the training data as well", len(shared), places)
-            findings.append(replace(one, dataset="validation"))
+            subject = f"validation {validation.report.noun}"
+            both = _say(len(shared), subject, singular="is", plural="are")
+            places = [validation.place(item) for item in shared[:MAX_PLACES].tolist()]
+            line = f"{both} in the training data as well"
+            finding = _make_finding("overlap", line, count=len(shared), places=places)
+            findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
-        names = ", ".join(untrained_tokens[:SHOWN]) + (
-            ", ..." if len(untrained_tokens) > SHOWN else ""
+        names = ", ".join(untrained_tokens[:MAX_PLACES]) + (
+            ", ..." if len(untrained_tokens) > MAX_PLACES else ""
         )
-        told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
-        findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
+        line = (
+            f"the sequences use {names}, whose embeddings the checkpoint has never trained; train"
+            " the embedding as well"
+        )
+        findings.append(Finding("untrained-tokens", line, count=0))
     return Inspection(numbers, findings)
 
 
-def _sample_counts(report: DataReport) -> dict[str, Any]:
+def _collect_counts(report: DataReport) -> dict[str, Any]:
     return {
         "samples_read": report.samples_read,
         "sequences": report.sequences,
@@ -125,43 +134,46 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
     }
 
 
-def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
+def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     """Return what the counts of a dataset say is wrong."""
     parts = report.parts or [report]
     special = report.special
     lost = report.lost_answer_tokens
     long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
-    exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
+    exceed = f"{_say(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
-        _placed(
-            "bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause)
+        _make_finding(
+            "bad-samples",
+            f"{counted(count, 'bad sample')}: {cause}",
+            count=count,
+            places=report.places(cause),
         )
         for cause, count in report.bad_samples.most_common()
     ]
     empty = [
-        Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.nothing_left())
+        Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.why_nothing_left())
     ]
     by_count = [
         Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
         Finding(
             "no-answer-left",
-            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
+            f"{_say(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
             f" whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
         Finding(
             "untrained-ends",
-            f"{_said(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
+            f"{_say(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
             " token: nothing teaches to stop there",
             report.untrained_ends,
         ),
-        _placed(
+        _make_finding(
             "generation-marks",
             f"in {counted(report.marks_differing, 'answer')} the chat template marks something else"
             " than what is generated",
-            report.marks_differing,
-            [report.first_mark],
+            count=report.marks_differing,
+            places=[report.first_mark],
         ),
         Finding(
             "unseen-messages",
@@ -169,46 +181,51 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
             " or user's message",
             report.unseen_samples,
         ),
-        _placed("split-special-tokens", special.split_line(), special.samples, special.places),
-        _placed(
+        _make_finding(
+            "split-special-tokens",
+            special.describe_split(),
+            count=special.samples,
+            places=special.places,
+        ),
+        _make_finding(
             "control-characters",
             f"in {counted(report.control_characters, 'sample')} a text holds a control character"
             " (JSON reads \\b as one; a backslash is two there)",
-            report.control_characters,
-            [report.first_control],
+            count=report.control_characters,
+            places=[report.first_control],
         ),
     ]
     shares = [
         Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
         for part in parts
-        if (fault := part.share_fault())
+        if (fault := part.find_share_fault())
     ]
-    copies = _placed(
+    copies = _make_finding(
         "duplicates",
-        f"{_said(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
-        report.duplicate_sequences,
-        [f"{item} is {earlier}" for item, earlier in report.duplicates],
+        f"{_say(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
+        count=report.duplicate_sequences,
+        places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
     return [
         *bad,
         *empty,
-        *(one for one in by_count if one.count),
+        *(finding for finding in by_count if finding.count),
         *shares,
         *([copies] if copies.count else []),
     ]
 
 
-def _said(count: int, noun: str, one: str, several: str) -> str:
-    """`1 pair repeats`, `2 pairs repeat`."""
-    return f"{counted(count, noun)} {one if count == 1 else several}"
+def _say(count: int, noun: str, singular: str, plural: str) -> str:
+    """Return `1 pair repeats`, `2 pairs repeat`."""
+    return f"{counted(count, noun)} {singular if count == 1 else plural}"
 
 
-def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
-    return Finding(name, line, count, places, count - len(places))
+def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
+    return Finding(name, line, count=count, places=places, more=count - len(places))
 
 
-def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """The special tokens: id -> text."""
+def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the special tokens: id -> text."""
     texts = tokenizer.special_texts
     return {
         ids[0]: text
@@ -217,14 +234,13 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     }
 
 
-def ids_used(*datasets: Dataset | None) -> set[int]:
-    """Every id that stands in the sequences."""
-    return {
-        number
-        for dataset in datasets
-        if dataset is not None
-        for number in np.unique(dataset.ids).tolist()
-    }
+def collect_ids(*datasets: Dataset | None) -> set[int]:
+    """Return every id that stands in the sequences."""
+    ids = set[int]()
+    for dataset in datasets:
+        if dataset is not None:
+            ids.update(np.unique(dataset.ids).tolist())
+    return ids
 
 
 @dataclass(frozen=True)
@@ -237,52 +253,49 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A sequence with what is known about it. place: the file and line it came from. tokens,
-    trained: counts.
-
-    answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label,
-    what that says; else empty.
-    """
+class ShownSequence:
+    """A sequence with what is known about it."""
 
     number: int
-    place: str
+    place: str  # the file and line it came from
+    # Of a pair `chosen` or `rejected`; of a sample with a label what that says; else empty.
     answer: str
-    tokens: int
-    trained: int
+    tokens: int  # how many
+    trained: int  # how many
     pieces: list[Piece]
 
 
-def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
-    """The sequences of an item: one, or a pair's chosen and rejected answer."""
+def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSequence]:
+    """Return the sequences of an item: one, or a pair's chosen and rejected answer."""
     sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
-        Shown(
+        ShownSequence(
             number=sequence,
             place=dataset.place(item),
-            answer=(
-                ("chosen", "rejected")[sequence % 2]
-                if dataset.group == 2
-                else _show_label(dataset, item)
-            ),
+            answer=_show_label(dataset, item, sequence),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),
-            pieces=list(pieces_of(dataset[sequence], tokenizer)),
+            pieces=list(split_pieces(dataset[sequence], tokenizer)),
         )
         for sequence in sequences
     ]
 
 
-def _show_label(dataset: Dataset, item: int) -> str:
-    """Return what the label of a sample says; empty: it has none."""
+def _show_label(dataset: Dataset, item: int, sequence: int) -> str:
+    """Return which answer of a pair a sequence is, or what the label of its sample says.
+
+    Empty: it is no pair's and has no label.
+    """
+    if dataset.group == 2:
+        return ("chosen", "rejected")[sequence % 2]
     value = int(dataset.values[item])
     if dataset.report.labels:
         return "wanted" if value else "not wanted"
     return f"class {dataset.report.classes[value]}" if dataset.report.classified else ""
 
 
-def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """The text of a sequence, in order: all tokens, and the last target if it is trained.
+def split_pieces(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Yield the text of a sequence, in order: all tokens, and the last target if it is trained.
 
     A target is trained if the loss counts it; the first token is never one. Ids of one kind are
     decoded together, so that a letter of several tokens comes out whole.
@@ -290,7 +303,7 @@ def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     targets = sequence.labels >= 0
     ids = np.append(sequence.tokens, sequence.labels[-1:][targets[-1:]])
     trained = np.append(False, targets)[: len(ids)]
-    special = np.isin(ids, list(special_tokens(tokenizer)))
+    special = np.isin(ids, list(list_special_tokens(tokenizer)))
     kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
     for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):
         text = b"".join(tokenizer.get_token_bytes(number) for number, *_ in run).decode(

@@ -1,5 +1,8 @@
-"""Reads messages as chat APIs have them, out of the spellings that samples are found in; what
-cannot be used is a SampleFault.
+"""Messages as chat APIs have them, read out of the spellings that samples come in.
+
+`read_turns` reads a column of {from, value} or {role, content}, `read_turn` one message. Calls of
+tools and descriptions of tools come in several shapes and end up in that of chat APIs. What cannot
+be used is a SampleFault.
 """
 
 import hashlib
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from recipe_lib.data.rendering import THOUGHT_KEYS
+from recipe_lib.data.column_names import is_blank, is_idle_key, read_truth
 from recipe_lib.data.samples import (
     Conversation,
     Message,
@@ -17,41 +20,40 @@ from recipe_lib.data.samples import (
     RawSample,
     SampleFault,
     SamplePlaces,
-    found_in,
-    is_idle_key,
-    kind_of,
-    list_of,
+    describe_field,
+    describe_kind,
+    format_value,
+    get_path,
     parse_column,
-    path_of,
-    read_truth,
+    read_object_list,
+    read_text_field,
     refuse_keys,
-    says_nothing,
-    shown,
-    text_of,
 )
+from recipe_lib.data.thinking import THOUGHT_KEYS
 from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 # The speakers of conversations as tools and chat APIs call them, in small letters.
-SPEAKERS = {
-    "system": "system", "developer": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant",
-    "assistant": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant",
-    "chatbot": "assistant", "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
-    "function_response": "tool", "tool_response": "tool",
-}  # fmt: skip
+SPEAKERS = (
+    dict.fromkeys(("system", "developer"), "system")
+    | dict.fromkeys(("human", "user", "prompter"), "user")
+    | dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot", "ai", "chatbot"), "assistant")
+    | dict.fromkeys(("tool", "observation", "function", "ipython"), "tool")
+    | dict.fromkeys(("function_response", "tool_response"), "tool")
+)
 # Keys by which tools say whether a message is trained: of the first ones true says so, of the
 # others it says no.
-TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
+TRAINED = ("train", "training", "loss")
+MASKED = ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
-WHOLE = ("messages", "conversations")  # columns that hold a conversation up to its last answer
-CALLS = (
-    "function_call",
-    "tool_call",
-)  # an assistant's turn that is a call, or a list of them, as JSON
-_CALL_KEYS = (
-    "tool_calls",
-    "function_call",
-)  # keys of a message that hold calls; the second is the older one
+CONVERSATION_COLUMNS = (
+    "messages",
+    "conversations",
+)  # columns that hold a conversation up to its last answer
+# Speakers of an assistant's turn that is a call, or a list of them, as JSON.
+CALL_ROLES = ("function_call", "tool_call")
+# Keys of a message that hold calls; the second is the older one of OpenAI's API.
+_CALL_KEYS = ("tool_calls", "function_call")
 _PARTS = ("text", "input_text", "output_text")  # types of a part of a content
 _PART_KEYS = ("type", "text")
 
@@ -68,24 +70,20 @@ class Turns:
 
 
 def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
-    """Return the messages of a column, each {from, value} or {role, content}; or texts of the user
-    and the assistant in turn.
+    """Return the messages of a column, each {from, value} or {role, content}.
 
-    A call of a tool joins the words of the assistant before it, and calls after each other become
-    one message (unless only one of the two is to be trained). names_calls: calls without an id are
-    given one, also where all are as chat APIs have them.
+    Or texts of the user and the assistant in turn. A call of a tool joins the words of the
+    assistant before it, and calls after each other become one message (unless only one of the two
+    is to be trained). names_calls: calls without an id are given one, also where all are as chat
+    APIs have them.
     """
+    value = sample.get(name)
+    is_list = name in CONVERSATION_COLUMNS and isinstance(value, list)
+    if value and is_list and all(isinstance(text, str) for text in value):
+        return _read_texts(value, get_path(sample, name))
     messages = list[Message]()
     places = list[MessagePlace]()
-    value = sample.get(name)
-    if (
-        name in WHOLE
-        and isinstance(value, list)
-        and value
-        and all(isinstance(text, str) for text in value)
-    ):
-        return _read_texts(value, path_of(sample, name))
-    turns, path = list_of(sample, name)
+    turns, path = read_object_list(sample, name)
     for number, turn in enumerate(turns):
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
@@ -126,7 +124,7 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
     turns = Turns()
     for number, text in enumerate(texts):
         where = f"{path}[{number}]"
-        content = text_of({"text": text}, "text", where=where)
+        content = read_text_field({"text": text}, "text", where=where)
         turns += Turns(
             [{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)]
         )
@@ -138,68 +136,73 @@ def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
     return MessagePlace(where, f"{where}.{'value' if 'from' in turn else 'content'}")
 
 
-def text_turn(sample: RawSample, name: str, role: str) -> Turns:
+def make_text_turn(sample: RawSample, name: str, role: str) -> Turns:
     """Return the one message that is the text of a column."""
-    path = path_of(sample, name)
-    return Turns([{"role": role, "content": text_of(sample, name)}], [MessagePlace(path, path)])
+    path = get_path(sample, name)
+    return Turns(
+        [{"role": role, "content": read_text_field(sample, name)}], [MessagePlace(path, path)]
+    )
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """Return one message, {from, value} or {role, content}. where: its path in the sample, for
-    faults.
+    """Return one message, {from, value} or {role, content}.
 
-    content may be a list of text parts, or null next to tool_calls.
+    where: its path in the sample, for faults. content may be a list of text parts, or null next to
+    tool_calls.
     """
     is_api = "from" not in turn
     role_key, text_key = ("role", "content") if is_api else ("from", "value")
-    kept = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
-    if not is_api and ("role" in kept or "content" in kept):
+    other_keys = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
+    if not is_api and ("role" in other_keys or "content" in other_keys):
         raise SampleFault(
             "message in two spellings",
-            f"{where}: found from and {'role' if 'role' in kept else 'content'}, expected {{from,"
-            " value} or {role, content}",
+            f"{where}: found from and {'role' if 'role' in other_keys else 'content'}, expected"
+            " {from, value} or {role, content}",
         )
     if is_call(turn):
-        return _read_call_turn(turn, text_key, kept, where)
+        return _read_call_turn(turn, text_key, other_keys=other_keys, where=where)
     role = _read_role(turn, role_key, where)
-    kept = _read_calls(kept, role, where)
+    other_keys = _read_calls(other_keys, role, where)
     content = turn.get(text_key)
     if is_api and isinstance(content, list):
-        kept |= _collect_part_keys(content)
+        other_keys |= _collect_part_keys(content)
         content = "".join(
             _read_text_part(part, f"{where}.content[{number}]")
             for number, part in enumerate(content)
         )
-    elif is_api and content is None and "tool_calls" in kept:
+    elif is_api and content is None and "tool_calls" in other_keys:
         content = ""
     else:
-        content = text_of(turn, text_key, where=where)
-    return kept | {"role": role, "content": content}
+        content = read_text_field(turn, text_key, where=where)
+    return other_keys | {"role": role, "content": content}
 
 
 def is_call(turn: RawSample) -> bool:
-    """Return whether a turn is nothing but the call of a tool."""
-    return turn.get("from", turn.get("role")) in CALLS
+    """Return True if a turn is nothing but the call of a tool."""
+    return turn.get("from", turn.get("role")) in CALL_ROLES
 
 
-def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where: str) -> Message:
-    """Return a turn that is nothing but calls as a message of the assistant. kept: what it holds
-    besides them.
+def _read_call_turn(
+    turn: RawSample, text_key: str, other_keys: dict[str, Any], where: str
+) -> Message:
+    """Return a turn that is nothing but calls as a message of the assistant.
+
+    other_keys: what it holds besides them.
     """
-    text = text_of(turn, text_key, where=where)
-    if second := next((key for key in _CALL_KEYS if key in kept), None):
+    text = read_text_field(turn, text_key, where=where)
+    if second := next((key for key in _CALL_KEYS if key in other_keys), None):
         raise SampleFault(
             "calls of a message", f"{where}: found {text_key} and {second}, expected one of the two"
         )
-    calls, idle = take_idle(calls_in_text(text, f"{where}.{text_key}"))
-    return kept | idle | {"role": "assistant", "content": "", "tool_calls": calls}
+    calls, idle = take_idle(parse_calls(text, f"{where}.{text_key}"))
+    return other_keys | idle | {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
-    """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
-    keys = [key for key in _CALL_KEYS if key in kept]
+def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """Return the other keys of a message, its calls as chat APIs have them. Raises SampleFault."""
+    keys = [key for key in _CALL_KEYS if key in other_keys]
     if not keys:
-        return kept
+        return other_keys
     if len(keys) > 1 or role != "assistant":
         found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault(
@@ -208,23 +211,26 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
         )
     (key,) = keys
     path = f"{where}.{key}"
-    held = kept[key]
+    calls_value = other_keys[key]
     if key == "tool_calls":
-        if not isinstance(held, list):
+        if not isinstance(calls_value, list):
             raise SampleFault(
-                _CAUSE, f"{path}: found {kind_of(held)}, expected a list of calls {_CALL}"
+                _CAUSE,
+                f"{path}: found {describe_kind(calls_value)}, expected a list of calls {_CALL}",
             )
-        calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(held)]
-    elif (
-        not isinstance(held, dict) or "function" in held
-    ):  # the older field holds a function itself
-        found = kind_of(held) if not isinstance(held, dict) else "an object with function"
+        calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(calls_value)]
+    elif not isinstance(calls_value, dict) or "function" in calls_value:
+        # The older key holds the function itself.
+        is_object = isinstance(calls_value, dict)
+        found = "an object with function" if is_object else describe_kind(calls_value)
         raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
     else:
-        calls = [_read_call(held, path)]
+        calls = [_read_call(calls_value, path)]
     calls, idle = take_idle(calls)
     return (
-        {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
+        {name: value for name, value in other_keys.items() if name != key}
+        | idle
+        | {"tool_calls": calls}
     )
 
 
@@ -233,52 +239,59 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
-        said = shown(role) if key in message else "nothing"
+        role_in_words = format_value(role) if key in message else "nothing"
         expected = "human, gpt, system, tool, function_call or observation"
         if key == "role":
             expected = f"one of {', '.join(ROLES)}"
-        raise SampleFault("unknown role", f"{where}.{key}: found {said}, expected {expected}")
+        raise SampleFault(
+            "unknown role", f"{where}.{key}: found {role_in_words}, expected {expected}"
+        )
     return known_role
 
 
 def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[str, Any]:
-    """Return what else a message holds; what says nothing is left out. `train` is what its flags
-    say, whatever they are called.
+    """Return what else a message holds; what says nothing is left out.
+
+    `train` is what its flags say, whatever they are called.
     """
-    kept = {
+    other_keys = {
         name: value
         for name, value in message.items()
-        if name not in read_keys and not says_nothing(value)
+        if name not in read_keys and not is_blank(value)
     }
-    if _FLAGS.isdisjoint(kept):
-        return kept
-    flags = {name: _read_flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
+    if _FLAGS.isdisjoint(other_keys):
+        return other_keys
+    flags = {
+        name: _read_flag(name, other_keys.pop(name), where)
+        for name in sorted(_FLAGS & other_keys.keys())
+    }
     if len(set(flags.values())) > 1:
-        found = " and ".join(f"{name}: {shown(message[name])}" for name in flags)
+        found = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
         raise SampleFault(
             "flags that differ", f"{where}: found {found}, expected them to say the same"
         )
     if False in flags.values():
-        return {"train": False} | kept
+        return {"train": False} | other_keys
     if flags.keys().isdisjoint(TRAINED):
-        return kept  # a weight of 1, or no mask, is any message's
-    return {"train": True} | kept
+        return other_keys  # a weight of 1, or no mask, is any message's
+    return {"train": True} | other_keys
 
 
 def _read_flag(name: str, value: Any, where: str) -> bool:
-    """Return whether a flag says that its message is trained; 0 and 1 are false and true, as in
+    """Return True if a flag says that its message is trained; 0 and 1 are false and true, as in
     tables.
     """
-    says = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
-    if says is None:
+    truth = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
+    if truth is None:
         expected = "0 or 1" if name == "weight" else "true or false"
         raise SampleFault(
-            f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected {expected}"
+            f"{name} is no switch",
+            f"{where}.{name}: found {format_value(value)}, expected {expected}",
         )
-    return says is not (name in MASKED)
+    return truth is not (name in MASKED)
 
 
-def conversation(
+def build_conversation(
     messages: Sequence[Message],
     tools: Sequence[RawSample] | None = None,
     places: SamplePlaces | None = None,
@@ -286,11 +299,10 @@ def conversation(
     variables: Mapping[str, Any] | None = None,
     asked: int = 0,
 ) -> Conversation:
-    """Return a conversation that has an answer, and no tool's result without a call. Raises
-    SampleFault.
+    """Return a conversation that has an answer, and no tool's result without a call.
 
     places: where in the sample the messages are, for the fault. variables, asked: as `Conversation`
-    has them.
+    has them. Raises SampleFault.
     """
     places = places or SamplePlaces()
     check_order(messages, places)
@@ -301,7 +313,9 @@ def conversation(
             f"found no answer among the messages ({len(messages)}), expected one of the assistant",
         )
     check_answers(messages, 0, places)
-    return Conversation(messages, tools, places, variables or {}, asked)
+    return Conversation(
+        messages, tools=tools, places=places, variables=variables or {}, asked=asked
+    )
 
 
 def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
@@ -309,7 +323,7 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
 
     Any other order is the chat template's business: whether it can be written, it says itself.
     """
-    before = "the start"
+    before = "the start"  # the role of the message before, for the error line
     for number, message in enumerate(messages):
         if message["role"] == "tool" and before not in ("assistant", "tool"):
             raise SampleFault(
@@ -321,16 +335,11 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
 
 
 def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
-    """Raise SampleFault for an answer, from the message with this number on, with nothing in it to
-    train on.
-    """
+    """Raise SampleFault for an answer with nothing in it to train on, from message `first` on."""
     for number in range(first, len(messages)):
         message = messages[number]
-        if (
-            message["role"] == "assistant"
-            and not message["content"].strip()
-            and not message.get("tool_calls")
-        ):
+        has_content = message["content"].strip() or message.get("tool_calls")
+        if message["role"] == "assistant" and not has_content:
             where = places.text(number)
             raise SampleFault(
                 "empty answer", f"{where}: found an empty answer, expected text to train on"
@@ -338,14 +347,14 @@ def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces)
 
 
 def _collect_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
-    """Return what the parts of a content hold beside their text, as keys of the message that are to
-    be counted.
+    """Return what the parts of a content hold beside their text, as keys of the message to be
+    counted.
     """
     part_keys = dict[str, Any]()
     for part in parts:
         if isinstance(part, dict):
             part_keys |= {f"content.{name}": part[name] for name in part if name not in _PART_KEYS}
-    return {name: value for name, value in part_keys.items() if not says_nothing(value)}
+    return {name: value for name, value in part_keys.items() if not is_blank(value)}
 
 
 def _read_text_part(part: Any, where: str) -> str:
@@ -358,21 +367,18 @@ def _read_text_part(part: Any, where: str) -> str:
             owner="a part",
             expected="which is not read, expected a part of type and text",
         )
-        return text_of(part, "text", where=where)
-    found = kind_of(part)
+        return read_text_field(part, "text", where=where)
+    found = describe_kind(part)
     if isinstance(part, dict):
         found = (
-            f"a part of the type {shown(part['type'])}"
+            f"a part of the type {format_value(part['type'])}"
             if "type" in part
             else "an object without a type"
         )
     raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")
 
 
-# Reads calls of tools and descriptions of tools as chat APIs have them, out of the spellings of
-# samples.
-
-
+# Shapes of tool calls, for error lines.
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _CALL = f'{{"function": {_FUNCTION}}}'
 _CALL_FIELDS = ("id", "type", "function")
@@ -388,13 +394,14 @@ _check_keys = partial(
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     """Return one call as chat APIs have it. Raises SampleFault."""
     if not isinstance(call, dict):
-        raise SampleFault(_CAUSE, f"{where}: found {kind_of(call)}, expected a call {_CALL}")
+        raise SampleFault(_CAUSE, f"{where}: found {describe_kind(call)}, expected a call {_CALL}")
     is_bare = "function" not in call
-    function, path = (call, where) if is_bare else (call["function"], f"{where}.function")
+    function = call if is_bare else call["function"]
+    path = where if is_bare else f"{where}.function"
     if not isinstance(function, dict):
-        raise SampleFault(_CAUSE, f"{path}: found {kind_of(function)}, expected {_FUNCTION}")
+        raise SampleFault(_CAUSE, f"{path}: found {describe_kind(function)}, expected {_FUNCTION}")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        found = "empty text" if function.get("name") == "" else found_in(function, "name")
+        found = "empty text" if function.get("name") == "" else describe_field(function, "name")
         raise SampleFault(
             _CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}"
         )
@@ -409,8 +416,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return calls with nothing in them but what is read, and what else they held, which changes
-    nothing, as `tool_calls.KEY`.
+    """Return calls with nothing in them but what is read, and what else they held.
+
+    The latter changes nothing, and is named `tool_calls.KEY`.
     """
     clean_calls = list[dict[str, Any]]()
     idle = dict[str, Any]()
@@ -418,7 +426,7 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
         function = call["function"]
         beside = [(name, value) for name, value in call.items() if name not in _CALL_FIELDS]
         beside += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
-        idle |= {f"tool_calls.{name}": value for name, value in beside if not says_nothing(value)}
+        idle |= {f"tool_calls.{name}": value for name, value in beside if not is_blank(value)}
         clean_call = {name: value for name, value in call.items() if name in _CALL_FIELDS}
         clean_call["function"] = {
             name: value for name, value in function.items() if name in _FUNCTION_KEYS
@@ -432,7 +440,9 @@ def check_arguments(function: RawSample, where: str) -> None:
     given = function.get("arguments")
     if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
         return
-    found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
+    found = (
+        describe_field(function, "arguments") if not isinstance(given, str) else format_value(given)
+    )
     raise SampleFault(
         "tool call's arguments are no JSON",
         f"{where}: found {found}, expected an object, or JSON text of one ({{}} for none)",
@@ -440,8 +450,9 @@ def check_arguments(function: RawSample, where: str) -> None:
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is
-    no object.
+    """Return the arguments of a call that are written as JSON; None: it is no object.
+
+    An empty text means none.
     """
     try:
         arguments = parse_json(text or "{}")
@@ -450,9 +461,9 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     return arguments if isinstance(arguments, dict) else None
 
 
-def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
-    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list
-    of them.
+def parse_calls(text: str, where: str) -> list[dict[str, Any]]:
+    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a
+    list.
     """
     try:
         content = parse_json(text)
@@ -470,7 +481,7 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
     full_calls = list[dict[str, Any]]()
     for call in calls:
         function = {"name": call["name"], "arguments": call.get("arguments") or {}}
-        check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
+        check_arguments(function, f"{where}: arguments of {format_value(call['name'])}")
         _check_keys(call, _BARE_KEYS, where)
         call_id = {"id": call["id"]} if call.get("id") else {}
         beside = {name: value for name, value in call.items() if name not in _BARE_KEYS}
@@ -479,8 +490,7 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def name_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an id for each call that has none, and the answers of tools with the
-    id of their call.
+    """Return the messages with an id for each call that has none, and tools' answers with that id.
 
     Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits);
     sharegpt samples have none. An id follows from the call and its place in the conversation.
@@ -503,34 +513,35 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _make_call_id(number: int, position: int, call: RawSample) -> str:
     """Return an id for a message's call. position: of the call among those of the message."""
-    return hashlib.sha256(
-        json.dumps([number, position, call], sort_keys=True).encode()
-    ).hexdigest()[:9]
+    content = json.dumps([number, position, call], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:9]
 
 
 def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
-    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare
-    function is put as chat APIs have it. Raises SampleFault.
+    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text.
+
+    A bare function is put as chat APIs have it. Raises SampleFault.
     """
-    path = path_of(sample, "tools")
+    path = get_path(sample, "tools")
     tools: Any = sample.get("tools")
-    if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):
+    if is_blank(tools) or (isinstance(tools, str) and tools.strip() == "null"):
         return None, path
     if isinstance(tools, list) and all(
         isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools
     ):
         tools = [
-            parse_column(tool, "tools", f"{path}[{number}]", "an object")
+            parse_column(tool, "tools", path=f"{path}[{number}]", expected="an object")
             for number, tool in enumerate(tools)
         ]
         sample = {"tools": tools}
-    described, path = list_of(sample, "tools")
+    described, path = read_object_list(sample, "tools")
     return [_read_tool(tool) for tool in described] or None, path
 
 
 def _read_tool(tool: RawSample) -> RawSample:
-    """Return a description as chat APIs have it; of a bare function, or of one with its type beside
-    its name.
+    """Return a description as chat APIs have it.
+
+    It may be that of a bare function, or of one with its type beside its name.
     """
     if "name" not in tool or "function" in tool:
         return tool

@@ -1,5 +1,4 @@
-"""What a file of samples is to the rest: samples by number. And the kinds that are read line by
-line or whole.
+"""Files of samples, read by number; and the kinds that are read line by line or whole.
 
 No object here holds samples. Each keeps where its samples are and reads those that are asked for,
 so that memory does not grow with the file (24 bytes a sample), and the processes of a machine share
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipe_lib.config.suggest import show
-from recipe_lib.data.samples import SampleFault, kind_of, parse_object
+from recipe_lib.data.samples import SampleFault, describe_kind, parse_object
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
@@ -31,26 +30,26 @@ SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
 LINE_LIMIT = 2**30  # bytes of a line: a file with holes, or a disk's image, may have none that ends
 BLOCK = 2**22  # bytes read at once by a pass over a file
 
-Located = tuple[
-    str, dict[str, Any] | SampleFault
-]  # where the sample is, and the sample or why there is none
+# Where a sample is, and the sample or why there is none.
+LocatedSample = tuple[str, dict[str, Any] | SampleFault]
 
 
 class SampleFile(ABC):
     """The samples of one file (or of one split of a hub dataset), read by number.
 
-    place: its path, or `hub:OWNER/NAME`. An object holds no open file and no sample, so that it may
-    be pickled, and used in several processes after a fork; asking for its `len` before the fork
-    spares each of them the pass for the index. Any method raises DataError if the file cannot be
-    read as a whole (no permission, invalid JSON, empty, ...). A sample of more than `sample_limit`
-    bytes is a SampleFault, and is never held.
+    An object holds no open file and no sample, so that it may be pickled, and used in several
+    processes after a fork; asking for its `len` before the fork spares each of them the pass for
+    the index. Any method raises DataError if the file cannot be read as a whole (no permission,
+    invalid JSON, empty, ...). A sample of more than `sample_limit` bytes is a SampleFault, and is
+    never held.
     """
 
     def __init__(self, place: str, sample_limit: int = SAMPLE_LIMIT) -> None:
-        self.place, self.sample_limit = place, sample_limit
+        self.place = place  # its path, or `hub:OWNER/NAME`
+        self.sample_limit = sample_limit  # bytes
 
-    def too_large(self, size: int) -> SampleFault:
-        """The fault of a sample of so many bytes."""
+    def build_size_fault(self, size: int) -> SampleFault:
+        """Return the fault of a sample of so many bytes."""
         return SampleFault(
             "too large",
             f"found a sample of {format_bytes(size)}, expected at most"
@@ -60,42 +59,46 @@ class SampleFile(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many samples it has, those included that turn out to be faulty; blank lines are
-        none.
+        """Return how many samples it has, those included that turn out to be faulty.
+
+        Blank lines are none.
         """
 
     @abstractmethod
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """Samples start .. stop (exclusive; None: all that follow) in file order, each with its
-        place, few at a time.
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
+        """Yield samples start .. stop (exclusive; None: all that follow) in file order, with their
+        places.
 
-        A sample that cannot be used comes as a SampleFault.
+        Few are read at a time. A sample that cannot be used comes as a SampleFault.
         """
 
-    def first(self, count: int) -> Iterator[Located]:
-        """As `read(0, count)`; files that are found out about line by line, or item by item, are
-        not read further.
+    def first(self, count: int) -> Iterator[LocatedSample]:
+        """Yield what `read(0, count)` does.
+
+        Files that are found out about line by line, or item by item, are not read further.
         """
         return self.read(0, count)
 
     def place_of(self, sample: int) -> str:
-        """Return where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, by its
-        line, counted from 1; in a list its number from 0, as in jq: `rows.json:9: .[6]`,
-        `rows.parquet: .[6]`.
+        """Return where a sample is, as `read` says it, without reading it.
+
+        That is `rows.jsonl:7`, by its line, counted from 1; in a list its number from 0, as in jq:
+        `rows.json:9: .[6]`, `rows.parquet: .[6]`.
         """
         return f"{self.place}: .[{sample}]"
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return the keys of the file beside its samples, each with what it holds in words; empty:
-        it changes nothing.
+        """The keys of the file beside its samples, each with what it holds in words.
+
+        Empty words: it changes nothing.
         """
         return {}
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What makes two files the same, as JSON: `name`, `size` in bytes, `sha256` of the content.
+        """The facts that make two files the same: `name`, `size` in bytes, `sha256` of the content.
 
         It takes one pass over the file when first asked for, and not the index.
         """
@@ -107,26 +110,27 @@ class LocalFile(SampleFile):
     def __init__(
         self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
     ) -> None:
-        """place: what the file is called, where its content lies in another one."""
+        """Note the path. place: what the file is called, where its content lies in another."""
         super().__init__(place or str(path), sample_limit)
         self.path = path
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        return {"name": Path(self.place).name} | hash_of(self.path)
+        return {"name": Path(self.place).name} | hash_contents(self.path)
 
 
 class IndexedFile(LocalFile):
     """A file of which each sample is a run of bytes.
 
-    One pass finds where the samples are; a sample that is asked for is read from there."""
+    One pass finds where the samples are; a sample that is asked for is read from there.
+    """
 
-    line_end = 0  # bytes of a sample, at most, that end its line and are none of its own
+    line_end = 0  # bytes of a sample, at most, that end its line and are not its own
 
     @abstractmethod
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """Yield first byte, byte after the last one, and line of each sample; 0: the file is the
-        sample.
+        """Yield first byte, byte after the last one, and line of each sample; line 0: it is the
+        whole file.
 
         Raises DataError for what is wrong with the file, where it is reached.
         """
@@ -142,13 +146,13 @@ class IndexedFile(LocalFile):
     def __len__(self) -> int:
         return len(self._index)
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         rows = map(np.ndarray.tolist, self._index[start:stop])
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             yield from self._read_rows(file, rows, start)
 
-    def first(self, count: int) -> Iterator[Located]:
-        with opened(self.path) as scanned, opened(self.path) as file:
+    def first(self, count: int) -> Iterator[LocatedSample]:
+        with open_checked(self.path) as scanned, open_checked(self.path) as file:
             yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
     def place_of(self, sample: int) -> str:
@@ -156,13 +160,15 @@ class IndexedFile(LocalFile):
 
     def _read_rows(
         self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
-    ) -> Iterator[Located]:
+    ) -> Iterator[LocatedSample]:
         """Yield the samples at rows of the index. first: number of the first one."""
-        at = -1
+        at = (
+            -1
+        )  # where the file is; neighbors are read without seeking, which would drop its buffer
         for number, (start, end, line) in enumerate(rows, first):
             size = end - start
             if size > self.sample_limit + self.line_end:
-                yield self.locate(number, line), self.too_large(size)
+                yield self.locate(number, line), self.build_size_fault(size)
                 continue
             if at != start:
                 file.seek(start)
@@ -171,8 +177,8 @@ class IndexedFile(LocalFile):
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """Return what `scan` yields, int64 `[samples, 3]`."""
-        with opened(self.path) as file:
+        """The places that `scan` yields, int64 `[samples, 3]`."""
+        with open_checked(self.path) as file:
             return np.fromiter(chain.from_iterable(self.scan(file)), np.int64).reshape(-1, 3)
 
 
@@ -183,27 +189,27 @@ class TextFile(IndexedFile):
         yield 0, os.fstat(file.fileno()).st_size, 0
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says. Raises DataError."""
+        """Return the text, as IndexedFile says. Raises DataError."""
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content.strip():
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         try:
             return {"text": content.decode("utf-8")}
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            raise not_utf8(self.place, line, content[error.start]) from None
+            raise build_utf8_fault(self.place, line, content[error.start]) from None
 
 
 class JsonLinesFile(IndexedFile):
     """A .jsonl file: an object a line; blank lines are passed over."""
 
-    line_end = 2
+    line_end = 2  # carriage return and line feed
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         start = end = skip_mark(file)
         line = 1
         is_blank = is_empty = True
-        while piece := file.readline(BLOCK):  # a line may have no end
+        while piece := file.readline(BLOCK):  # in blocks: a line may be longer than memory
             end += len(piece)
             is_blank = is_blank and piece.isspace()
             if end - start > LINE_LIMIT:
@@ -223,7 +229,7 @@ class JsonLinesFile(IndexedFile):
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         content = content.rstrip(b"\r\n")
         if len(content) > self.sample_limit:
-            return self.too_large(len(content))
+            return self.build_size_fault(len(content))
         sample = parse_sample(content)
         is_list = number == 0 and content.lstrip().startswith(b"[")
         if is_list and isinstance(sample, SampleFault):  # it may be the whole file
@@ -234,12 +240,11 @@ class JsonLinesFile(IndexedFile):
 
 
 def skip_mark(file: BinaryIO) -> int:
-    """Put a file that was just opened behind its byte order mark, if it has one; return where that
-    is.
+    """Put a file that was just opened behind its byte order mark, if it has one; return where
+    that is.
     """
-    return file.seek(
-        len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
-    )
+    has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    return file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
@@ -254,21 +259,23 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
             f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8",
         )
     except ValueError as error:
-        said = str(error).removeprefix("line 1 ")
-        said = said if "JSON" in said else f"found {said}"  # a number that is too long, by its kind
-        return SampleFault("invalid JSON", f"{said}, expected an object a line")
+        message = str(error).removeprefix("line 1 ")
+        if "JSON" not in message:  # of a number that is too long
+            message = f"found {message}"
+        return SampleFault("invalid JSON", f"{message}, expected an object a line")
     if isinstance(sample, dict):
         return sample
     return SampleFault(
         "not an object",
-        f"found {kind_of(sample)}, expected an object with the columns of the sample",
+        f"found {describe_kind(sample)}, expected an object with the columns of the sample",
     )
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, open for reading; a DataError for what the system refuses inside, or what is no
-    regular file.
+def open_checked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading.
+
+    What the system refuses inside, or what is no regular file, is a DataError.
     """
     try:
         with open_regular(path) as file:
@@ -279,21 +286,23 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         ) from None
 
 
-def hash_of(*paths: Path) -> dict[str, Any]:
-    """`size` in bytes and `sha256`, in hex, of the content of one file or several. Raises
-    DataError.
+def hash_contents(*paths: Path) -> dict[str, Any]:
+    """Return `size` in bytes and `sha256`, in hex, of the content of one file or several.
+
+    Raises DataError.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     for path in paths:
-        with opened(path) as file:
+        with open_checked(path) as file:
             while block := file.read(BLOCK):
                 digest.update(block)
                 size += len(block)
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def empty(place: str) -> DataError:
-    """The fault of a file with nothing in it."""
+def build_empty_fault(place: str) -> DataError:
+    """Return the fault of a file with nothing in it."""
     return DataError(f"{place}: the file is empty, expected samples or text")
 
 
@@ -305,8 +314,8 @@ def build_line_fault(place: str, line: int) -> DataError:
     )
 
 
-def not_utf8(place: str, line: int, byte: int) -> DataError:
-    """The fault of a file with a byte that is no UTF-8."""
+def build_utf8_fault(place: str, line: int, byte: int) -> DataError:
+    """Return the fault of a file with a byte that is no UTF-8."""
     return DataError(
         f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file"
     )
@@ -324,14 +333,14 @@ class CsvFile(IndexedFile):
         self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
     ) -> None:
         super().__init__(path, sample_limit, place)
+        # The csv module's limit of 131,072 letters is for the whole process.
         csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         header, delimiter = self._header
         is_empty = True
-        for _, start, end, line in islice(
-            _read_csv_rows(file, self.place, delimiter), 1, None
-        ):  # behind the header
+        rows = _read_csv_rows(file, self.place, delimiter)
+        for _, start, end, line in islice(rows, 1, None):  # behind the header
             is_empty = False
             yield start, end, line
         if is_empty:
@@ -356,20 +365,20 @@ class CsvFile(IndexedFile):
     @cached_property
     def _header(self) -> tuple[list[str], str]:
         """The names of the columns, and the delimiter. Raises DataError."""
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             skip_mark(file)
             first = file.readline(LINE_LIMIT).decode("utf-8", errors="replace")
         if not first.strip():
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         is_tsv = Path(self.place.removesuffix(".gz").removesuffix(".zst")).suffix == ".tsv"
         delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             cells, *_ = next(_read_csv_rows(file, self.place, delimiter))
         header = [name.strip() for name in cells]
-        twice = next((name for name in header if name and header.count(name) > 1), None)
-        if twice is not None:
+        repeated = next((name for name in header if name and header.count(name) > 1), None)
+        if repeated is not None:
             raise DataError(
-                f"{self.place}:1: found the column {twice} twice, expected each name once;"
+                f"{self.place}:1: found the column {repeated} twice, expected each name once;"
                 " rename one"
             )
         return header, delimiter
@@ -387,6 +396,7 @@ def _read_csv_rows(
     line = 1
 
     def read_lines() -> Iterator[str]:
+        # The csv reader takes as many lines as a row has; `at` and `line` are where it is.
         nonlocal at, line
         while content := file.readline(LINE_LIMIT + 1):
             if len(content) > LINE_LIMIT:
@@ -394,14 +404,15 @@ def _read_csv_rows(
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise not_utf8(place, line, content[error.start]) from None
+                raise build_utf8_fault(place, line, content[error.start]) from None
             at += len(content)
             line += 1
             yield text
 
     reader = csv.reader(read_lines(), delimiter=delimiter, strict=True)
     while True:
-        start, first_line = at, line
+        start = at
+        first_line = line
         try:
             cells = next(reader, None)
         except csv.Error as error:

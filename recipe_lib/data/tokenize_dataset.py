@@ -1,5 +1,7 @@
-"""From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of
-them.
+"""From a config to a dataset: tokenize its sources in parallel, or map what the cache has of them.
+
+`build_datasets` is what a run calls before it has a process group or a device context. The lower
+half is a pool of forks that does work on many pieces and hands the results back in order.
 """
 
 import gc
@@ -9,7 +11,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
@@ -24,14 +26,14 @@ import torch.distributed as dist
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import sources_by_section, validation_source
-from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make
-from recipe_lib.data.dataset import Dataset, Origin, copies
+from recipe_lib.data.cache import ArrayWriter, compute_cache_key, load_or_make
+from recipe_lib.data.dataset import Dataset, Origin, find_copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
-from recipe_lib.data.find_format import with_format
-from recipe_lib.data.samples import columns_section
+from recipe_lib.data.find_format import fill_in_format
+from recipe_lib.data.label_masks import Encoder
+from recipe_lib.data.samples import get_columns_section
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import Tokenizer
@@ -52,21 +54,24 @@ def build_dataset(
     validation: SourceConfig | None = None,
     may_be_empty: bool = False,
 ) -> Dataset:
-    """All samples of all sources, tokenized; out of the cache if they are there.
+    """Return all samples of all sources, tokenized; out of the cache if they are there.
 
     validation: the source that is read in place of those in `cfg`. may_be_empty: a source of which
     no sample is left is no error; nothing is cached then. Raises DataError: nothing there, a bad or
     too long sample where those are errors, no sample that trains anything, or a source of which no
     token or every token is trained.
     """
-    return DatasetBuilder(cfg, tokenizer, max_seq_len, validation, may_be_empty).build()
+    return DatasetBuilder(
+        cfg, tokenizer, max_seq_len=max_seq_len, validation=validation, may_be_empty=may_be_empty
+    ).build()
 
 
 def build_validation_dataset(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
 ) -> Dataset | None:
-    """The samples of `validation.source`; None: no validation. may_be_empty, raises: as
-    `build_dataset`.
+    """Return the samples of `validation.source`; None: no validation.
+
+    may_be_empty, raises: as `build_dataset`.
     """
     source = validation_source(cfg.data, cfg.validation)
     if source is None:
@@ -79,11 +84,11 @@ def build_validation_dataset(
 def build_datasets(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
 ) -> PreparedData:
-    """The samples for training, and those of `validation.source`. may_be_empty: as `build_dataset`.
+    """Return the samples for training, and those of `validation.source`.
 
-    Before there is a process group or a device context it works with `data.num_proc` processes; on
-    a machine with several ranks one of them does the work and the others map its files. Raises
-    DataError with what is wrong with both.
+    may_be_empty: as `build_dataset`. Before there is a process group or a device context it works
+    with `data.num_proc` processes; on a machine with several ranks one of them does the work and
+    the others map its files. Raises DataError with what is wrong with both.
     """
     training: Dataset | None = None
     validation: Dataset | None = None
@@ -103,7 +108,7 @@ def build_datasets(
 
 
 class DatasetBuilder:
-    """Makes one dataset, or finds it in the cache."""
+    """A builder of one dataset, which may be in the cache."""
 
     def __init__(
         self,
@@ -113,10 +118,9 @@ class DatasetBuilder:
         validation: SourceConfig | None = None,
         may_be_empty: bool = False,
     ) -> None:
-        """Look the files up, and into them only where their format is to be found. Raises
-        DataError.
+        """Look the files up, and into them only where their format is to be found out.
 
-        validation, may_be_empty: as `build_dataset` has them.
+        validation, may_be_empty: as `build_dataset` has them. Raises DataError.
         """
         sources = {"validation": validation} if validation is not None else sources_by_section(cfg)
         if not sources:
@@ -124,20 +128,26 @@ class DatasetBuilder:
                 "data.source: is not set; set it to a file or folder of samples, or to"
                 " hub:OWNER/NAME"
             )
-        self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = (
-            cfg,
-            tokenizer,
-            max_seq_len,
-            may_be_empty,
-        )
-        limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
-        opened = [
-            open_sources(source, limit, cache, section) for section, source in sources.items()
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.may_be_empty = may_be_empty
+        files_of_sources = [
+            open_sources(
+                source,
+                sample_limit=int(cfg.max_sample_mib * MIB),
+                cache=cache_root(cfg.cache_dir),
+                section=section,
+            )
+            for section, source in sources.items()
         ]
-        sources = {
-            section: with_format(source, files, columns_section(section), cfg.ignore_columns)
-            for (section, source), files in zip(sources.items(), opened, strict=True)
-        }
+        for (section, source), files in zip(list(sources.items()), files_of_sources, strict=True):
+            sources[section] = fill_in_format(
+                source,
+                files,
+                section=get_columns_section(section),
+                ignored=cfg.ignore_columns,
+            )
         self.sources = list(sources.values())
         encoder = Encoder(
             tokenizer,
@@ -148,28 +158,38 @@ class DatasetBuilder:
             add_eos=cfg.add_eos,
             parse_special=cfg.parse_special_tokens,
         )
-        self.add_bos, self.template = encoder.add_bos, encoder.template
+        self.add_bos = encoder.add_bos
+        self.template = encoder.template
         self.encoders = [
-            SourceEncoder(cfg, source, encoder, max_seq_len, section)
+            SourceEncoder(cfg, source, encoder=encoder, max_seq_len=max_seq_len, section=section)
             for section, source in sources.items()
         ]
-        self.files: list[SampleFile] = [file for files in opened for file in files]
-        self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
+        self.files = list[SampleFile]()
+        self.source_of_file = list[int]()
+        for number, files in enumerate(files_of_sources):
+            self.files += files
+            self.source_of_file += [number] * len(files)
 
     def find_key(self) -> str | None:
         """Return the name that the dataset has in the cache; None: it is not kept there."""
         if not self.cfg.cache or self.may_be_empty:  # what no run can use is not left for one
             return None
-        cfg = self.cfg  # also what decides which samples can be read, and is not said of those
-        read = {
+        cfg = self.cfg
+        # Which samples can be read; the fingerprint is made of those that were, and lacks it.
+        reading = {
             "max_sample_mib": cfg.max_sample_mib,
             "history": cfg.history,
             "ignore_columns": cfg.ignore_columns,
         }
-        return cache_key(self._decides() | read, self.files, self.encoders, self.tokenizer)
+        return compute_cache_key(
+            self._list_settings() | reading,
+            self.files,
+            encoders=self.encoders,
+            tokenizer=self.tokenizer,
+        )
 
     def build(self) -> Dataset:
-        """Return it out of the cache, or made. Raises DataError."""
+        """Return the dataset, out of the cache or made. Raises DataError."""
         stored = load_or_make(cache_root(self.cfg.cache_dir), self.find_key(), self._make)
         arrays, report = stored.arrays, stored.report
         if self.cfg.check_label_mask:
@@ -178,21 +198,21 @@ class DatasetBuilder:
             arrays["ids"],
             arrays["offsets"],
             arrays["trained"],
-            report,
-            self._decides(),
+            report=report,
+            settings=self._list_settings(),
             group=2 if report.pairs else 1,
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
-            origin=Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"]),
+            origin=self._make_origin(arrays),
             checksums=stored.checksums,
             values=arrays["values"],
         )
 
-    def _decides(self) -> dict[str, Any]:
-        """The settings that decide what the samples become."""
+    def _list_settings(self) -> dict[str, Any]:
+        """Return the settings that decide what the samples become."""
         cfg = self.cfg
-        # At their defaults these change no sequence of an earlier version, whose runs can be
-        # resumed then.
+        # Left out at their defaults, so that the fingerprint stays that of versions without these
+        # keys, whose runs can be resumed then.
         newer = {
             "add_eos": (cfg.add_eos, True),
             "parse_special_tokens": (cfg.parse_special_tokens, None),
@@ -210,38 +230,38 @@ class DatasetBuilder:
         }
 
     def _make(self, writer: ArrayWriter) -> DataReport:
-        """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what
-        is wrong with the samples of all sources.
+        """Tokenize everything.
+
+        Raises DataError: up to the first fault that ends the reading, what is wrong with the
+        samples of all sources.
         """
         reports = [encoder.report() for encoder in self.encoders]
-        tasks = self._tasks()
+        tasks = self._split_tasks()
         samples = sum((task.stop or 0) - task.start for task in tasks)
         # Each rank of this machine makes what is kept in memory.
         shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = min(
-            worker_count(self.cfg.num_proc, shared_by),
-            1 + sum(map(_size, self.files)) // BYTES_PER_WORKER,
+            count_workers(self.cfg.num_proc, shared_by),
+            1 + sum(map(_estimate_bytes, self.files)) // BYTES_PER_WORKER,
         )
         with (
             phase("data: tokenizing", samples, "samples") as progress,
-            closing(in_order(self._encode, tasks, workers)) as chunks,
+            closing(map_in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
                 if chunk.fault is not None:
-                    strict = self.cfg.on_invalid == "error"
-                    bad = [
-                        line
-                        for part in reports
-                        for _, line in part.bad_lines[:MOST_BAD_LINES]
-                        if strict
-                    ]
-                    raise DataError(*bad, *chunk.fault.faults) if bad else chunk.fault
+                    bad_lines = list[str]()
+                    if self.cfg.on_invalid == "error":
+                        for part in reports:
+                            bad_lines += [line for _, line in part.bad_lines[:MOST_BAD_LINES]]
+                    raise DataError(*bad_lines, *chunk.fault.faults) if bad_lines else chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
                 progress.advance(chunk.report.samples_read)
-        if faults := [line for part in reports for line in self._faults(part)]:
+        faults = [line for part in reports for line in self._list_faults(part)]
+        if faults:
             raise DataError(*faults)
-        report = self._summed(reports)
+        report = self._sum_reports(reports)
         if report.pairs not in (0, writer.items):
             raise DataError(
                 f"{report.source}: found {report.pairs} preference pairs among {writer.items}"
@@ -257,17 +277,18 @@ class DatasetBuilder:
         self._count_copies(report, writer)
         return report
 
-    def _faults(self, part: DataReport) -> list[str]:
-        """What is wrong with one source: its bad samples, where they are errors; else, that it has
-        no other.
+    def _list_faults(self, part: DataReport) -> list[str]:
+        """Return what is wrong with one source.
+
+        Its bad samples, where they are errors; else, that it has no other.
         """
         if part.bad_samples and self.cfg.on_invalid == "error":
-            return part.sample_faults()
-        nothing = None if self.may_be_empty else part.nothing_left()
-        return [nothing] if nothing else []
+            return part.list_sample_faults()
+        fault = None if self.may_be_empty else part.why_nothing_left()
+        return [fault] if fault else []
 
-    def _tasks(self) -> list[Task]:
-        """All samples in order, in pieces that are the same for any number of workers."""
+    def _split_tasks(self) -> list[Task]:
+        """Return all samples in order, in pieces that are the same for any number of workers."""
         tasks: list[Task] = []
         left = [source.max_samples for source in self.sources]
         for number, file in enumerate(self.files):
@@ -277,14 +298,13 @@ class DatasetBuilder:
                 continue
             try:
                 samples = len(file) if room is None else min(len(file), room)
-            except (
-                DataError
-            ):  # its place among the faults comes after those of the samples before it
-                return [*tasks, Task(source, number, 0, None)]
+            except DataError:
+                # A worker raises it again, after the faults of the samples before this file.
+                return [*tasks, Task(source, number, start=0, stop=None)]
             left[source] = None if room is None else room - samples
             starts = range(0, samples, SAMPLES_PER_TASK)
             tasks += [
-                Task(source, number, start, min(start + SAMPLES_PER_TASK, samples))
+                Task(source, number, start=start, stop=min(start + SAMPLES_PER_TASK, samples))
                 for start in starts
             ]
         return tasks
@@ -292,7 +312,7 @@ class DatasetBuilder:
     def _encode(self, task: Task) -> Chunk:
         return self.encoders[task.source].encode(self.files[task.file], task.start, task.stop)
 
-    def _summed(self, reports: Sequence[DataReport]) -> DataReport:
+    def _sum_reports(self, reports: Sequence[DataReport]) -> DataReport:
         if len(reports) == 1:
             return reports[0]
         total = self.encoders[0].report()
@@ -303,47 +323,54 @@ class DatasetBuilder:
             total.add(report)
         return total
 
+    def _make_origin(self, arrays: Mapping[str, np.ndarray]) -> Origin:
+        return Origin(
+            files=self.files,
+            file_of=arrays["file_of"],
+            sample_of=arrays["sample_of"],
+            digests=arrays["digests"],
+        )
+
     def _count_copies(self, report: DataReport, writer: ArrayWriter) -> None:
+        """Count items that are the same as an earlier one, and name the first of them."""
         writer.sync()
         arrays = writer.arrays()
-        found, earlier = copies(arrays["digests"])
-        report.duplicate_sequences = len(found)
-        origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
-        for pair in zip(found[:PLACES].tolist(), earlier[:PLACES].tolist(), strict=True):
+        copies, originals = find_copies(arrays["digests"])
+        report.duplicate_sequences = len(copies)
+        origin = self._make_origin(arrays)
+        for pair in zip(copies[:PLACES].tolist(), originals[:PLACES].tolist(), strict=True):
             report.duplicates.append([origin.place(item) for item in pair])
 
 
-def _size(file: SampleFile) -> int:
-    """Bytes of a local file; of a hub dataset, enough for several workers."""
+def _estimate_bytes(file: SampleFile) -> int:
+    """Return the bytes of a local file; of a hub dataset, enough for several workers."""
     path = Path(file.place)
     return path.stat().st_size if path.is_file() else 2**40
-
-
-# Work on many pieces in several processes, its results in order.
 
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
-AHEAD = 4  # pieces for each process that may be done before the first of them is taken
+PIECES_AHEAD = 4  # for each process: done before the first of them is taken
 
-_work: Callable[[Any], Any] | None = None  # in a worker: what it does
+# In a worker: what it does. A global, since a fork has it without pickling it for each piece.
+_work: Callable[[Any], Any] | None = None
 
 
-def worker_count(wanted: int | None, shared_by: int = 1) -> int:
-    """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do
-    the same work on it.
+def count_workers(num_proc: int | None, shared_by: int = 1) -> int:
+    """Return how many processes to work with.
 
-    One where a fork is no longer safe, since a process group or a device has threads that a fork
-    does not have; and in a daemonic process, which may have no children.
+    num_proc: of `data`, per machine; None: one for each core. shared_by: how many of us do the same
+    work on it. One where a fork is no longer safe, since a process group or a device has threads
+    that a fork does not have; and in a daemonic process, which may have no children.
     """
-    grouped = dist.is_available() and dist.is_initialized()
-    if grouped or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
+    has_group = dist.is_available() and dist.is_initialized()
+    if has_group or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
         return 1
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(1, (wanted or cores) // shared_by)
+    return max(1, (num_proc or cores) // shared_by)
 
 
 def has_dead_groups() -> bool:
@@ -371,27 +398,27 @@ def drop_dead_groups() -> None:
         gc.collect()
 
 
-def in_order(
+def map_in_order(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int
 ) -> Generator[Result, None, None]:
-    """`work` of each piece, in the order of the pieces, by so many forks of this process; 1: here.
+    """Yield `work` of each piece, in the order of the pieces, by so many forks of this process.
 
-    A piece and its result go through pipes, `work` does not. Raises SetupError if a worker is
-    killed.
+    workers 1: by this process. A piece and its result go through pipes, `work` does not. Raises
+    SetupError if a worker is killed.
     """
     workers = min(workers, len(pieces))
     if workers <= 1:
         yield from map(work, pieces)
         return
-    done: deque[Future[Result]] = deque()
+    futures: deque[Future[Result]] = deque()
     try:
-        with forks(work, workers) as submit:
+        with start_forks(work, workers) as submit:
             for piece in pieces:
-                done.append(submit(piece))
-                if len(done) >= AHEAD * workers:
-                    yield done.popleft().result()
-            while done:
-                yield done.popleft().result()
+                futures.append(submit(piece))
+                if len(futures) >= PIECES_AHEAD * workers:
+                    yield futures.popleft().result()
+            while futures:
+                yield futures.popleft().result()
     except BrokenProcessPool:
         raise SetupError(
             f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?);"
@@ -400,44 +427,48 @@ def in_order(
 
 
 @contextmanager
-def forks(
+def start_forks(
     work: Callable[[Piece], Result], workers: int
 ) -> Iterator[Callable[[Piece], Future[Result]]]:
-    """`workers` forks of this process; what is yielded has one of them do `work` of a piece.
+    """Start `workers` forks of this process; what is yielded has one of them do `work` of a piece.
 
     A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a
     fork was killed.
     """
     drop_dead_groups()
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(work,)
+    )
     with warnings.catch_warnings():
         # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker
         # takes.
         warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
         try:
-            yield lambda piece: pool.submit(_run, piece)
+            yield lambda piece: pool.submit(_run_piece, piece)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin(work: Callable[[Any], Any]) -> None:
+def _begin_worker(work: Callable[[Any], Any]) -> None:
+    """Prepare a fork for work."""
     global _work
     _work = work
     gc.freeze()  # what the parent left for collection is not ours to end
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not come along in the fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
+    """End this process once its parent is gone, which may have been killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
 
 
-def _run(piece: Any) -> Any:
+def _run_piece(piece: Any) -> Any:
     assert _work is not None
     return _work(piece)

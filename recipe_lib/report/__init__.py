@@ -1,3 +1,4 @@
-"""What a reader sees: one HTML page for runs and plans, its drawings, and tables for the terminal.
+"""Views for a reader: an HTML page for runs and plans, its charts, and tables for the terminal.
+
 No torch in here.
 """

@@ -1,10 +1,9 @@
-"""What takes longer than a moment says so: a row on a terminal with what goes on, how far it is,
-and its seconds.
+"""Progress of what takes longer than a moment: a row on a terminal that says what goes on.
 
-    with phase("loading weights", total=bytes, unit="bytes") as going:
-        going.advance(count)
+    with phase("loading weights", total=bytes, unit="bytes") as progress:
+        progress.advance(count)
 
-On a terminal a row is drawn after half a second, and a phase of more than a second leaves a line
+On a terminal a row is drawn after ROW_SECONDS, and a phase of more than SAID_SECONDS leaves a line
 with its seconds. Off a terminal one that goes on for long writes a line now and then. Phases may
 stand in one another; the innermost is shown. Ranks other than the first show nothing, and nobody
 does with `--quiet`.
@@ -18,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -25,12 +25,9 @@ from rich.text import Text
 
 from recipe_lib.errors import at_end, end_process
 from recipe_lib.logs import get_logger, is_quiet, is_verbose
-from recipe_lib.report.terminal import SOFT, open_console, text_of, wants_color
+from recipe_lib.report.terminal import SOFT, open_console, read_console, wants_color
 from recipe_lib.units import format_bytes, format_clock, format_seconds
 
-# What is drawn on a terminal while something goes on: at most three rows at its bottom, everything
-# printed above them.
-#
 # The cursor rests at the beginning of the first row. Who prints erases from there on and ends with
 # a new line, and the rows are drawn again below: so also another process can print on the same
 # terminal, and nothing has to know its height. A rich.live.Live would count the rows that it has
@@ -46,20 +43,22 @@ Rows = Callable[[int], list[Text]]  # what to draw in so many columns
 
 
 class _Screen:
-    """The terminal of this process. rows: what is to be drawn, asked for again at each drawing."""
+    """The terminal of this process: at most three rows at its bottom, everything printed above
+    them.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[Rows] = []
+        self.rows: list[Rows] = []  # asked for again at each drawing
         self.lock = threading.RLock()
         self.drawn = False
         self.line_open = False  # somebody's line has no end yet
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        self._streams: list[tuple[str, TextIO]] = []
+        self._streams: list[tuple[str, TextIO]] = []  # of sys, as they were before any row
         self.in_fork = False
 
     def add(self, rows: Rows) -> None:
-        """Draws these rows below the others, until `remove`."""
+        """Draw these rows below the others, until `remove`."""
         with self.lock:
             self.rows.append(rows)
             if self._thread is None:
@@ -74,24 +73,25 @@ class _Screen:
                 self._thread.start()
 
     def remove(self, rows: Rows) -> None:
-        """Draws these rows no longer; the last of all leaves the terminal as it was."""
+        """Take these rows away; nothing happens if they are not shown."""
         with self.lock:
             if rows in self.rows:
                 self.rows.remove(rows)
             self.erase()
             if self.rows or self._thread is None:
                 return
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
             self._wake.set()
             for name, stream in self._streams:
                 current = getattr(sys, name)
                 if isinstance(current, _Above) and current.stream is stream:
                     setattr(sys, name, stream)
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread():  # outside of the lock, which it may wait for
             thread.join(timeout=1)
 
     def erase(self) -> None:
-        """Takes away what is drawn."""
+        """Take away what is drawn."""
         if self.drawn:
             self._write(ERASE)
             self.drawn = False
@@ -103,23 +103,25 @@ class _Screen:
                     self.draw()
 
     def draw(self) -> None:
-        """Draws all rows anew."""
+        """Draw all rows anew."""
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        rows = [row for make in self.rows for row in make(width)] if width >= NARROWEST else []
+        rows = list[Text]()
+        if width >= NARROWEST:
+            for make_rows in self.rows:
+                rows += make_rows(width)
         if not rows:
             self.erase()
             return
         console = open_console(width, wants_color(self.stream()))
         for row in rows:
-            row.no_wrap, row.overflow = True, "crop"
             row.truncate(width)
-            console.print(row)
+            console.print(row, no_wrap=True, overflow="crop")
         up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
-        self._write(f"{ERASE}{text_of(console).rstrip(chr(10))}\r{up}")
+        self._write(f"{ERASE}{read_console(console).rstrip(chr(10))}\r{up}")
         self.drawn = True
 
     def stream(self) -> TextIO:
-        """Where it is drawn: standard error as it was when the first rows came."""
+        """Return where it is drawn: standard error as it was when the first rows came."""
         return next((stream for name, stream in self._streams if name == "stderr"), sys.stderr)
 
     def _write(self, text: str) -> None:
@@ -130,7 +132,7 @@ class _Screen:
             self.rows.clear()
 
     def after_fork(self) -> None:
-        """A fork draws nothing, and writes to the streams themselves."""
+        """Make a fork draw nothing, and write to the streams themselves."""
         for name, stream in self._streams:
             setattr(sys, name, stream)
         self.__init__()  # type: ignore[misc]
@@ -141,7 +143,8 @@ class _Above:
     """Standard output or error while rows are drawn: what is written to it stands above them."""
 
     def __init__(self, screen: _Screen, stream: TextIO) -> None:
-        self.screen, self.stream = screen, stream
+        self.screen = screen
+        self.stream = stream
 
     def write(self, text: str) -> int:
         with self.screen.lock:
@@ -173,20 +176,22 @@ at_end(_close)
 
 
 def can_draw() -> bool:
-    """Whether standard error is a terminal that can move its cursor."""
+    """Return True if standard error is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def speaks_for_all() -> bool:
-    """Whether this process says what goes on: the first of several ranks, and none that was forked
-    to help.
+def should_report() -> bool:
+    """Return True if this process says what goes on.
+
+    That is the first of several ranks, and none that was forked to help.
     """
     return os.environ.get("RANK", "0") == "0" and not _screen.in_fork
 
 
 def has_unicode() -> bool:
-    """Whether what is drawn may have letters beyond ASCII; also while standard error is turned
-    elsewhere.
+    """Return True if what is drawn may have letters beyond ASCII.
+
+    Also while standard error is redirected.
     """
     return (_screen.stream().encoding or "").lower().startswith("utf")
 
@@ -204,38 +209,44 @@ _PLAIN_SPINNER = "-\\|/"
 _open: list["Phase"] = []  # innermost last
 
 
+@dataclass(eq=False)
 class Phase:
-    """What goes on between the beginning and the end of a `phase`."""
+    """The progress of what goes on inside a `phase`."""
 
-    def __init__(self, what: str, total: int | None, unit: str) -> None:
-        self.what, self.total, self.unit = what, total, unit
-        self.done, self.text, self.began = 0, "", time.monotonic()
+    what: str
+    total: int | None  # of `unit`, if it is known
+    unit: str
+    done: int = 0
+    text: str = ""  # how far it is, in words
+    began: float = field(default_factory=time.monotonic)
 
     def advance(self, count: int) -> None:
-        """So much more of the total is done."""
+        """Count so much more of the total as done."""
         self.done += count
 
     def say(self, text: str) -> None:
-        """How far it is, in words: the best answer so far, the part that is worked on."""
+        """Set how far it is, in words: the best answer so far, the part that is worked on."""
         self.text = text
 
     def rows(self, width: int) -> list[Text]:
-        """What is drawn: nothing for a phase that has just begun, or that another one is in."""
+        """Return what is drawn: nothing for a phase that has just begun, or that another one is
+        in.
+        """
         seconds = time.monotonic() - self.began
         if seconds < ROW_SECONDS or not _open or _open[-1] is not self or is_quiet():
             return []
         letters = _SPINNER if has_unicode() else _PLAIN_SPINNER
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
-        end = f"  {self.time_of(seconds)}"
-        row.append(f"{self.what}{self.reached()}", style="default")
+        end = f"  {self.describe_time(seconds)}"
+        row.append(f"{self.what}{self.describe_progress()}", style="default")
         if self.text:
             row.append(f": {self.text}")
         row.truncate(max(width - len(end), 10), overflow="ellipsis")
         row.append(end, style=SOFT)
         return [row]
 
-    def reached(self) -> str:
-        """How much is done, to stand after its name."""
+    def describe_progress(self) -> str:
+        """Return how much is done, to stand after its name."""
         parts = []
         if self.total:
             show = format_bytes if self.unit == "bytes" else "{:,}".format
@@ -252,8 +263,8 @@ class Phase:
             )
         return "".join(f": {part}" for part in parts)
 
-    def time_of(self, seconds: float) -> str:
-        """The seconds so far, and those left where the total is known."""
+    def describe_time(self, seconds: float) -> str:
+        """Return the seconds so far, and those left where the total is known."""
         if not self.total or not self.done or self.done >= self.total or seconds < SAID_SECONDS:
             return format_clock(seconds)
         return (
@@ -266,36 +277,39 @@ class Phase:
 def phase(
     what: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True
 ) -> Iterator[Phase]:
-    """See the module. total: of `unit`, if it is known; `bytes` are shown as such. leaves_line:
-    with its seconds.
+    """Show what goes on inside; see the module.
+
+    total: of `unit`, if it is known; `bytes` are shown as such. leaves_line: with its seconds.
     """
-    going, end = Phase(what, total, unit), threading.Event()
-    shown = speaks_for_all() and not is_quiet()
-    live = shown and can_draw()
-    if live:
-        _open.append(going)
-        show_rows(going.rows)
-    elif shown:
+    current = Phase(what, total, unit)
+    end = threading.Event()
+    is_shown = should_report() and not is_quiet()
+    is_drawn = is_shown and can_draw()
+    if is_drawn:
+        _open.append(current)
+        show_rows(current.rows)
+    elif is_shown:
         threading.Thread(
-            target=_say_now_and_then, args=(going, end), name="phase", daemon=True
+            target=_log_progress, args=(current, end), name="phase", daemon=True
         ).start()
     try:
-        yield going
+        yield current
     finally:
         end.set()
-        if live:
-            hide_rows(going.rows)
-            _open.remove(going)
-    seconds = time.monotonic() - going.began
-    if live and leaves_line and (seconds >= SAID_SECONDS or is_verbose()):
+        if is_drawn:
+            hide_rows(current.rows)
+            _open.remove(current)
+    seconds = time.monotonic() - current.began
+    if is_drawn and leaves_line and (seconds >= SAID_SECONDS or is_verbose()):
         get_logger().info("%s: %s", what, format_seconds(seconds), extra={"style": SOFT})
 
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """A phase for the import of a large library, in which Ctrl-C ends the process at once: in the
-    midst of an import the exception of an interrupt may be swallowed by the library, and nothing is
-    lost yet.
+    """Show the import of a large library, in which Ctrl-C ends the process at once.
+
+    In the midst of an import the exception of an interrupt may be swallowed by the library, and
+    nothing is lost yet.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -303,9 +317,8 @@ def importing(what: str) -> Iterator[None]:
         end_process(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    catches = (
-        is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # nobody else handles it
+    # Only where nobody else handles it.
+    catches = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if catches:
         signal.signal(signal.SIGINT, end)
     try:
@@ -316,14 +329,22 @@ def importing(what: str) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _say_now_and_then(going: Phase, end: threading.Event) -> None:
+def _log_progress(current: Phase, end: threading.Event) -> None:
+    """Write a line every LINE_SECONDS, where there is no terminal to draw on."""
     while not end.wait(LINE_SECONDS):
-        said = f"{going.reached()}: {going.text}" if going.text else going.reached()
+        progress = (
+            f"{current.describe_progress()}: {current.text}"
+            if current.text
+            else current.describe_progress()
+        )
         get_logger().info(
-            "%s%s, %s", going.what, said, going.time_of(time.monotonic() - going.began)
+            "%s%s, %s",
+            current.what,
+            progress,
+            current.describe_time(time.monotonic() - current.began),
         )
 
 
 def is_in_phase() -> bool:
-    """Whether a phase has a row on the terminal now."""
+    """Return True if a phase has a row on the terminal now."""
     return bool(_open) and time.monotonic() - _open[-1].began >= ROW_SECONDS

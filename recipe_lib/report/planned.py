@@ -1,5 +1,7 @@
-"""The figures of a run's plan, from the process that makes it to the run's summary, page and
-receipt.
+"""The figures of a run's plan, on their way from the process that makes it to the run.
+
+`tune run` writes them into the file that FIGURES names; the run's summary, page and receipt show
+them.
 """
 
 import os
@@ -13,8 +15,10 @@ FIGURES = "TUNE_PLAN_FIGURES"  # the file where `tune run` has the figures of it
 KINDS = ("active", "allocated", "reserved")
 
 
-def planned_figures(output_dir: Path) -> dict[str, Any] | None:
-    """The figures of the plan of the run in `output_dir`, if `tune run` has made it by now."""
+def read_planned_figures(output_dir: Path) -> dict[str, Any] | None:
+    """Return the figures of the plan of the run in `output_dir`; None: `tune run` has not made
+    it by now.
+    """
     with suppress(KeyError, OSError, ValueError):
         figures = read_object(os.environ[FIGURES])
         if figures.get("output_dir") == os.path.abspath(output_dir):

@@ -1,5 +1,5 @@
-"""The sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if
-asked for.
+"""Sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if asked
+for.
 
 Everything that is shown goes through `visible`: control characters of a user's files are written
 out.
@@ -22,22 +22,28 @@ from recipe_lib.errors import visible
 from recipe_lib.logs import wants_color as wants_color
 from recipe_lib.report.view import Section, Table, TreeLine
 
-NARROWEST, WIDEST = 60, 120
-GOOD, BAD, WARNING, HEADING, SOFT = "bold green", "bold red", "bold yellow", "bold", "dim"
-_GAP, _SHORTEST = 2, 12  # columns between two; letters that a text which is cut keeps
+NARROWEST = 60
+WIDEST = 120
+GOOD = "bold green"
+BAD = "bold red"
+WARNING = "bold yellow"
+HEADING = "bold"
+SOFT = "dim"
+_GAP = 2  # between two columns
+_SHORTEST = 12  # letters that a text which is cut keeps
 _ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
 
 
-def terminal_width(otherwise: int = 100) -> int:
-    """Columns of the terminal between 60 and 120; without a terminal `otherwise`."""
-    return min(
-        max(WIDEST, otherwise), max(NARROWEST, shutil.get_terminal_size((otherwise, 24)).columns)
-    )
+def get_terminal_width(otherwise: int = 100) -> int:
+    """Return the columns of the terminal, between 60 and 120; without a terminal `otherwise`."""
+    columns = shutil.get_terminal_size((otherwise, 24)).columns
+    return min(max(WIDEST, otherwise), max(NARROWEST, columns))
 
 
 def open_console(width: int, color: bool = False) -> Console:
-    """A console that collects what it prints for `text_of`; whatever the environment says, styles
-    only with color.
+    """Return a console that collects what it prints for `read_console`.
+
+    Whatever the environment says, it styles only with color.
     """
     return Console(
         file=io.StringIO(),
@@ -53,44 +59,45 @@ def open_console(width: int, color: bool = False) -> Console:
     )
 
 
-def text_of(console: Console) -> str:
-    """What was printed, without spaces at the ends of lines."""
+def read_console(console: Console) -> str:
+    """Return what was printed, without spaces at the ends of lines."""
     assert isinstance(console.file, io.StringIO)
-    return _ENDS.sub(lambda found: "\x1b[0m" if "\x1b" in found[0] else "", console.file.getvalue())
+    # Styles that end in the spaces are ended all the same.
+    return _ENDS.sub(lambda end: "\x1b[0m" if "\x1b" in end[0] else "", console.file.getvalue())
 
 
 def put(
     console: Console, text: str, style: str = "", indent: int = 0, *, wrap: bool = True
 ) -> None:
-    """A paragraph; unwrapped what people copy."""
+    """Print a paragraph; unwrapped what people copy."""
     if wrap:
-        console.print(_indented(Text(visible(text), style), indent))
+        console.print(_indent(Text(visible(text), style), indent))
     else:
         console.print(Text(" " * indent + visible(text), style), soft_wrap=True)
 
 
-def heading(console: Console, text: str) -> None:
-    """An empty line and a title."""
+def put_heading(console: Console, text: str) -> None:
+    """Print an empty line and a title."""
     console.print()
     put(console, text, HEADING)
 
 
 def put_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
-    """Names and values, the values below each other."""
+    """Print names and values, the values below each other."""
     grid = rich_table.Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in pairs:
         grid.add_row(Text(visible(name)), Text(visible(value)))
-    console.print(_indented(grid, 2))
+    console.print(_indent(grid, 2))
 
 
 def put_list(console: Console, sentences: Iterable[str]) -> None:
-    """A sentence a line, with a dash before it."""
+    """Print a sentence a line, with a dash before it."""
     grid = rich_table.Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
         grid.add_row("-", Text(visible(sentence)))
-    console.print(_indented(grid, 2))
+    console.print(_indent(grid, 2))
 
 
 def put_section(console: Console, section: Section) -> None:
@@ -99,7 +106,7 @@ def put_section(console: Console, section: Section) -> None:
     """
     if not any((section.facts, section.table, section.tree, section.items, section.text)):
         return
-    heading(console, section.title)
+    put_heading(console, section.title)
     if section.facts:
         put_pairs(console, ((name, str(value)) for name, value in section.facts))
     if section.table and section.table.tells_below:
@@ -107,23 +114,23 @@ def put_section(console: Console, section: Section) -> None:
     elif section.table:
         put_table(console, section.table)
     if section.tree:
-        put_table(console, _table_of_tree(section.tree))
+        put_table(console, _make_tree_table(section.tree))
     if section.items:
         put_list(console, section.items)
     if section.text:
         put(console, section.text, SOFT if section.tree else "", indent=2)
 
 
-def _table_of_tree(lines: Sequence[TreeLine]) -> Table:
+def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
     rows = [
         [f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines
     ]
     return Table(
-        "",
-        ["name", "bytes", "share", "tensors"],
-        rows,
-        ("name", "tensors"),
-        ("tensors",),
+        title="",
+        header=["name", "bytes", "share", "tensors"],
+        rows=rows,
+        left=("name", "tensors"),
+        optional=("tensors",),
         headed=False,
     )
 
@@ -131,25 +138,32 @@ def _table_of_tree(lines: Sequence[TreeLine]) -> Table:
 def _put_told_rows(console: Console, table: Table) -> None:
     """Print a table whose last column stands below the rest of its row."""
     rows = [row[:-1] for row in table.rows]
-    header, *lines = table_lines(replace(table, header=table.header[:-1], rows=rows), console.width)
+    header, *lines = format_table_lines(
+        replace(table, header=table.header[:-1], rows=rows), console.width
+    )
     put(console, header, SOFT)
     for line, row in zip(lines, table.rows, strict=True):
         put(console, line)
-        if "…" in line:  # to be copied whole
+        if "…" in line:  # cut: the name is put below once more, to be copied
             put(console, str(row[0]), indent=6, wrap=False)
         put(console, str(row[-1]), indent=6)
 
 
 def put_table(console: Console, table: Table) -> None:
-    """Header, rows and notes. Optional columns go, the first of them first, until what is left fits
-    into the room.
+    """Print header, rows and notes.
 
-    An optional text column that comes last is cut rather than left out while 12 letters of it fit.
-    Where that does not do, the longest text column is cut.
+    Optional columns go, the first of them first, until what is left fits into the room. An optional
+    text column that comes last is cut rather than left out while 12 letters of it fit. Where that
+    does not do, the longest text column is cut.
     """
-    shown, cut = _shown(table, console.width - 2)
-    grid = rich_table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=table.headed,
-                            header_style=SOFT)  # fmt: skip
+    shown, cut = _choose_columns(table, console.width - 2)
+    grid = rich_table.Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, _GAP, 0, 0),
+        show_header=table.headed,
+        header_style=SOFT,
+    )
     for at in shown:
         side: Literal["left", "right"] = "left" if table.header[at] in table.left else "right"
         grid.add_column(
@@ -157,39 +171,35 @@ def put_table(console: Console, table: Table) -> None:
         )
     overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
-        grid.add_row(
-            *(
-                Text(visible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
-                for at in shown
-            )
-        )
-    console.print(_indented(grid, 2))
+        texts = [visible(str(row[at])) for at in shown]
+        grid.add_row(*(Text(text, no_wrap=not table.fold, overflow=overflow) for text in texts))
+    console.print(_indent(grid, 2))
     for note in table.notes:
         put(console, note, indent=2)
 
 
-def table_lines(table: Table, width: int) -> list[str]:
-    """The same as lines of text: the header, then a line for each row."""
+def format_table_lines(table: Table, width: int) -> list[str]:
+    """Return a table as lines of text: the header, then a line for each row."""
     console = open_console(width)
     put_table(console, table)
-    return text_of(console).splitlines()
+    return read_console(console).splitlines()
 
 
-def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
-    """Places of the columns that are shown; of those that may be cut."""
-    places, optional = list(range(len(table.header))), list(table.optional)
+def _choose_columns(table: Table, room: int) -> tuple[list[int], list[int]]:
+    """Return the places of the columns that are shown, and of those that may be cut."""
+    places = list(range(len(table.header)))
+    optional = list(table.optional)
     widths = [
         max(cell_len(visible(str(row[at]))) for row in [table.header, *table.rows]) for at in places
     ]
     while (over := sum(widths[at] + _GAP for at in places) - _GAP - room) > 0 and optional:
         last = places[-1]
-        if table.header[last] == optional[0] and widths[last] - over >= max(
-            _SHORTEST, len(table.header[last])
-        ):
+        shortest = max(_SHORTEST, len(table.header[last]))
+        if table.header[last] == optional[0] and widths[last] - over >= shortest:
             return places, [last]
         places.remove(table.header.index(optional.pop(0)))
     return places, [at for at in places if table.header[at] in table.left]
 
 
-def _indented(block: RenderableType, columns: int) -> RenderableType:
+def _indent(block: RenderableType, columns: int) -> RenderableType:
     return Padding(block, (0, 0, 0, columns), expand=False) if columns else block

@@ -1,9 +1,8 @@
-"""A document of what is known, built once: sections with facts, tables, trees, charts and
-sentences. No torch in here.
+"""A document of what is known, built once and shown twice: on a terminal and as an HTML page.
 
-`terminal.put_section` shows a section on a terminal, `page.render_page` all of them as HTML. Cells
-are text, or numbers with a unit (`Bytes`, `Seconds`, `Count` of `units.py`), which both show in the
-same words.
+A section has facts, tables, trees, charts and sentences. `terminal.put_section` shows one on a
+terminal, `chart.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`,
+`Seconds`, `Count` of `units.py`), which both show in the same words. No torch in here.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ class Table:
     header: list[str]
     rows: list[list[Any]]  # a cell for each of the header
     left: tuple[str, ...]  # headers of the columns of text
-    optional: tuple[
-        str, ...
-    ] = ()  # headers to leave out where the room is short, the first of them first
+    # Headers to leave out where the room is short, the first of them first.
+    optional: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # sentences below it
     headed: bool = True  # the header is shown
     fold: bool = False  # what is too long for its column goes on in the next line
@@ -36,9 +34,7 @@ class Figure:
     keys: Sequence[tuple[str, str]] = ()  # class of a color, what has it
     note: str = ""  # below it
     title: str = ""
-    wide: bool = (
-        False  # on a narrow screen it keeps a width at which it can be read, and is scrolled
-    )
+    wide: bool = False  # on a narrow screen it keeps a readable width, and is scrolled
 
 
 @dataclass

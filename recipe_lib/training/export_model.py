@@ -16,7 +16,7 @@ from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, base_name
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import trained_template
+from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import extra_tensors
@@ -158,7 +158,7 @@ def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]
     """What the tokenizer's own files may not say: the template of the samples, and what ends an
     answer.
     """
-    template = trained_template(cfg, data.tokenizer, data.dataset.report.chats)
+    template = find_trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
 
 

@@ -239,7 +239,7 @@ class TrainingLoop:
             grad_norm=grad_norm,
             lr=self._lr,
             seconds=seconds,
-            label_tokens=batches.trained_tokens,
+            label_tokens=batches.num_label_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
             peak=peak,
@@ -252,7 +252,7 @@ class TrainingLoop:
                 f" computation; scaling efficiency {shares['scaling_efficiency']:.1%} (1 - what is"
                 " not hidden)"
             )
-        if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
+        if grad_norm == 0.0 and batches.num_label_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
                 "warning: step %d: the gradient is exactly 0, so nothing is learned; look for"

@@ -15,13 +15,13 @@ from tests.tokenizers.made import write_json
 
 @pytest.fixture(scope="session")
 def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tiny tokenizer with ChatML; its BOS is not put by itself."""
+    """Return a tiny tokenizer with ChatML; its BOS is not put by itself."""
     return load_tokenizer(write_json(tmp_path_factory.mktemp("chatml")))
 
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The same without a chat template, beginning texts with BOS."""
+    """Return the same without a chat template, beginning texts with BOS."""
     return load_tokenizer(
         write_json(tmp_path_factory.mktemp("plain"), template=None, add_bos_token=True)
     )
@@ -29,7 +29,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Callable[..., str]:
-    """Writes rows as JSON lines; gives the path as text."""
+    """Return a writer of rows as JSON lines, which returns the path as text."""
 
     def write(*rows: object, name: str = "rows.jsonl") -> str:
         (tmp_path / name).write_text(
@@ -42,7 +42,7 @@ def rows_file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def said() -> list[str]:
-    """The log lines, as they come."""
+    """Return the log lines, as they come."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -27,6 +27,6 @@ class OneSource:
 def global_rows(
     num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool
 ) -> np.ndarray:
-    """Row numbers of step `step` (from 0) of epoch `epoch` (from 0), over all ranks."""
+    """Return row numbers of step `step` (from 0) of epoch `epoch` (from 0), over all ranks."""
     plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=rows_per_step, shuffle=shuffle)
     return np.concatenate(plan.slots(epoch * plan.steps(0) + step))

@@ -14,7 +14,7 @@ from typing import Any
 from recipe_lib.config.schema_data import DataConfig, SourceConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import SourceEncoder
-from recipe_lib.data.templates import Encoder
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
 USER, SAID = (
@@ -102,27 +102,27 @@ class Rows:
 
 
 def format_of(name: str) -> str:
-    """The format of one of ROWS."""
+    """Return the format of one of ROWS."""
     return name.partition(" of ")[0]
 
 
 @functools.cache
 def encoder_of(tokenizer: Tokenizer, train_on: str | tuple[str, ...]) -> Encoder:
-    """The one encoder of a tokenizer."""
+    """Return the one encoder of a tokenizer."""
     return Encoder(tokenizer, "auto", train_on)
 
 
 def encode(
     tokenizer: Tokenizer, form: str, *rows: dict[str, Any], **settings: Any
 ) -> tuple[str, list[str], DataReport]:
-    """The text of all sequences, what is trained of each, and the report."""
+    """Return the text of all sequences, what is trained of each, and the report."""
     return encode_file(tokenizer, form, Rows(*rows), **settings)
 
 
 def encode_file(
     tokenizer: Tokenizer, form: str, file: Any, **settings: Any
 ) -> tuple[str, list[str], DataReport]:
-    """As `encode`, of a file."""
+    """Return what `encode` does, of a file."""
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
     train_on = cfg.train_on if isinstance(cfg.train_on, str) else tuple(cfg.train_on)
@@ -140,8 +140,8 @@ def encode_file(
 
 
 def tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
-    """The tokenizer of one of tests/data/template_cases."""
-    from tests.data.template_cases import BY_NAME, source_of, write_tokenizer
+    """Return the tokenizer of one of tests/data/template_cases."""
+    from tests.data.template_cases import BY_NAME, read_source, write_tokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return write_tokenizer(folder, BY_NAME[name], source_of(BY_NAME[name]))
+    return write_tokenizer(folder, BY_NAME[name], read_source(BY_NAME[name]))

@@ -20,9 +20,7 @@ class Terminal(io.StringIO):
 
 
 def lines_on(text: str) -> list[str]:
-    """The lines that stand on the screen after `text`, history first, without the last empty
-    ones.
-    """
+    """Return the lines that stand on the screen after `text`, history first, without the last empty ones."""
     lines, row, column = [""], 0, 0
     history: list[str] = []
     for number, code, letter in CODES.findall(text):

@@ -1,8 +1,9 @@
-"""Finds answers as they are generated: the prompt that generation is given, and what a model must
-write after it.
+"""Find which characters of a rendered conversation are trained.
 
-Both are renderings of the chat template: of the conversation before the answer, with the prompt for
-the next one, and of the conversation in which the answer comes last.
+An answer is what a model must write after the prompt that generation is given. Both are renderings
+of the chat template: of the conversation before the answer, with the prompt for the next one, and
+of the conversation in which the answer comes last. A message that is no answer is found by writing
+a private-use letter in its place. Faults say what a template leaves out or writes anew.
 """
 
 import json
@@ -12,29 +13,21 @@ from os.path import commonprefix
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.chat_templates import RenderedChat, require_text
 from recipe_lib.data.messages import parse_arguments
-from recipe_lib.data.rendering import (
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
+from recipe_lib.data.thinking import (
     CLOSED,
     OPENED,
     THOUGHT_KEYS,
-    Habits,
-    RenderedChat,
-    after_opening,
-    require_text,
-    thought_of,
-    under_its_name,
-    without_thought,
+    TemplateFeatures,
+    complete_thought,
+    move_thought,
+    split_thought,
+    strip_thought,
 )
-from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, shown
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
-
-# Which messages are trained, where those that are no answers stand in a rendering, and what a
-# rendering leaves out.
-#
-# Such a message is found by writing a private-use letter in its place. `recipe_lib.data.answers`
-# finds answers.
-
 
 ROLES = ("system", "user", "assistant", "tool")
 CHOICES = ("assistant", "last", "all")
@@ -42,8 +35,8 @@ CHOICES = ("assistant", "last", "all")
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of the whole rendering: a message's text and, if it has one, its
-    end-of-turn token.
+    """Characters [start, end) of a rendering: a message's text and its end-of-turn token, if it
+    has one.
     """
 
     start: int
@@ -52,14 +45,9 @@ class Span:
 
 def check_train_on(train_on: str | Sequence[str]) -> None:
     """Raise DataError for a value of data.train_on that says nothing."""
-    faulty = (
-        []
-        if train_on in CHOICES
-        else [train_on]
-        if isinstance(train_on, str)
-        else list(train_on) or [""]
-    )
-    for value in faulty:
+    if train_on in CHOICES:
+        return
+    for value in [train_on] if isinstance(train_on, str) else train_on or [""]:
         if isinstance(train_on, str) or value not in ROLES:
             raise DataError(
                 f"data.train_on: found {value!r}, expected {', '.join(CHOICES)}, or a list of the"
@@ -70,10 +58,9 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
 def pick_trained(
     messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces
 ) -> list[bool]:
-    """Return which messages are trained: by role, unless a message says `train` itself. Raises
-    SampleFault.
+    """Return which messages are trained: by role, unless a message says `train` itself.
 
-    An answer that the conversation begins with is not: no prompt asks for it.
+    An answer that the conversation begins with is not: no prompt asks for it. Raises SampleFault.
     """
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
     chosen = [message["role"] in roles for message in messages]
@@ -85,19 +72,19 @@ def pick_trained(
         last = max((number for number, is_answer in enumerate(chosen) if is_answer), default=-1)
         chosen = [number == last for number in range(len(messages))]
     for number, message in enumerate(messages):
-        own = message.get("train")
-        if own is not None and not isinstance(own, bool):
+        train = message.get("train")
+        if train is not None and not isinstance(train, bool):
             raise SampleFault(
                 "train is no switch",
-                f"{places.at(number, '.train')}: found {shown(own)}, expected true or false",
+                f"{places.at(number, '.train')}: found {format_value(train)}, expected true or"
+                " false",
             )
-        chosen[number] = chosen[number] if own is None else own
+        chosen[number] = chosen[number] if train is None else train
     return chosen
 
 
-def find_others(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
-    """Return where the messages with these numbers, none of them an answer, stand in the rendering
-    of all.
+def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+    """Return where these messages, none of them an answer, stand in the rendering of all.
 
     Raises SampleFault: the template objects, or does not write one of them once and by its text.
     """
@@ -111,9 +98,10 @@ def find_others(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
 
 
 def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
-    """Return the renderings that tell where a message stands: with a letter in its place; and,
-    unless it is the last, up to the answer after it, or with a second letter in the place of the
-    next message.
+    """Return the renderings that tell where a message stands: first with a letter in its place.
+
+    Unless it is the last message, also up to the answer after it, or with a second letter in the
+    place of the next message.
     """
     count = len(chat.messages)
     first, second = chat.letters
@@ -156,13 +144,14 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
 
 
 def check_written(message: Message, written: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out text or a call: the model would learn to say
-    nothing in its place. where: the message is.
+    """Raise SampleFault if the template leaves out text or a call.
+
+    The model would learn to say nothing in its place. where: the message is.
     """
-    squeezed = _squeezed(written)
+    squeezed = _remove_white_space(written)
     for key in ("content", *THOUGHT_KEYS):
         text = message.get(key)
-        if isinstance(text, str) and _squeezed(text) not in squeezed:
+        if isinstance(text, str) and _remove_white_space(text) not in squeezed:
             raise SampleFault(
                 "part of an answer left out",
                 f"{where}: found a {key} that the chat template does not write in full"
@@ -170,7 +159,7 @@ def check_written(message: Message, written: str, where: str) -> None:
                 " tokenizer.chat_template to one",
             )
     for call in message.get("tool_calls") or ():
-        name = name_of(call)
+        name = get_function_name(call)
         if name is None or name not in written:
             raise SampleFault(
                 "tool call left out",
@@ -180,24 +169,25 @@ def check_written(message: Message, written: str, where: str) -> None:
 
 
 def count_left_out(messages: Sequence[Message], whole: str) -> int:
-    """Return how many messages of the system and the user the template does not write: the model is
-    never shown them.
+    """Return how many messages of the system and the user the template does not write.
 
-    No fault of a sample: there are templates for models that were trained without a system message.
+    The model is never shown them. No fault of a sample: there are templates for models that were
+    trained without a system message.
     """
-    squeezed, count = "", 0
+    squeezed = ""  # made once, and only where a text does not stand there as it is
+    count = 0
     for message in messages:
         text = message.get("content")
         if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
             continue
-        squeezed = squeezed or _squeezed(whole)  # templates strip, and indent
-        count += _squeezed(text) not in squeezed
+        squeezed = squeezed or _remove_white_space(whole)  # templates strip and indent
+        count += _remove_white_space(text) not in squeezed
     return count
 
 
 def check_system(chat: RenderedChat) -> None:
-    """Raise SampleFault for a system message that the template does not write where one comes after
-    the first message.
+    """Raise SampleFault for a system message that is not written, where one comes after the first
+    message.
 
     One alone at the start is counted by `count_left_out`: there are templates that know none.
     """
@@ -219,10 +209,12 @@ def check_system(chat: RenderedChat) -> None:
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
     """Raise SampleFault if the template leaves out a tool: the model would call what it was never
-    shown. where: they are.
+    shown.
+
+    where: they are.
     """
     for number, tool in enumerate(tools or ()):
-        name = name_of(tool)
+        name = get_function_name(tool)
         if name is not None and name not in whole:
             raise SampleFault(
                 "tools left out",
@@ -232,22 +224,22 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: st
             )
 
 
-def name_of(described: Any) -> str | None:
+def get_function_name(described: Any) -> str | None:
     """Return the function's name in a tool call or a tool's description; None: there is none."""
     function = described.get("function", described) if isinstance(described, Mapping) else {}
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
-def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, Any]:
+def prepare_message(message: Message, where: str, features: TemplateFeatures) -> dict[str, Any]:
     """Return the message without `train`, and with thoughts and tool calls as the template reads
     them.
 
     Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for
     text that is no JSON object.
     """
-    changed = under_its_name(
-        {key: value for key, value in message.items() if key != "train"}, habits
+    changed = move_thought(
+        {key: value for key, value in message.items() if key != "train"}, features
     )
     if not message.get("tool_calls"):
         return changed
@@ -260,10 +252,10 @@ def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, A
             if arguments is None and isinstance(given, str):
                 raise SampleFault(
                     "tool call's arguments are no JSON",
-                    f"{where}: found the arguments {shown(given)} of a tool call, expected a JSON"
-                    " object",
+                    f"{where}: found the arguments {format_value(given)} of a tool call, expected a"
+                    " JSON object",
                 )
-            if habits.text_arguments:
+            if features.text_arguments:
                 arguments = (
                     given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
                 )
@@ -272,18 +264,19 @@ def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, A
     return changed | {"tool_calls": calls}
 
 
-def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
+def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Return the first token in which two texts differ, in words."""
-    same = 0
-    while same < min(len(found), len(expected)) and found[same] == expected[same]:
-        same += 1
+    num_equal = 0
+    while num_equal < min(len(found), len(expected)) and found[num_equal] == expected[num_equal]:
+        num_equal += 1
     left, right = (
-        repr(tokens[same]) if same < len(tokens) else "the end" for tokens in (found, expected)
+        repr(tokens[num_equal]) if num_equal < len(tokens) else "the end"
+        for tokens in (found, expected)
     )
-    return f"at token {same + 1} found {left}, expected {right}"
+    return f"at token {num_equal + 1} found {left}, expected {right}"
 
 
-def _squeezed(text: str) -> str:
+def _remove_white_space(text: str) -> str:
     return "".join(text.split())
 
 
@@ -292,7 +285,7 @@ _THINKING = {"variables": {"enable_thinking": True}}
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds an answer of a conversation as text."""
+    """An answer of a conversation as text."""
 
     number: int  # of its message
     prompt: str  # what generation is given
@@ -318,8 +311,8 @@ def find_answer(chat: RenderedChat, number: int) -> Answer:
     prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
     alone = chat.get_text(RenderRequest(number + 1))
     if not alone.startswith(prompt):
-        prompt, alone = _go_on_from_thought(chat, number, prompt, alone)
-    text, added = _take_to_end(chat, number, alone, len(prompt))
+        prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
+    text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
     begun = OPENED.search(prompt)
     check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
     span = Span(len(prompt), len(text))
@@ -328,7 +321,7 @@ def find_answer(chat: RenderedChat, number: int) -> Answer:
 
 
 def ends_with_stop(chat: RenderedChat, text: str) -> bool:
-    """Return whether generation stops at the last token of a text, white space left out."""
+    """Return True if generation stops at the last token of a text, white space left out."""
     return any(text.rstrip().endswith(stop) for stop in chat.template.stops if stop)
 
 
@@ -344,7 +337,7 @@ def _build_difference(
         "what stands before it differently once it is there" if is_past else "it otherwise later on"
     )
     when = "as when generating" if is_past else "as when the answer comes last"
-    difference = first_difference(chat.show_tokens(found), chat.show_tokens(expected))
+    difference = describe_difference(chat.show_tokens(found), chat.show_tokens(expected))
     return SampleFault(
         f"template writes {what} anew",
         f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
@@ -355,12 +348,13 @@ def _build_difference(
 def _go_on_from_thought(
     chat: RenderedChat, number: int, prompt: str, alone: str
 ) -> tuple[str, str]:
-    """Return (prompt, prompt and answer) where the prompt ends in a thought that the rendered
-    answer does not go on from: the model has to end the thought that was begun for it, or is not
-    asked for one.
+    """Return (prompt, prompt and answer) where the prompt ends in a thought.
+
+    The rendered answer does not go on from it: the model has to end the thought that was begun for
+    it, or is not asked for one.
     """
     message = chat.messages[number]
-    thought, _ = thought_of(message)
+    thought, _ = split_thought(message)
     closed = CLOSED.search(prompt)
     if closed and thought:  # the template has another prompt for answers with a thought
         request = RenderRequest(number, add_generation_prompt=True)
@@ -369,43 +363,51 @@ def _go_on_from_thought(
         if alone.startswith(prompt):
             return prompt, alone
     elif closed and alone.startswith(prompt[: closed.start()]):
-        return prompt, prompt + without_thought(alone[closed.start() :])
+        return prompt, prompt + strip_thought(alone[closed.start() :])
     opened = OPENED.search(prompt)
     if opened is None or not alone.startswith(prompt[: opened.start()]):
-        return prompt, prompt + _take_after_turn_begins(chat, number, prompt, alone)
-    letter, begin = chat.letters[0], prompt[: opened.start()]
+        return prompt, prompt + _take_after_turn_begins(chat, number, prompt=prompt, alone=alone)
 
-    def render_with(other: Message) -> str:
-        (rendering,) = chat.render([RenderRequest(number + 1)], [*chat.messages[:number], other])
+    def render_with(replacement: Message) -> str:
+        messages = [*chat.messages[:number], replacement]
+        (rendering,) = chat.render([RenderRequest(number + 1)], messages)
         return "" if isinstance(rendering, DataError) else rendering
 
-    return prompt, prompt + after_opening(
-        alone, begin, message, habits=chat.template.habits, letter=letter, render=render_with
+    return prompt, prompt + complete_thought(
+        alone,
+        begin=prompt[: opened.start()],
+        message=message,
+        features=chat.template.features,
+        letter=chat.letters[0],
+        render=render_with,
     )
 
 
 def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone: str) -> str:
-    """Return what is written after the beginning of the answer's turn, where what stands before
-    that differs (a system message that goes into the last question, and is left out once the answer
-    is there).
+    """Return what is written after the beginning of the answer's turn, where what stands before it
+    differs.
+
+    So it does for a system message that goes into the last question, and is left out once the
+    answer is there.
     """
     special = chat.template.special.pattern
     tokens = list(special.finditer(prompt)) if special else []
-    begins = prompt[tokens[-1].start() :] if tokens else ""
-    at = alone.rfind(begins) if begins else -1
+    turn_start = prompt[tokens[-1].start() :] if tokens else ""
+    at = alone.rfind(turn_start) if turn_start else -1
     if at < 0:
         remedy = "tokenizer.chat_template to one that does not"
         raise _build_difference(
             chat, "the past", number, expected=prompt, found=alone, remedy=remedy
         )
-    rest = alone[at + len(begins) :]
+    rest = alone[at + len(turn_start) :]
     check_written(chat.messages[number], rest, chat.places.at(number))
     return rest
 
 
 def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tuple[str, str]:
-    """Return the text up to the last token that a model must write, and what of it had to be added:
-    where the template does not end the turn itself, it is over once the next one begins.
+    """Return the text up to the last token that a model must write, and what of it had to be added.
+
+    Where the template does not end the turn itself, it is over once the next one begins.
     """
     template = chat.template
     special = template.special.pattern
@@ -414,11 +416,13 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
     body = alone.removesuffix(closing) if len(alone) - len(closing) >= start else alone
     tokens = list(special.finditer(body, start)) if special else []
     end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
-    begins = template.habits.after_call if is_call else template.end.next_turn
-    if end is not None and (tokens[-1].group() in template.stops or begins not in template.stops):
+    next_turn = template.features.after_call if is_call else template.end.next_turn
+    if end is not None and (
+        tokens[-1].group() in template.stops or next_turn not in template.stops
+    ):
         return body[:end], ""
-    if begins:
-        return body + begins, begins
+    if next_turn:
+        return body + next_turn, next_turn
     if is_call:
         raise SampleFault(
             "tool call without an end",
@@ -434,26 +438,28 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Holds one sequence as text, to the end of its last answer."""
+class RenderedSequence:
+    """One sequence as text, to the end of its last answer."""
 
     text: str
     answers: Sequence[Answer]  # those that are trained in it, in order
 
     @property
     def spans(self) -> list[Span]:
-        """Return what is trained, characters of the text."""
+        """The spans that are trained, characters of the text."""
         return [span for answer in self.answers for span in answer.spans]
 
 
-def share_out(chat: RenderedChat, answers: Sequence[Answer], history: str) -> list[Shared]:
+def split_sequences(
+    chat: RenderedChat, answers: Sequence[Answer], history: str
+) -> list[RenderedSequence]:
     """Return the sequences of a conversation, in the order of their last answers.
 
     history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a
     SampleFault.
     """
     if history == "split":
-        return [Shared(answer.text, [answer]) for answer in answers]
+        return [RenderedSequence(answer.text, [answer]) for answer in answers]
     if history == "refuse":
         for answer in answers:
             check_in_whole(
@@ -461,19 +467,21 @@ def share_out(chat: RenderedChat, answers: Sequence[Answer], history: str) -> li
                 answer,
                 "data.history to auto, or tokenizer.chat_template to one that does not",
             )
-        return [Shared(answers[-1].text, answers)]
-    sequences = list[Shared]()
+        return [RenderedSequence(answers[-1].text, answers)]
+    sequences = list[RenderedSequence]()
     left = list(answers)
     while left:
         text = left[-1].text
-        sequences.append(Shared(text, [answer for answer in left if text.startswith(answer.text)]))
+        sequences.append(
+            RenderedSequence(text, [answer for answer in left if text.startswith(answer.text)])
+        )
         left = [answer for answer in left if not text.startswith(answer.text)]
     return sequences[::-1]
 
 
 def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
-    """Raise SampleFault if the rendering of the whole conversation does not hold the answer as it
-    is generated.
+    """Raise SampleFault if the rendering of all messages does not hold the answer as it is
+    generated.
 
     remedy: what to set.
     """
@@ -486,23 +494,23 @@ def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
 
 
 @dataclass(frozen=True)
-class Marked:
-    """answers: with the template's marks for spans. whole: the rendering and all marks in it.
-    differing: a line for each answer that would be trained otherwise without marks, by more than
-    white space after its end.
-    """
+class MarkedAnswers:
+    """The answers of a conversation as the template itself marks them."""
 
-    answers: list[Answer]
-    whole: tuple[str, list[Span]]
+    answers: list[Answer]  # with the template's marks for spans
+    whole: tuple[str, list[Span]]  # the rendering of all messages, and all marks in it
+    # A line for each answer that would be trained otherwise without marks, by more than white space
+    # after its end.
     differing: list[str]
 
 
-def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
-    """Return the answers with these numbers as the template marks them. Raises SampleFault: one has
-    no mark.
+def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAnswers:
+    """Return the answers with these numbers as the template marks them.
+
+    Raises SampleFault: one has no mark.
     """
-    everything = RenderRequest(len(chat.messages))
-    requests = [everything, *(RenderRequest(number + 1) for number in numbers)]
+    whole_request = RenderRequest(len(chat.messages))
+    requests = [whole_request, *(RenderRequest(number + 1) for number in numbers)]
     renderings = chat.render(requests, options={"marks": list(chat.letters)})
     by_request = dict(zip(requests, renderings, strict=True))
     closing = chat.template.end.closing  # it comes with the last answer of a conversation alone
@@ -510,15 +518,16 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
     differing = list[str]()
     for number in numbers:
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
-        text, spans = _read(by_request[RenderRequest(number + 1)], chat.letters)
+        text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
         before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
-        written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
-        own_spans = [
+        has_closing = closing.strip() and text.endswith(closing)
+        written = len(text) - (len(closing) if has_closing else 0)
+        answer_spans = [
             Span(span.start, min(span.end, written))
             for span in spans
             if span.end > before and span.start < written
         ]
-        if not own_spans:
+        if not answer_spans:
             raise SampleFault(
                 "answer without a mark",
                 f"{chat.places.at(number)}: found nothing that the chat template marks with"
@@ -526,29 +535,31 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
                 " every answer, or none",
             )
         check_written(chat.messages[number], text[before:], chat.places.at(number))
-        marked = text[: own_spans[-1].end]
+        marked = text[: answer_spans[-1].end]
         ends = ends_with_stop(chat, marked)
-        prompt = text[: own_spans[0].start]
-        answer = Answer(number, prompt, marked, spans=tuple(own_spans), added="", ends=ends)
+        prompt = text[: answer_spans[0].start]
+        answer = Answer(number, prompt, marked, spans=tuple(answer_spans), added="", ends=ends)
         answers.append(answer)
         differing += _list_differences(chat, answer)
-    return Marked(answers, whole=_read(by_request[everything], chat.letters), differing=differing)
+    return MarkedAnswers(
+        answers, whole=_remove_marks(by_request[whole_request], chat.letters), differing=differing
+    )
 
 
 def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
     """Return a line where the marks are not what generation is asked for."""
-    marks = " and ".join(_quote_ends(marked.text[one.start : one.end]) for one in marked.spans)
+    marks = " and ".join(_quote_ends(marked.text[span.start : span.end]) for span in marked.spans)
     line = f"{chat.places.at(marked.number)}: the template marks {marks}"
     try:
-        found = find_answer(chat, marked.number)
+        generated = find_answer(chat, marked.number)
     except (SampleFault, DataError) as fault:
         return [f"{line}, which is not what generation is asked for ({fault})"]
-    (span,) = found.spans
-    if marked.text.rstrip() == found.text.rstrip() and [one.start for one in marked.spans] == [
-        span.start
-    ]:
+    (span,) = generated.spans
+    starts = [marked_span.start for marked_span in marked.spans]
+    if starts == [span.start] and marked.text.rstrip() == generated.text.rstrip():
         return []
-    return [f"{line}, and what is generated is {_quote_ends(found.text[span.start : span.end])}"]
+    text = generated.text[span.start : span.end]
+    return [f"{line}, and what is generated is {_quote_ends(text)}"]
 
 
 def _quote_ends(text: str) -> str:
@@ -556,18 +567,18 @@ def _quote_ends(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}")
 
 
-def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
-    """A rendering without the letters around marks, and where these are."""
+def _remove_marks(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
+    """Return a rendering without the letters around marks, and where these are."""
     begin, end = letters
-    parts: list[str] = []
-    spans: list[Span] = []
-    length = 0
+    parts = list[str]()
+    spans = list[Span]()
+    length = 0  # of what was taken so far
     for number, part in enumerate(require_text(rendered).split(begin)):
-        held, closed, rest = part.partition(end) if number else ("", "", part)
-        if closed and spans and spans[-1].end == length:
-            spans[-1] = Span(spans[-1].start, length + len(held))
+        marked_text, closed, rest = part.partition(end) if number else ("", "", part)
+        if closed and spans and spans[-1].end == length:  # two marks that touch are one span
+            spans[-1] = Span(spans[-1].start, length + len(marked_text))
         elif closed:
-            spans.append(Span(length, length + len(held)))
-        parts += [held, rest.replace(end, "")]
+            spans.append(Span(length, length + len(marked_text)))
+        parts += [marked_text, rest.replace(end, "")]
         length += len(parts[-2]) + len(parts[-1])
     return "".join(parts), spans

@@ -1,8 +1,9 @@
-"""Turns a sample into ids and says which of them the loss counts.
+"""The ids of a sample, and its label mask: which of them the loss counts.
 
 An answer is trained from the first token after the prompt that generation would be given, up to and
-including the token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it
-becomes ids.
+including the token that ends the turn. `recipe_lib.data.trained_spans` finds it as characters of a
+rendered conversation, `recipe_lib.data.thinking` knows of thoughts in it; here both become ids and
+flags. Documents, completions and rows that are rendered already are encoded as they stand.
 """
 
 import re
@@ -12,24 +13,8 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
 
-from recipe_lib.data.answers import (
-    Marked,
-    Span,
-    check_in_whole,
-    check_system,
-    check_tools,
-    check_train_on,
-    count_left_out,
-    find_answer,
-    find_marked_answers,
-    find_others,
-    list_requests,
-    pick_trained,
-    prepare_message,
-    share_out,
-)
+from recipe_lib.data.chat_templates import RenderedChat, Template, Tools, get_eos_text
 from recipe_lib.data.escaping import TAGS, Escape, SpecialTokens, encode_escaped
-from recipe_lib.data.rendering import RenderedChat, Template, TemplateFields, Tools, eos_text
 from recipe_lib.data.samples import (
     Completion,
     Conversation,
@@ -38,33 +23,39 @@ from recipe_lib.data.samples import (
     Message,
     Preference,
     SampleFault,
+    TextRow,
+    read_text_row,
+)
+from recipe_lib.data.thinking import TemplateFields
+from recipe_lib.data.trained_spans import (
+    MarkedAnswers,
+    Span,
+    check_in_whole,
+    check_system,
+    check_tools,
+    check_train_on,
+    count_left_out,
+    find_answer,
+    find_marked_answers,
+    find_other_spans,
+    list_requests,
+    pick_trained,
+    prepare_message,
+    split_sequences,
 )
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
 
-# Encodes texts as they stand, without a template: documents, completions, and rows that are
-# rendered already.
-#
-# Special tokens that they spell out become tokens unless `data.parse_special_tokens` is false, and
-# an end token is put behind a text that does not end with one.
-
-
-# Makes ids of a text, of which some are trained: of a rendering, or of a text as it stands.
-
 
 @dataclass(frozen=True)
 class Encoded:
-    """Holds a sequence before it is cut."""
+    """A sequence before it is cut to max_seq_len."""
 
     ids: list[int]
     trained: list[bool]  # whether the loss counts each id as a target
-    apart: bool = (
-        False  # a text is encoded apart from what stands before it: a token reached over the border
-    )
-    answers: tuple[
-        tuple[int, int], ...
-    ] = ()  # [start, end) of each trained message, with its end-of-turn token
+    apart: bool = False  # a token would reach over a span's border, and was cut there
+    answers: tuple[tuple[int, int], ...] = ()  # [start, end) of each, with its end-of-turn token
     untrained_ends: int = 0  # trained messages whose end-of-turn token was cut off, or is none
     left_out: int = 0  # messages of the system and the user that are not written
 
@@ -83,45 +74,44 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """Holds a sample's sequences."""
+    """The sequences of a sample."""
 
     sequences: Sequence[Encoded]
     whole_tokens: int = 0  # ids of the whole conversation in one, where it became several
-    marked: Marked | None = (
-        None  # how it differs from the template's own marks, if there are any and they were used
-    )
+    marked: MarkedAnswers | None = None  # as the template itself marks them, where it does
 
 
 def encode_spans(
     tokenizer: Tokenizer,
     text: str,
+    *,
     spans: Sequence[Span],
     escape: Escape,
     add_bos: bool,
     inside: bool = True,
 ) -> Encoded:
-    """Return ids of the whole text, trained inside of the spans, or outside of them. Raises
-    SampleFault: none is trained.
+    """Return ids of the whole text, trained inside of the spans, or outside of them.
+
+    Raises SampleFault: none is trained.
     """
     cuts = [0]
     for span in spans:
         cuts += (span.start, span.end)
-    ids, lengths, apart = _encode_between(tokenizer, text, [*cuts, len(text)], escape)
+    ids, lengths, apart = _encode_between(tokenizer, text, cuts=[*cuts, len(text)], escape=escape)
     if add_bos and ids[:1] != [tokenizer.bos_id]:
         ids = put_bos(tokenizer, ids)
         lengths[0] += 1
     trained = list[bool]()
     for number, length in enumerate(lengths):  # those with odd numbers lie inside of a span
         trained += [bool(number % 2) is inside] * length
-    trained[:1] = [False] * len(
-        trained[:1]
-    )  # nothing stands before the first token to predict it from
+    if trained:
+        trained[0] = False  # nothing stands before the first token to predict it from
     if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
-    end = len(trained) - trained[::-1].index(True)
+    end = len(trained) - trained[::-1].index(True)  # what follows the last label trains nothing
     ends = list(accumulate(lengths, initial=0))
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
-    return Encoded(ids[:end], trained[:end], apart, answers)
+    return Encoded(ids[:end], trained[:end], apart=apart, answers=answers)
 
 
 def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -133,8 +123,9 @@ def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 def _encode_between(
     tokenizer: Tokenizer, text: str, cuts: Sequence[int], escape: Escape
 ) -> tuple[list[int], list[int], bool]:
-    """Return ids of a text, how many lie between the cuts, and whether a cut had to be forced
-    through a token.
+    """Return ids of a text, how many lie between the cuts, and whether a token was cut.
+
+    That is so where a token of the whole text reaches over a cut.
     """
     pieces = encode_escaped(tokenizer, [text[start:end] for start, end in pairwise(cuts)], escape)
     piece_ids = list(chain.from_iterable(pieces))
@@ -153,7 +144,7 @@ def _encode_between(
     return text_ids, [end - start for start, end in pairwise(ends)], False
 
 
-_PROMPTS: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
+# Conversations whose renderings show the special tokens that the template writes.
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
     (
@@ -164,49 +155,11 @@ _PROBES: tuple[Sequence[Message], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class TextRow:
-    """Holds a row whose prompt and answers are the texts of columns, and no messages."""
-
-    prompt: str  # empty where there is none
-    answers: Sequence[str]  # one, the chosen and the rejected one, or none
-    beside: str  # a column that the row has besides, which a rendered text would hold; empty: none
-
-
-def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
-    """Return the texts of a row; None: something in it is a message."""
-    chats = sample.conversations()
-    first = chats[0]
-    asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
-    prompt = first.messages[:asked]
-    answers = [
-        list(chat.messages[asked:]) for chat in chats if not isinstance(sample, Conversation)
-    ]
-    roles = [message["role"] for message in prompt]
-    are_single = all(len(answer) == 1 for answer in answers)
-    if roles not in _PROMPTS or not are_single or not all(chat.places.are_texts for chat in chats):
-        return None
-    columns = {
-        "tools": first.tools,
-        "system": "system" in roles,
-        "chat_template_kwargs": first.variables,
-    }
-    return TextRow(
-        prompt=prompt[-1]["content"] if "user" in roles else "",
-        answers=[answer[0]["content"] for answer in answers],
-        beside=next((name for name, value in columns.items() if value), ""),
-    )
-
-
 class Encoder:
-    """Encodes samples for one tokenizer and template.
+    """An encoder of samples for one tokenizer and template.
 
-    template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on:
-    `assistant`, `last`, `all`, or a list of roles; a message's own `train` wins. add_bos: begin
-    plain text with BOS where the tokenizer does so by itself; a chat template writes its own.
-    history: `auto`, `split` or `refuse`, as `share_out` has them. add_eos: put EOS behind texts
-    that no template writes. parse_special: special tokens that a sample spells out become tokens;
-    None: in the texts of columns, and not in messages.
+    Special tokens that a sample spells out become tokens in the texts of columns, and stay text in
+    messages, unless `parse_special` says otherwise for both.
     """
 
     def __init__(
@@ -219,19 +172,29 @@ class Encoder:
         add_eos: bool = True,
         parse_special: bool | None = None,
     ) -> None:
-        """Raises DataError: `chat` without a chat template, or a `train_on` that names no role."""
+        """Take the settings of the section `data`.
+
+        template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on:
+        `assistant`, `last`, `all`, or a list of roles; a message's own `train` wins. add_bos: begin
+        plain text with BOS where the tokenizer does so by itself; a chat template writes its own.
+        history: `auto`, `split` or `refuse`, as `split_sequences` has them. add_eos: put EOS behind
+        texts that no template writes.
+
+        Raises DataError: `chat` without a chat template, or a `train_on` that names no role.
+        """
         check_train_on(train_on)
-        self.train_on, self.history = train_on, history
+        self.train_on = train_on
+        self.history = history
         if template == "chat" and tokenizer.chat_template is None:
             raise DataError(
                 f"{tokenizer.place}: data.template is chat, but the tokenizer has no chat template;"
                 " set tokenizer.chat_template to a Jinja file, or data.template to plain"
             )
-        self.template = (
-            "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
+        is_chat = template != "plain" and tokenizer.chat_template is not None
+        self.template = "chat" if is_chat else "plain"
+        self._template = Template(
+            tokenizer, SpecialTokens(tokenizer), is_chat=is_chat, add_bos=add_bos
         )
-        is_chat = self.template == "chat"
-        self._template = Template(tokenizer, SpecialTokens(tokenizer), is_chat, add_bos)
         self.tokenizer = tokenizer
         self.special = self._template.special
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
@@ -243,14 +206,16 @@ class Encoder:
         self.fields = TemplateFields(tokenizer if is_chat else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
-        """The one sequence of a sample. Raises SampleFault for a sample that does not fit the
-        template, or that becomes several.
+        """Return the one sequence of a sample.
+
+        Raises SampleFault for a sample that does not fit the template, or that becomes several.
         """
-        return _only(self.encode_sample(sample))
+        return _get_only_sequence(self.encode_sample(sample))
 
     def encode_sample(self, sample: Conversation | Completion) -> EncodedSample:
-        """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not
-        fit the template.
+        """Return ids and trained targets of a sample's sequences.
+
+        Raises SampleFault for one that does not fit the template.
         """
         if isinstance(sample, Conversation):
             picked = pick_trained(sample.messages, self.train_on, sample.places)
@@ -258,12 +223,14 @@ class Encoder:
                 picked[: sample.asked] = [
                     message.get("train") is True for message in sample.messages[: sample.asked]
                 ]
-            return self._conversation(sample, picked)
+            return self._encode_conversation(sample, picked)
         return EncodedSample([self.encode_completion(sample, with_prompt=self.train_on == "all")])
 
     def encode_answers(self, sample: Preference | LabeledAnswer) -> tuple[Encoded, ...]:
         """Return the prompt with each answer; only the answers are trained, whatever `train_on`
-        says. Raises SampleFault.
+        says.
+
+        Raises SampleFault.
         """
         row = read_text_row(sample) if self._parses_texts else None
         if row is not None and self.is_rendered(row):
@@ -275,7 +242,7 @@ class Encoder:
             encoded = [self._encode_answer(chat, parses) for chat in sample.conversations()]
             for _ in encoded[1:]:
                 prompt = Conversation(sample.prompt, sample.tools, variables=sample.variables)
-                self.special.note_once(self._prepared(prompt), parses)
+                self.special.note_once(self._prepare_content(prompt), parses)
         if len(encoded) == 2 and encoded[0].ids == encoded[1].ids:
             raise SampleFault(
                 "nothing to prefer",
@@ -284,8 +251,10 @@ class Encoder:
         return tuple(encoded)
 
     def _encode_answer(self, chat: Conversation, parses: bool) -> Encoded:
-        """Return a prompt with an answer, which alone is trained. parses: special tokens in these
-        messages become tokens, as `parse_special` has it for all. Raises SampleFault.
+        """Return a prompt with an answer, which alone is trained.
+
+        parses: special tokens in these messages become tokens, as `parse_special` has it for all.
+        Raises SampleFault.
         """
         picked = [
             number >= chat.asked
@@ -293,11 +262,12 @@ class Encoder:
             and message.get("train") is not False
             for number, message in enumerate(chat.messages)
         ]
-        return _only(self._conversation(chat, picked, only=True, parses=parses))
+        return _get_only_sequence(self._encode_conversation(chat, picked, only=True, parses=parses))
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
-        """A text, or messages up to the end of the last one; all of it is trained. Raises
-        SampleFault.
+        """Return a text, or messages up to the end of the last one; all of it is trained.
+
+        Raises SampleFault.
         """
         row = (
             read_text_row(content)
@@ -311,11 +281,16 @@ class Encoder:
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
         chat = self.open_chat(content, self._parses or row is not None)
         return encode_spans(
-            self.tokenizer, chat.whole, [], chat.escape, self._puts_bos, inside=False
+            self.tokenizer,
+            chat.whole,
+            spans=[],
+            escape=chat.escape,
+            add_bos=self._puts_bos,
+            inside=False,
         )
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """Ids of a conversation that the assistant is to go on with. Raises DataError."""
+    def encode_prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """Return ids of a conversation that the assistant is to go on with. Raises DataError."""
         chat = self.open_chat(Conversation(messages, tools), parses=False)
         (text,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
         if isinstance(text, DataError):
@@ -323,10 +298,12 @@ class Encoder:
         ids = encode_escaped(self.tokenizer, [text], chat.escape)[0]
         return put_bos(self.tokenizer, ids) if self._puts_bos else ids
 
-    def _conversation(
+    def _encode_conversation(
         self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
     ) -> EncodedSample:
-        """only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as
+        """Return the sequences in which the picked messages are trained.
+
+        only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as
         `_encode_answer` has it.
         """
         if not any(picked):
@@ -338,20 +315,18 @@ class Encoder:
         inside = only or self.train_on != "all"
         numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         parses = parses or self._parses
-        written = (
-            [self._without_end(message) for message in sample.messages]
-            if parses
-            else sample.messages
-        )
+        if parses:
+            messages = [self._strip_end_token(message) for message in sample.messages]
+            sample = replace(sample, messages=messages)
         try:
-            chat = self.open_chat(replace(sample, messages=written), parses)
-            return self._shared_out(chat, numbers, inside)
+            chat = self.open_chat(sample, parses)
+            return self._encode_picked(chat, numbers, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
             ) from None
 
-    def _without_end(self, message: Message) -> Message:
+    def _strip_end_token(self, message: Message) -> Message:
         """Return an answer without the end token that its text ends with: the template writes
         it.
         """
@@ -359,49 +334,67 @@ class Encoder:
         if not end:
             return message
         self.special.note([end], parses=True)
-        return {**message, "content": self.take_end(message["content"])}
+        return {**message, "content": self.strip_end(message["content"])}
 
-    def _shared_out(
+    def _encode_picked(
         self, chat: RenderedChat, numbers: Sequence[int], inside: bool
     ) -> EncodedSample:
-        """Return the messages with these numbers in as few sequences as the template allows; inside
-        false: everything but them, in one.
+        """Return the messages with these numbers in as few sequences as the template allows.
+
+        inside: false for everything but them, in one sequence.
         """
         messages = chat.messages
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
+        # All at once: a template that came with a checkpoint renders in another process.
         chat.fetch([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
         marked = None
         if inside and len(answers) == len(numbers):
-            if self._template.habits.marks:
+            if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
-            found = marked.answers if marked else [find_answer(chat, number) for number in answers]
-            sequences = share_out(chat, found, self.history)
+            if marked:
+                trained_answers = marked.answers
+            else:
+                trained_answers = [find_answer(chat, number) for number in answers]
+            sequences = split_sequences(chat, trained_answers, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
             if marked and len(sequences) == 1 and has_all:
                 parts = [marked.whole]
             else:
-                parts = [(one.text, one.spans) for one in sequences]
+                parts = [(sequence.text, sequence.spans) for sequence in sequences]
         else:
             sequences = []
             parts = [(whole, self._find_in_whole(chat, numbers))]
         check_tools(chat.tools, whole, chat.places.tools)
         check_system(chat)
-        unseen = count_left_out(messages, whole)
-        ends = [sum(not answer.ends for answer in one.answers) for one in sequences] or [0]
+        left_out = count_left_out(messages, whole)
+        untrained_ends = [
+            sum(not answer.ends for answer in sequence.answers) for sequence in sequences
+        ] or [0]
         encoded = list[Encoded]()
-        for (text, trained), untrained_ends in zip(parts, ends, strict=True):
-            one = encode_spans(self.tokenizer, text, trained, chat.escape, self._puts_bos, inside)
-            encoded.append(replace(one, left_out=unseen, untrained_ends=untrained_ends))
+        for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True):
+            sequence_ids = encode_spans(
+                self.tokenizer,
+                text,
+                spans=spans,
+                escape=chat.escape,
+                add_bos=self._puts_bos,
+                inside=inside,
+            )
+            encoded.append(replace(sequence_ids, left_out=left_out, untrained_ends=num_untrained))
         is_split = len(encoded) > 1
         whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
         return EncodedSample(encoded, len(whole_ids), marked)
 
     def _find_in_whole(self, chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
         """Return where these messages stand in the one rendering of all."""
-        others = [number for number in numbers if chat.messages[number]["role"] != "assistant"]
-        by_number = dict(zip(others, find_others(chat, others), strict=True))
-        for number in sorted(set(numbers) - set(others)):
+        other_numbers = [
+            number for number in numbers if chat.messages[number]["role"] != "assistant"
+        ]
+        span_by_number = dict(
+            zip(other_numbers, find_other_spans(chat, other_numbers), strict=True)
+        )
+        for number in sorted(set(numbers) - set(other_numbers)):
             answer = find_answer(chat, number)
             remedy = (
                 "data.train_on to assistant or last, or tokenizer.chat_template to one that"
@@ -409,24 +402,26 @@ class Encoder:
             )
             check_in_whole(chat, answer, remedy)
             (span,) = answer.spans
-            by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
-        return [by_number[number] for number in numbers]
+            span_by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
+        return [span_by_number[number] for number in numbers]
 
     def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
         """Return a conversation to be rendered, with a letter in the special tokens that it spells
-        out; they are noted.
+        out.
 
-        parses: as `_encode_answer` has it.
+        They are noted. parses: as `_encode_answer` has it.
         """
-        (messages, tools, variables), escape = self.special.escape(self._prepared(sample), parses)
+        (messages, tools, variables), escape = self.special.escape(
+            self._prepare_content(sample), parses
+        )
         opened = replace(sample, messages=messages, tools=tools, variables=variables)
         return RenderedChat(self._template, opened, escape)
 
-    def _prepared(self, sample: Conversation) -> list[Any]:
+    def _prepare_content(self, sample: Conversation) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
-        habits = self._template.habits
+        features = self._template.features
         messages = [
-            prepare_message(message, sample.places.at(number), habits)
+            prepare_message(message, sample.places.at(number), features)
             for number, message in enumerate(sample.messages)
         ]
         return [messages, list(sample.tools) if sample.tools else None, dict(sample.variables)]
@@ -444,11 +439,10 @@ class Encoder:
         return ids if is_ended or eos is None or not self._add_eos else [*ids, eos]
 
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
-        """Return prompt and completion as they stand, and EOS unless they end with an end token;
-        the completion is trained.
+        """Return prompt and completion as they stand, and EOS unless they end with an end token.
 
-        with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is
-        trained.
+        The completion is trained; with_prompt: all of it is. Raises DataError: there is no EOS.
+        Raises SampleFault: nothing is trained.
         """
         texts = [sample.prompt, sample.completion]
         escape = Escape()
@@ -457,34 +451,36 @@ class Encoder:
         else:
             texts, escape = self.special.escape(texts)
         is_ended = self._parses_texts and self.find_end(sample.completion)
-        whole_text = "".join(texts) + (
-            eos_text(self.tokenizer) if self._add_eos and not is_ended else ""
-        )
+        whole_text = "".join(texts)
+        if self._add_eos and not is_ended:
+            whole_text += get_eos_text(self.tokenizer)
         span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
-        return encode_spans(self.tokenizer, whole_text, [span], escape, self.add_bos)
+        return encode_spans(
+            self.tokenizer, whole_text, spans=[span], escape=escape, add_bos=self.add_bos
+        )
 
     def find_end(self, text: str) -> str:
-        """Return the special token at the end of a text, white space left out, that generation
-        stops at; empty: none.
+        """Return the special token at the end of a text that generation stops at; empty: none.
+
+        White space after it is left out.
         """
         bare = text.rstrip()
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
 
-    def take_end(self, text: str) -> str:
+    def strip_end(self, text: str) -> str:
         """Return the text without the end token at its end, if it has one."""
         end = self.find_end(text)
         return text.rstrip().removesuffix(end) if end else text
 
     def is_rendered(self, row: TextRow) -> bool:
-        """Return whether the texts hold special tokens of a template; an end token behind an answer
+        """Return True if the texts hold special tokens of a template; an end token behind an answer
         is none.
 
         Raises SampleFault where something stands beside them that they would have to hold.
         """
-        turns = self._turn_tokens
-        if turns is None or not any(
-            map(turns.search, [row.prompt, *map(self.take_end, row.answers)])
-        ):
+        turn_tokens = self._turn_tokens
+        texts = [row.prompt, *map(self.strip_end, row.answers)]
+        if turn_tokens is None or not any(map(turn_tokens.search, texts)):
             self.special.note_foreign([row.prompt, *row.answers])
             return False
         if row.beside:
@@ -497,24 +493,22 @@ class Encoder:
         return True
 
     def encode_rendered(self, row: TextRow) -> list[Encoded]:
-        """Return each answer behind the prompt, as they stand. Raises SampleFault: two texts that
-        share no beginning.
+        """Return each answer behind the prompt, as they stand.
 
-        The prompt of a pair without one is what the ids of both begin with.
+        The prompt of a pair without one is what the ids of both begin with. Raises SampleFault: two
+        texts that share no beginning.
         """
         prompt = row.prompt
         if prompt or len(row.answers) == 1:
-            are_whole = all(answer.startswith(prompt) for answer in row.answers)
-            answers = (
-                [answer.removeprefix(prompt) for answer in row.answers]
-                if are_whole
-                else row.answers
-            )
+            answers = row.answers
+            if all(answer.startswith(prompt) for answer in answers):  # they repeat the prompt
+                answers = [answer.removeprefix(prompt) for answer in answers]
             encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
             self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
-        both = [self.encode_document(answer) for answer in row.answers]
-        shared = len(list(takewhile(lambda ids: ids[0] == ids[1], zip(*both, strict=False))))
+        both_ids = [self.encode_document(answer) for answer in row.answers]
+        pairs = zip(*both_ids, strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if not shared:
             raise SampleFault(
                 "no prompt",
@@ -525,24 +519,23 @@ class Encoder:
             Encoded(
                 ids, [False] * shared + [True] * (len(ids) - shared), answers=((shared, len(ids)),)
             )
-            for ids in both
+            for ids in both_ids
         ]
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str] | None:
-        """Return what finds the special tokens that make a text a rendered one: those that the
-        template writes, BOS, and those that end an answer; without a template any. None: there are
-        none.
+        """A pattern of the special tokens that make a text a rendered one; None: there are none.
+
+        They are those that the template writes, BOS, and those that end an answer; without a
+        template any.
         """
         any_special = self.special.pattern
         if not self._template.is_chat or any_special is None:
             return any_special
         bos = self.tokenizer.bos_id
-        turn_tokens = (
-            set(self._ends)
-            if bos is None
-            else {*self._ends, self.tokenizer.get_token_bytes(bos).decode()}
-        )
+        turn_tokens = set(self._ends)
+        if bos is not None:
+            turn_tokens.add(self.tokenizer.get_token_bytes(bos).decode())
         for messages in _PROBES:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
             for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
@@ -550,7 +543,7 @@ class Encoder:
         return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
 
 
-def _only(sample: EncodedSample) -> Encoded:
+def _get_only_sequence(sample: EncodedSample) -> Encoded:
     if len(sample.sequences) > 1:
         raise SampleFault(
             "several sequences",
@@ -564,14 +557,15 @@ def _only(sample: EncodedSample) -> Encoded:
 def render_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
 ) -> list[int]:
-    """Ids to generate an answer from, the same as training puts before that answer. Raises
-    DataError.
+    """Return ids to generate an answer from, the same as training puts before that answer.
+
+    Raises DataError.
     """
-    return Encoder(tokenizer, template, add_bos=add_bos).prompt(messages)
+    return Encoder(tokenizer, template, add_bos=add_bos).encode_prompt(messages)
 
 
-def system_fault(tokenizer: Tokenizer, text: str) -> str | None:
-    """Why a conversation cannot begin with this message of the system; None: it can."""
+def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:
+    """Return why a conversation cannot begin with this message of the system; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
     chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)
     (written,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])

@@ -1,0 +1,299 @@
+"""The items that each step of a run trains on, and their packing into sequences.
+
+`DataPlan` is a function of (seed, epoch, step) alone, whatever the number of ranks: a run can be
+resumed at any step and on other ranks. `pack` puts items together by their lengths alone.
+"""
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+
+from recipe_lib.data.dataset import Dataset
+from recipe_lib.errors import DataError
+from recipe_lib.units import counted
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The items of each pack, in flat arrays."""
+
+    offsets: np.ndarray  # int64 `[packs + 1]`: pack p has items[offsets[p] : offsets[p + 1]]
+    items: np.ndarray  # int64 `[items]`, rising within a pack
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.items[self.offsets[number] : self.offsets[number + 1]]
+
+
+def pack(lengths: np.ndarray, capacity: int) -> Packs:
+    """Return packs of items 0 .. n-1 with these lengths; each item is in one of them.
+
+    lengths: tokens, each from 1 to `capacity`. Best-fit decreasing: the longest item first, each
+    into the fullest sequence that still has room for it. How many packs there are, and how long the
+    items in them are, follows from the multiset of lengths alone; which of the items of one length
+    goes where follows from their order.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(
+            f"found lengths from {lengths.min()} to {lengths.max()}, expected 1 to {capacity}"
+        )
+    # Items of one length are placed together: a file of a million has a few thousand lengths.
+    falling = np.argsort(-lengths, kind="stable")
+    sizes, counts = np.unique(lengths, return_counts=True)
+    pack_of = np.empty(len(lengths), dtype=np.int64)
+    pack_of[falling] = _assign_packs(sizes[::-1].tolist(), counts[::-1].tolist(), capacity)
+    items = np.argsort(pack_of, kind="stable")
+    sizes_of_packs = np.bincount(pack_of)
+    return Packs(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes_of_packs)]), items)
+
+
+def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
+    """Return the pack of each item, longest item first. sizes: falling; counts: items of each."""
+    open_packs = _OpenPacks(capacity)
+    pack_of_item = list[int]()
+    for size, count in zip(sizes, counts, strict=True):
+        while count:
+            room, packs = open_packs.take(size, count)
+            items_per_pack = room // size
+            num_filled = min(len(packs), count // items_per_pack)
+            filled = packs[:num_filled]
+            pack_of_item.extend(
+                filled
+                if items_per_pack == 1
+                else [pack for pack in filled for _ in range(items_per_pack)]
+            )
+            open_packs.add(room - items_per_pack * size, filled)
+            count -= num_filled * items_per_pack
+            if num_filled < len(packs):  # one more takes the rest of the items
+                pack_of_item.extend(packs[num_filled:] * count)
+                open_packs.add(room - count * size, packs[num_filled:])
+                count = 0
+    return pack_of_item
+
+
+class _OpenPacks:
+    """The packs by how much room they have left."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._num_packs = 0  # begun so far
+        self._by_room = dict[int, list[int]]()
+        self._rooms = list[int]()  # its keys, rising
+
+    def take(self, size: int, count: int) -> tuple[int, list[int]]:
+        """Take out the fullest packs that have room for items of this size, as many as `count` of
+        them need.
+
+        Return their room and the packs, those first that got there last; new ones where no pack has
+        room.
+        """
+        at = bisect_left(self._rooms, size)
+        if at == len(self._rooms):
+            first = self._num_packs
+            self._num_packs += -(-count // (self._capacity // size))
+            return self._capacity, list(range(first, self._num_packs))
+        room = self._rooms[at]
+        packs = self._by_room[room]
+        number = -(-count // (room // size))
+        taken = packs[-number:]
+        del packs[-number:]
+        if not packs:
+            del self._by_room[room]
+            del self._rooms[at]
+        return room, taken
+
+    def add(self, room: int, packs: list[int]) -> None:
+        """Put packs where they belong with `room` left; full ones are done with."""
+        if not packs or not room:
+            return
+        if room not in self._by_room:
+            insort(self._rooms, room)
+            self._by_room[room] = []
+        self._by_room[room].extend(packs)
+
+
+# Streams of one key that are independent of each other: the highest word of Philox' counter.
+_ORDER = 0
+_SHARES = 1
+_PACKS = 2
+
+
+class DataPlan:
+    """The items that each step takes, in slots: a slot is an item, or a pack of them.
+
+    The order of an epoch's slots does not depend on how many of them make a step, nor on ranks or
+    workers. Slots left over at the end of an epoch are not used in it.
+
+    Of a source with weight w each item is taken floor(w) times an epoch, and a share w - floor(w)
+    of them, drawn anew each epoch, once more. With packing, the lengths of an epoch's items decide
+    which go together.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        slots_per_step: int,
+        shuffle: bool,
+        packing_capacity: int | None = None,
+    ) -> None:
+        """Take what decides the order, and check that there is a step.
+
+        slots_per_step: batch_size x accumulation x ranks. shuffle: else file order in every epoch.
+        packing_capacity: tokens of a sequence that several items may share; a pair's two sequences
+        have that much each. Raises DataError if an epoch has not one step.
+        """
+        self.slots_per_step = slots_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self._group = dataset.group
+        self._capacity = packing_capacity * dataset.group if packing_capacity else None
+        self._lengths = dataset.item_lengths
+        self._weights = [float(weight) for weight in dataset.weights]
+        self._source_of = dataset.source_of
+        # With whole weights every epoch takes the same items, and has as many steps.
+        self._has_equal_epochs = all(weight == int(weight) for weight in self._weights)
+        self._epoch = lru_cache(maxsize=2)(self._draw)
+        self._count_steps = cache(lambda epoch: len(self._epoch(epoch)[0]) // slots_per_step)
+        self._check_first_step()
+
+    def steps(self, epoch: int) -> int:
+        """Return the optimizer steps of an epoch (from 0).
+
+        With weights that are no whole numbers epochs may differ.
+        """
+        return self._count_steps(0 if self._has_equal_epochs else epoch)
+
+    def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
+        """Return the steps of a run of so many epochs, at most `max_steps`."""
+        steps = 0
+        for epoch in range(epochs):
+            if max_steps is not None and steps >= max_steps:
+                return max_steps
+            steps += self.steps(epoch)
+        return steps if max_steps is None else min(steps, max_steps)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Return (epoch, step within it) of a step of the run, all from 0."""
+        if step < 0:
+            raise ValueError(f"found step {step}, expected 0 or more")
+        if self._has_equal_epochs:
+            return divmod(step, self.steps(0))
+        epoch = 0
+        while step >= self.steps(epoch):
+            step -= self.steps(epoch)
+            epoch += 1
+        return epoch, step
+
+    def slots(self, step: int) -> list[np.ndarray]:
+        """Return the items of each slot of a step of the run (from 0): `slots_per_step` int64
+        arrays.
+        """
+        epoch, step = self.locate(step)
+        slots, _ = self._epoch(epoch)
+        start = step * self.slots_per_step
+        return [slots[number] for number in range(start, start + self.slots_per_step)]
+
+    def pack_length(self, step: int) -> int | None:
+        """Return the tokens of the fullest pack of the epoch that a step is in; None without
+        packing.
+        """
+        return self._epoch(self.locate(step)[0])[1] if self._capacity else None
+
+    def packs(self) -> int:
+        """Return the number of slots of the first epoch."""
+        return len(self._epoch(0)[0])
+
+    def compute_packed_share(self) -> float | None:
+        """Return how much of the first epoch's packs is tokens; None without packing.
+
+        All packs are as long as the fullest: what is not tokens is padding.
+        """
+        packs, pack_length = self._epoch(0)
+        room = len(packs) * (pack_length or 0)
+        return float(self._lengths[packs.items].sum()) / room if room else None
+
+    def _draw(self, number: int) -> tuple[Packs, int | None]:
+        """Return the slots of an epoch in the order they are taken, and the tokens of the fullest
+        pack.
+
+        None in place of the tokens: there is no packing, and a slot is an item.
+        """
+        items = self._list_taken_items(number)
+        if self._shuffle:
+            items = items[_draw_order(len(items), self._seed, epoch=number, stream=_ORDER)]
+        if self._capacity is None:
+            return Packs(np.arange(len(items) + 1), items), None
+        packs = pack(self._lengths[items], self._capacity)
+        if self._shuffle:
+            order = _draw_order(len(packs), self._seed, epoch=number, stream=_PACKS)
+        else:
+            order = np.argsort(packs.items[packs.offsets[:-1]], kind="stable")  # by first item
+        sizes = np.diff(packs.offsets)
+        taken = items[packs.items[np.argsort(np.repeat(np.argsort(order), sizes), kind="stable")]]
+        offsets = np.append(0, np.cumsum(sizes[order]))
+        pack_lengths = (
+            np.add.reduceat(self._lengths[taken], offsets[:-1]) if len(packs) else np.zeros(1)
+        )
+        return Packs(offsets, taken), int(pack_lengths.max())
+
+    def _list_taken_items(self, epoch: int) -> np.ndarray:
+        """Return the items of an epoch in file order, as often as their source's weight says."""
+        numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
+        parts = []
+        for source, weight in enumerate(self._weights):
+            items = np.flatnonzero(self._source_of == source)
+            count = _count_share(weight % 1, len(items), epoch)
+            once_more = np.sort(items[np.argsort(numbers[items], kind="stable")[:count]])
+            parts += [items] * int(weight) + [once_more]
+        return np.concatenate(parts)
+
+    def _check_first_step(self) -> None:
+        """Raise DataError if the first epoch has not one step."""
+        slots = self.packs()
+        if slots >= self.slots_per_step:
+            return
+        if self._capacity:
+            shortage = (
+                f"data.packing: found {counted(slots, 'pack')} of up to {self._capacity} tokens"
+            )
+        else:
+            kind = "sequence" if self._group == 1 else "pair"
+            by_weight = " an epoch by the weights" if set(self._weights) != {1} else ""
+            shortage = f"data.source: found {counted(slots, f'usable {kind}')}{by_weight}"
+        raise DataError(
+            f"{shortage}, expected at least {self.slots_per_step} for one step (batch_size x"
+            " gradient_accumulation_steps x ranks); lower batch_size or"
+            " gradient_accumulation_steps"
+        )
+
+
+def _count_share(share: float, number: int, epoch: int) -> int:
+    """Return how many of `number` items a share comes to in an epoch.
+
+    Rounded so that epochs together have what they should.
+    """
+    per_epoch = share * number
+    return math.floor(round((epoch + 1) * per_epoch, 6)) - math.floor(round(epoch * per_epoch, 6))
+
+
+def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    """Return a permutation of 0 .. number - 1."""
+    # Two equal numbers, one chance in 10^7 for a million sequences, keep file order.
+    return np.argsort(_draw_numbers(number, seed, epoch=epoch, stream=stream), kind="stable")
+
+
+def _draw_numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    """Return so many uint64 numbers of Philox-4x64 with the key (seed, epoch)."""
+    # numpy guarantees this stream for all versions and platforms, unlike `Generator.permutation`:
+    # a run can be resumed elsewhere.
+    key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(number)

@@ -1,0 +1,219 @@
+"""Samples in .json files: a list of objects, `{"data": [...]}`, or one object.
+
+One pass decodes each item by itself to find where it begins and ends, so that a file larger than
+memory is read like any other, and each fault has its line.
+"""
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterator
+from mmap import ACCESS_READ, mmap
+from typing import Any, BinaryIO
+
+from recipe_lib.data.column_names import is_blank, is_idle_beside
+from recipe_lib.data.sample_files import IndexedFile, build_empty_fault, build_utf8_fault
+from recipe_lib.data.samples import describe_kind
+from recipe_lib.errors import DataError
+
+# A fault this near to the end of a value that was cut may be only that it ends there, in a word or
+# in an escape.
+UNSURE = 16
+
+_BLANK = re.compile(rb"[ \t\n\r]*+")
+_TOKEN = re.compile(rb'[\[\]{}]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # a bracket, or a text in quotes
+_WORD = re.compile(rb'[^\s,:\[\]{}"]*+')  # a number, or `true`
+
+TOO_LONG = object()
+
+
+class JsonFile(IndexedFile):
+    """A .json file. Its index is made by decoding each item once, which also finds every fault
+    of it.
+    """
+
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise build_empty_fault(self.place)
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            scanner = _Scanner(content, self.place, self.sample_limit)
+            opening = scanner.skip_blanks()
+            if not opening:
+                raise build_empty_fault(self.place)
+            self._list_path = "." if opening == b"[" else ".data"
+            self._beside = scanner.beside
+            yield from scanner.scan_items()
+
+    def locate(self, number: int, line: int) -> str:
+        return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
+
+    @property
+    def keys_beside(self) -> dict[str, str]:
+        """The keys beside the list of samples, as SampleFile says."""
+        len(self)  # they are known once the file was scanned
+        return self._beside
+
+
+def _describe(value: Any) -> str:
+    """Return what kind of value was read, for error lines."""
+    return "a very long value" if value is TOO_LONG else describe_kind(value)
+
+
+class _Scanner:
+    """A position in a JSON file, from which values are taken one after the other.
+
+    `content[at]` is the next byte; `line` is where it is in the file.
+    """
+
+    def __init__(self, content: mmap, place: str, sample_limit: int) -> None:
+        """Begin after the byte order mark. sample_limit: larger values are passed over."""
+        self.content = content
+        self.place = place
+        self.sample_limit = sample_limit  # bytes
+        self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
+        self.line = 1
+        self.decoder = json.JSONDecoder()
+        # Keys of the object that holds the list, as SampleFile.keys_beside.
+        self.beside = dict[str, str]()
+
+    def scan_items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what JsonFile's `scan` does. Raises DataError."""
+        opening = self.skip_blanks()
+        if opening not in (b"[", b"{"):
+            value = self.take_value()
+            raise DataError(
+                f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data":'
+                " [...]}"
+            )
+        yield from self.scan_list() if opening == b"[" else self.scan_object()
+        if self.skip_blanks():
+            raise self.build_fault("Extra data", self.at)
+
+    def scan_entries(self, closing: bytes) -> Iterator[None]:
+        """Pass over the list or object that begins here; yield where each of its entries begins."""
+        self.advance(self.at + 1)
+        mark = closing if self.skip_blanks() == closing else b","
+        while mark == b",":
+            yield
+            mark = self.skip_blanks()
+            if mark not in (b",", closing):
+                raise self.build_fault("Expecting ',' delimiter", self.at)
+            if mark == b",":
+                self.advance(self.at + 1)
+                self.skip_blanks()
+        self.advance(self.at + 1)
+
+    def scan_list(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `scan_items` does of the list that begins here."""
+        for _ in self.scan_entries(b"]"):
+            first, line = self.at, self.line
+            self.take_value()
+            yield first, self.at, line
+
+    def scan_object(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `scan_items` does of the list under the key `data` of the object that begins
+        here.
+
+        Without that key the object itself is the one item.
+        """
+        start = self.at
+        has_list = False
+        num_data_keys = 0
+        for _ in self.scan_entries(b"}"):
+            if self.skip_blanks() != b'"':
+                raise self.build_fault("Expecting property name enclosed in double quotes", self.at)
+            key = self.take_value()
+            num_data_keys += key == "data"
+            if num_data_keys > 1:
+                raise DataError(
+                    f"{self.place}:{self.line}: found the key 'data' twice, expected it once;"
+                    " correct it"
+                )
+            if self.skip_blanks() != b":":
+                raise self.build_fault("Expecting ':' delimiter", self.at)
+            self.advance(self.at + 1)
+            if self.skip_blanks() == b"[" and key == "data":
+                has_list = True
+                yield from self.scan_list()
+            else:
+                value = self.take_value()
+                if not is_blank(value):
+                    is_idle = is_idle_beside(str(key), value)
+                    self.beside[str(key)] = "" if is_idle else _describe(value)
+        if not has_list:
+            self.beside.clear()  # the object is the one sample, and these are its columns
+            yield start, self.at, 0
+
+    def skip_blanks(self) -> bytes:
+        """Pass over blanks; return the byte after them, or nothing at the end of the file."""
+        blanks = _BLANK.match(self.content, self.at)
+        self.advance(blanks.end() if blanks else self.at)
+        return self.content[self.at : self.at + 1]
+
+    def take_value(self) -> Any:
+        """Take the value that begins here; TOO_LONG for one over the limit."""
+        end, is_closed = self._find_end()
+        # A value over the limit is decoded up to there alone, to find a fault in what is decoded.
+        cut = min(end, self.at + self.sample_limit + UNSURE)
+        try:
+            text, _ = codecs.utf_8_decode(self.content[self.at : cut], "strict", cut == end)
+            value, length = self.decoder.raw_decode(text)
+        except UnicodeDecodeError as error:
+            line = self.line + error.object[: error.start].count(b"\n")
+            raise build_utf8_fault(self.place, line, error.object[error.start]) from None
+        except json.JSONDecodeError as error:
+            is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
+            if cut == end or is_fault:
+                raise self.build_fault(
+                    error.msg, self.at + len(text[: error.pos].encode())
+                ) from None
+            if not is_closed:
+                raise self.build_fault("Unterminated value", end) from None
+            self.advance(end)
+            return TOO_LONG
+        except RecursionError:
+            raise DataError(
+                f"{self.place}: JSON nested too deep, expected a list of objects"
+            ) from None
+        except ValueError:  # Python refuses integers of thousands of digits
+            raise self.build_fault("a number of too many digits", self.at) from None
+        self.advance(self.at + len(text[:length].encode()))
+        return value
+
+    def _find_end(self) -> tuple[int, bool]:
+        """Return where the value that begins here ends, and whether it does before the file.
+
+        Brackets and quotes alone are looked at.
+        """
+        depth = 0
+        word = _WORD.match(self.content, self.at)
+        if word and word.end() > self.at:
+            return word.end(), True
+        for token in _TOKEN.finditer(self.content, self.at):
+            depth += (token[0] in (b"[", b"{")) - (token[0] in (b"]", b"}"))
+            if depth <= 0:
+                return token.end(), True
+        return len(self.content), False
+
+    def advance(self, end: int) -> None:
+        """Move on to `content[end]`."""
+        self.line += self.content[self.at : end].count(b"\n")
+        self.at = end
+
+    def build_fault(self, message: str, position: int) -> DataError:
+        """Return the fault at a position that is not before `at`."""
+        line = self.line + self.content[self.at : position].count(b"\n")
+        before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(
+            codecs.BOM_UTF8
+        )
+        remedy = (
+            "; if every line is an object of its own, name the file .jsonl"
+            if message == "Extra data"
+            else ""
+        )
+        column = len(before.decode(errors="replace")) + 1
+        return DataError(
+            f"{self.place}:{line}: column {column}: invalid JSON ({message}), expected a list of"
+            f" objects{remedy}"
+        )
