@@ -17,18 +17,18 @@ from torch import nn
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
     HEAD,
-    LENGTHS,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
+    LORA_B,
     FileModule,
-    adapted_modules,
-    file_name,
+    find_adapted_modules,
+    get_file_name,
     is_target,
-    stacked_factors,
+    stack_expert_factors,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, make_config_fields
@@ -99,7 +99,7 @@ def export_adapter(
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards
     model.state_dict()
-    modules = adapted_modules(spec, cfg)
+    modules = find_adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_list_targets(module, cfg)) for module in modules}
     # Of Gemma 3 we train the language model, which is a part of the files' multimodal one.
     is_multimodal = (
@@ -111,7 +111,7 @@ def export_adapter(
     dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype
     plan: list[PlannedTensor] = []
     for module in modules:
-        prefix = f"{PREFIX}{file_name(module.name, is_multimodal)}"
+        prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items():
             plan.append(PlannedTensor(f"{prefix}.{suffix}", dtype, shape))
     whole_tensors = saved_whole(model)  # a score head among them, which is trained whole
@@ -120,7 +120,7 @@ def export_adapter(
     if recipe_extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(recipe_extras)}")
     plan += [
-        replace(extra, name=f"{PREFIX}{file_name(name, is_multimodal)}")
+        replace(extra, name=f"{PREFIX}{get_file_name(name, is_multimodal)}")
         for name, extra in extras.items()
     ]
     # A dict keeps the model's order and has each name once.
@@ -135,7 +135,7 @@ def export_adapter(
         ranks=ranks,
         target_modules=_choose_target_modules(modules, spec, is_multimodal),
         parameters=[module.parameter for module in modules if module.parameter],
-        saved=[file_name(name, is_multimodal) for name in saved_modules],
+        saved=[get_file_name(name, is_multimodal) for name in saved_modules],
     )
     if has_score_head(spec):
         fields["task_type"] = "SEQ_CLS"
@@ -183,7 +183,9 @@ def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
 
     It is larger than `cfg.rank` where adapters of fused projections are stacked.
     """
-    return max(cfg.rank * len(_list_targets(module, cfg)) for module in adapted_modules(spec, cfg))
+    return max(
+        cfg.rank * len(_list_targets(module, cfg)) for module in find_adapted_modules(spec, cfg)
+    )
 
 
 def _list_targets(module: FileModule, cfg: LoraConfig) -> list[str]:
@@ -250,7 +252,7 @@ def _gather_pieces(
 
 
 def _get_factor_names(module: FileModule) -> tuple[str, str]:
-    return (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+    return (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
 
 
 @torch.no_grad()
@@ -265,7 +267,7 @@ def _gather_own_pieces(
         ((part, owner),) = owners
         runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
-        yield from stacked_factors(*map(ordered, parameters, runs))
+        yield from stack_expert_factors(*map(ordered, parameters, runs))
         return
     # A of a fused module: its parts' below each other.
     for owner in adapted:
@@ -295,7 +297,7 @@ def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     A fused module's part without an adapter has those of its rows, which change nothing.
     """
     if isinstance(module, AdaptedModule):
-        return gather_whole(module.get_parameter(LENGTHS).detach())
+        return gather_whole(module.get_parameter(MAGNITUDE).detach())
     return torch.linalg.vector_norm(gather_frozen_weight(module).float(), dim=1).to(dtype)
 
 
@@ -311,4 +313,4 @@ def gather_frozen_weight(module: nn.Module) -> torch.Tensor:
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":
             setattr(copy, name, nn.Parameter(gather_whole(parameter.detach()), requires_grad=False))
-    return copy.full_weight()
+    return copy.dequantize_weight()

@@ -16,21 +16,21 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import (
-    FIRST,
-    FROZEN,
-    LENGTHS,
+    LORA_A,
+    BASE_WEIGHT,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
+    LORA_B,
     FileModule,
-    adapted_modules,
-    extra_name,
-    file_modules,
-    in_full,
+    build_file_modules,
+    complete_module_name,
+    find_adapted_modules,
+    get_extra_name,
     is_target,
+    list_targets,
     split_name,
-    targets_of,
 )
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.adapter_base_weights import (
     VOCABULARY,
     FileTensorName,
@@ -97,7 +97,9 @@ class AdapterFile:
 
         After `check_fits` no adapter is of another model's module.
         """
-        modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
+        modules = [
+            module for name, module in build_file_modules(spec).items() if name in self.tensors
+        ]
         self.config.match_patterns(modules)  # all at once, for `AdapterConfig.get_rank`
         return modules
 
@@ -135,12 +137,15 @@ def read_adapter(folder: Path) -> AdapterFile:
     unknown = []
     for name, entry in header.tensors.items():
         module_and_suffix = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
-        if extra_name(name) in names_of_extras:
-            extras[extra_name(name)] = (name, entry)
+        if get_extra_name(name) in names_of_extras:
+            extras[get_extra_name(name)] = (name, entry)
         elif module_and_suffix is not None and ".token_adapter." not in name:
             module, suffix = module_and_suffix
-            tensors.setdefault(in_full(module, config.parameters), {})[suffix] = (name, entry)
-            if suffix == FROZEN:  # both: it belongs to the adapter, and may resize the base
+            tensors.setdefault(complete_module_name(module, config.parameters), {})[suffix] = (
+                name,
+                entry,
+            )
+            if suffix == BASE_WEIGHT:  # both: it belongs to the adapter, and may resize the base
                 add_saved(saved, name, entry)
         # Rows of tokens too, whose names end as that of a copy beside an adapter does.
         elif not add_saved(saved, name, entry):
@@ -185,7 +190,7 @@ def _check_contents(
     types = {
         name: entry.dtype
         for name, entry in header.tensors.items()
-        if extra_name(name) not in extras
+        if get_extra_name(name) not in extras
     }
     unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
     if unreadable:
@@ -213,7 +218,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     with safe_open(str(adapter.path), framework="pt") as file:
         check_finite(((name, file.get_tensor(name)) for name in file.keys()), adapter.path)
     saved = find_saved(adapter, spec)
-    known_modules = file_modules(saved.spec)
+    known_modules = build_file_modules(saved.spec)
     unknown_names = adapter.tensors.keys() - known_modules.keys()
     faults: list[str | None] = []
     single_experts = sorted(name for name in unknown_names if _SINGLE_EXPERT.search(name))
@@ -273,7 +278,7 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     tensors = adapter.tensors[module.name]
     expected = module.shapes(config.get_rank(module), config.dora)
     missing = expected.keys() - tensors.keys()
-    if module.is_embedding and FIRST in tensors:
+    if module.is_embedding and LORA_A in tensors:
         return (
             f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens"
             " among target_modules; merge it with PEFT first (merge_and_unload), or train it again"
@@ -283,13 +288,13 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
             f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the"
             " adapter again"
         )
-    if LENGTHS in tensors and not config.dora:
+    if MAGNITUDE in tensors and not config.dora:
         return (
-            f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora"
+            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says use_dora"
             " false; export or download the adapter again"
         )
-    if FROZEN in tensors:  # PEFT saves the weight itself with an adapted embedding or head
-        expected[FROZEN] = (module.rows, module.columns)
+    if BASE_WEIGHT in tensors:  # PEFT saves the weight itself with an adapted embedding or head
+        expected[BASE_WEIGHT] = (module.rows, module.columns)
     unknown_suffixes = tensors.keys() - expected.keys()
     if unknown_suffixes:
         name = f"{module.name}.{min(unknown_suffixes)}"
@@ -368,7 +373,7 @@ def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
 
 
 def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    expected = {module.name: module for module in adapted_modules(spec, cfg)}
+    expected = {module.name: module for module in find_adapted_modules(spec, cfg)}
     modules = {
         module.name: find_used_parts(adapter, module) for module in adapter.list_modules(spec)
     }
@@ -376,10 +381,10 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
         return _find_external_target_fault(adapter, expected, modules)
     adapted_parts = chain.from_iterable(module.parts for module in modules.values())
     has_other_targets = any(not is_target(part, cfg) for part in adapted_parts)
-    targets = targets_of(modules.values())
+    targets = list_targets(modules.values())
     missing_names = [name for name in expected if name not in modules]
     partial_names = [
-        name for name in missing_names if set(targets_of([expected[name]])) & set(targets)
+        name for name in missing_names if set(list_targets([expected[name]])) & set(targets)
     ]
     if partial_names:
         first = expected[partial_names[0]]
@@ -425,7 +430,7 @@ def find_used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
     """
     if len(module.parts) == 1:
         return module
-    second = adapter.read(module.name, SECOND)
+    second = adapter.read(module.name, LORA_B)
     parts = tuple(
         part for part in module.parts if second[part.start : part.start + part.rows].any()
     )
@@ -441,7 +446,7 @@ def is_stacked(adapter: AdapterFile, module: FileModule, parts: int, rank: int) 
     """
     if parts < 2 or adapter.config.get_rank(module) != parts * rank:
         return False
-    second = adapter.read(module.name, SECOND)
+    second = adapter.read(module.name, LORA_B)
     for number, part in enumerate(find_used_parts(adapter, module).parts):
         rows = second[part.start : part.start + part.rows]
         if rows[:, : number * rank].any() or rows[:, (number + 1) * rank :].any():
@@ -526,7 +531,7 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
         return [not name.endswith(_NO_LINEARS) for name in names]
     if isinstance(value, str) and value:
         try:
-            matches = first_matches((value,), tuple(names), whole=True)
+            matches = find_first_matches((value,), tuple(names), whole=True)
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
         return [number is not None for number in matches]

@@ -12,15 +12,15 @@ from torch import nn
 
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
-    LENGTHS,
-    SECOND,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
+    MAGNITUDE,
+    LORA_B,
     FileModule,
     MergedRows,
-    expert_factors,
-    targets_of,
+    list_targets,
+    unstack_expert_factors,
 )
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
@@ -78,7 +78,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
             filled_names.add(part.module)
     _fill_extras(adapter, model)
     if filled_names != adapted.keys() and not some:
-        targets = targets_of(find_used_parts(adapter, module) for module in modules)
+        targets = list_targets(find_used_parts(adapter, module) for module in modules)
         raise CheckpointError(
             f"{folder}: has no adapter for {min(adapted.keys() - filled_names)};"
             f" set lora.target_modules=[{','.join(targets)}]"
@@ -139,7 +139,7 @@ def _fill_module(
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
-    suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+    suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
@@ -159,8 +159,8 @@ def _fill_module(
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
-            source = file.get_slice(entries[LENGTHS][0])
-            for local, (row,) in get_local_parts(LENGTHS):
+            source = file.get_slice(entries[MAGNITUDE][0])
+            for local, (row,) in get_local_parts(MAGNITUDE):
                 local.copy_(source[start + row : start + row + len(local)])
 
 
@@ -180,13 +180,13 @@ def _fill_experts(
 
     name: of our module. rank: of the file. ratio: of the file's scaling to the model's.
     """
-    factors = expert_factors(
-        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts
+    factors = unstack_expert_factors(
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
     )
     if abs(ratio - 1) >= 1e-6:
         factors = (factors[0], factors[1].double() * ratio)
     # A is `[E, r, i]` and B `[E, o, r]`: the rank is dimension 1 or 2.
-    for suffix, factor, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
+    for suffix, factor, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
         for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
             local.zero_()
             begin = offset[dim]

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
     HEAD,
-    LENGTHS,
-    SECOND,
+    MAGNITUDE,
+    LORA_B,
     FileModule,
     MergedRows,
-    expert_factors,
-    target_of,
+    get_target,
+    unstack_expert_factors,
 )
-from recipe_lib.adapters.quantized import can_quantize, dequantized
+from recipe_lib.adapters.quantized import can_quantize, fake_quantize_weight
 from recipe_lib.checkpoint.adapter_base_weights import SavedWeights
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
@@ -378,12 +378,12 @@ class _MergedWeights:
                 )
                 return rows.to(self._dtype)
 
-        target = target_of(name.removesuffix(".weight"))
+        target = get_target(name.removesuffix(".weight"))
         is_linear = name.endswith(".weight") and target not in (None, "router", "embedding", "head")
         if not is_linear or name in self._saved.parts or not self._is_rounded(*shape):
             return read
         # The whole matrix at once, as the run quantized it.
-        weight = dequantized(read(0, shape[0]), self._quantize)
+        weight = fake_quantize_weight(read(0, shape[0]), self._quantize)
         return lambda start, stop: weight[start:stop]
 
     def _is_rounded(self, rows: int, columns: int) -> bool:
@@ -396,14 +396,14 @@ class _MergedWeights:
             weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
             # As the run quantized it: the scales are those of all experts together.
-            weight = dequantized(weight.flatten(0, 1), self._quantize).view_as(weight)
+            weight = fake_quantize_weight(weight.flatten(0, 1), self._quantize).view_as(weight)
         if module is None:
             return weight.to(self._file_dtype)
-        first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
+        first, second = (self._adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
         scaling = self._adapter.config.compute_scaling(module)
         is_same_dtype = self._file_dtype == self._dtype  # then it is merged in place
         merged = weight if is_same_dtype else torch.empty_like(weight, dtype=self._file_dtype)
-        all_factors = zip(*expert_factors(first, second, module.experts), strict=True)
+        all_factors = zip(*unstack_expert_factors(first, second, module.experts), strict=True)
         for number, factors in enumerate(all_factors):
             merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
         return merged
@@ -448,7 +448,7 @@ def _merge_external(
             rows, columns = weight.shape
             is_rounded = quantize != "none" and module in layout.plain
             if is_rounded and can_quantize(columns, rows, quantize):
-                weight = dequantized(weight, quantize)
+                weight = fake_quantize_weight(weight, quantize)
             if module in adapted:
                 # GPT-2's Conv1D has its weight `[in, out]`.
                 is_transposed = module in layout.transposed
@@ -466,19 +466,19 @@ def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
     """Return the adapter of one module of a file."""
-    lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
+    lengths = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
     scaling = adapter.config.compute_scaling(module)
     if module.is_embedding:  # its matrices are those of the transposed weight
         return Update(
-            first=adapter.read(module.name, EMBEDDING_SECOND).t(),
-            second=adapter.read(module.name, EMBEDDING_FIRST).t(),
+            first=adapter.read(module.name, EMBEDDING_B).t(),
+            second=adapter.read(module.name, EMBEDDING_A).t(),
             scaling=scaling,
             lengths=lengths,
             by_column=True,
         )
     return Update(
-        first=adapter.read(module.name, FIRST),
-        second=adapter.read(module.name, SECOND),
+        first=adapter.read(module.name, LORA_A),
+        second=adapter.read(module.name, LORA_B),
         scaling=scaling,
         lengths=lengths,
     )

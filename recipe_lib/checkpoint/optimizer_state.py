@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.layers import AdaptedModule
-from recipe_lib.adapters.peft_names import TARGETS, target_of
+from recipe_lib.adapters.peft_names import TARGETS, get_target
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.rank_groups import (
-    FROZEN,
+    BASE_WEIGHT,
     TRAINED,
     Holders,
     RankGroup,
@@ -356,7 +356,7 @@ def hash_frozen_parameters(
     model.state_dict()
     holders = holders or find_holders(model, world)
     parameters = dict(model.named_parameters())
-    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
+    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == BASE_WEIGHT), 0)
     if not totals:
         return None
     # First rank of a group -> the parameters that the group counts.
@@ -413,7 +413,7 @@ def gather_adapter_use(
     kinds_here = {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
     part_here: dict[str, list[Any]] = {
         "settings": settings_here[:1],  # all adapters of a model have the same
-        "targets": sorted({target_of(name) or name.rpartition(".")[2] for name in adapted}),
+        "targets": sorted({get_target(name) or name.rpartition(".")[2] for name in adapted}),
         "kinds": sorted(kinds_here),
     }
     parts = holders.gather(part_here, world)

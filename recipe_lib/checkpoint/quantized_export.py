@@ -29,7 +29,7 @@ from recipe_lib.checkpoint.weight_loading import make_unknown_extras_error
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.qat import base_config
+from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.report.phases import phase
@@ -80,7 +80,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     with files.storage_faults(), silence_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
         files.require_space(out.absolute().parent, num_bytes + 64 * MIB, "the quantized model")
-        quantization = transformers.TorchAoConfig(base_config(kind, group_size))
+        quantization = transformers.TorchAoConfig(build_torchao_config(kind, group_size))
         with phase("quantizing"):
             logits = _compute_logits(_open(folder))
             model = _open(folder, quantization_config=quantization)

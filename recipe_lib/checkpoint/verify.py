@@ -16,9 +16,9 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
-from recipe_lib.adapters.peft_names import targets_of
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
+from recipe_lib.adapters.peft_names import list_targets
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, compute_scaling
 from recipe_lib.checkpoint.adapter_files import (
     BASE_STORAGE,
@@ -34,7 +34,7 @@ from recipe_lib.config.local_files import has_package, install_line
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, first_line
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.models import Decoder, build_meta, read_config
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import allocate
@@ -84,7 +84,7 @@ def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     if isinstance(spec, ExternalSpec):
         target_modules = [module.name for module in modules]
     else:
-        target_modules = targets_of(modules)
+        target_modules = list_targets(modules)
     return LoraConfig(
         rank=rank,
         # What the scaling is divided by is the same for all alphas.
@@ -154,7 +154,7 @@ def compute_prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.T
     """
     tokens = make_prompt(model.spec.vocab_size, model.spec.max_positions)
     tokens = tokens.to(next(model.parameters()).device)
-    adapters = nullcontext() if with_adapters else adapters_off(model)
+    adapters = nullcontext() if with_adapters else disable_adapters(model)
     with phase("computing logits of a fixed prompt"), adapters:
         return model(tokens).cpu()
 
@@ -346,7 +346,7 @@ def _why_not_opened(
         return "transformers does not know the parameters that the recipe added"
     num_elements = sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values())
     num_bytes = num_elements * dtype.itemsize
-    free_bytes, description = free_host_memory()
+    free_bytes, description = find_free_host_memory()
     if device.type == "cpu" and num_bytes > free_bytes:
         return (
             f"it takes {format_bytes(num_bytes)} of host memory,"
@@ -382,8 +382,8 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     selections = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     patterns = tuple(pattern for pattern in selections if isinstance(pattern, str))
     try:
-        first_matches(patterns, names, whole=True)
-        first_matches((*config.rank_pattern, *config.alpha_pattern), names)
+        find_first_matches(patterns, names, whole=True)
+        find_first_matches((*config.rank_pattern, *config.alpha_pattern), names)
     except PatternError as fault:
         raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
 

@@ -63,21 +63,23 @@ def find_source(name: str, base: str | None = None) -> GenerationSource:
     """
     folder = find_exported_folder(find_checkpoint(name))
     if (folder / ADAPTER_CONFIG).is_file():
-        return _of_adapter(folder, base)
+        return _find_adapter_source(folder, base)
     if base is not None:
         raise CheckpointError(f"--base: {show(name)} is a model, not an adapter; leave --base out")
-    config, spec = _checked(folder)
+    config, spec = _read_checked_spec(folder)
     return GenerationSource(folder, config, spec, folder)
 
 
-def _checked(folder: Path, implementation: str | None = None) -> tuple[dict[str, Any], ModelSpec]:
+def _read_checked_spec(
+    folder: Path, implementation: str | None = None
+) -> tuple[dict[str, Any], ModelSpec]:
     config = read_config(folder)
     spec = read_trained_spec(config, str(folder), implementation)
     check_weights(spec, folder)
     return config, spec
 
 
-def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
+def _find_adapter_source(folder: Path, base: str | None) -> GenerationSource:
     adapter = read_adapter(folder)
     named = base or adapter.config.base
     if not named:
@@ -95,7 +97,7 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
             f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an"
             f" adapter; give {trained_on} with --base"
         )
-    config, spec = _checked(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
+    config, spec = _read_checked_spec(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     own = any((folder / file).is_file() for file in TOKENIZER_FILES)

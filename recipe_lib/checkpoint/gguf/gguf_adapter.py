@@ -18,11 +18,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
     HEAD,
-    SECOND,
+    LORA_B,
     FileModule,
 )
 from recipe_lib.checkpoint.adapter_base_weights import SavedWeights
@@ -551,10 +551,10 @@ def _read_factors(
     factor: is multiplied into B.
     """
     if module.is_embedding:
-        first = adapter.read(module.name, EMBEDDING_FIRST).T
-        second = adapter.read(module.name, EMBEDDING_SECOND)
+        first = adapter.read(module.name, EMBEDDING_A).T
+        second = adapter.read(module.name, EMBEDDING_B)
     else:
-        first, second = (adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
+        first, second = (adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
     if architecture.is_permuted:
         # The rows of the weight are permuted, and so are those of what is added to it.
         second = permute_rows(second, spec, f"{module.name}.lora_b")
