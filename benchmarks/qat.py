@@ -31,7 +31,7 @@ from recipe_lib.config.paths import configs_folder
 from recipe_lib.data import build_dataset
 from recipe_lib.data.batches import validation_steps
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.qat import base_config
+from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training.metrics import read_metrics
 
@@ -224,7 +224,9 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
     """
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    rounding = TorchAoConfig(quant_type=base_config(KIND, setup.group)) if quantized else None
+    rounding = (
+        TorchAoConfig(quant_type=build_torchao_config(KIND, setup.group)) if quantized else None
+    )
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=rounding, dtype=torch.float32
     )

@@ -28,7 +28,7 @@ from recipe_lib.checkpoint.weights_out import SideFiles, spell_config, stage_fol
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.qat import base_config
+from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.report.phases import phase
@@ -77,7 +77,9 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
             expected = _logits(_opened(folder))
             model = _opened(
                 folder,
-                quantization_config=transformers.TorchAoConfig(base_config(kind, group_size)),
+                quantization_config=transformers.TorchAoConfig(
+                    build_torchao_config(kind, group_size)
+                ),
             )
         quantized = _logits(model)
         plain = (torch.Tensor, nn.Parameter)

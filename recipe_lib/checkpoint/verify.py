@@ -31,7 +31,7 @@ from recipe_lib.config.local_files import has_package, install_line
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, first_line
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.models import Decoder, build_meta, read_config
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import allocate
@@ -332,7 +332,7 @@ def _why_not_opened(
     needed = (
         sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values()) * dtype.itemsize
     )
-    room, what = free_host_memory()
+    room, what = find_free_host_memory()
     if device.type == "cpu" and needed > room:
         return f"it takes {format_bytes(needed)} of host memory, {format_bytes(room)} {what}"
     return None

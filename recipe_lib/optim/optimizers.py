@@ -448,7 +448,7 @@ def apply_optimizer_levers(
     a step. There may be one backward a step.
     """
     streamed = parallel.levers.layers
-    instead = streamed.stepped if streamed is not None else None
+    instead = streamed.get_stepped_parameter if streamed is not None else None
     offloaded = (
         OffloadedStates(optimizer, device, instead)
         if memory.optimizer_offload and has_host(device)
@@ -478,7 +478,7 @@ def apply_optimizer_levers(
         parameter.grad = None
 
     if streamed is not None:
-        streamed.step_with(step_in_place_of)
+        streamed.set_step(step_in_place_of)
     for parameter in _made_at_once(optimizer, model, parallel.tensor_gradients):
         if instead is None or instead(parameter) is parameter:
             parameter.register_post_accumulate_grad_hook(step)

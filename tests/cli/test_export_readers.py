@@ -199,7 +199,7 @@ def test_memory_that_is_not_there_is_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = make_adapter(tmp_path, "llama")
-    monkeypatch.setattr(verify, "free_host_memory", lambda: (1000, "free on this machine"))
+    monkeypatch.setattr(verify, "find_free_host_memory", lambda: (1000, "free on this machine"))
     code, lines, _ = export(capsys, adapter, "--adapter")
     assert code == 0 and any(
         "of host memory, 1000 B free on this machine" in line for line in lines

@@ -260,7 +260,7 @@ def hosted(folder: Path) -> str:
         add_adapters(model, cfg.lora, torch.float32)
         parallel = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
-        on_host = {id(parameter) for parameter in layer_stream.streamed_parameters(model)}
+        on_host = {id(parameter) for parameter in layer_stream.list_streamed_parameters(model)}
         sharded = [
             name
             for name, each in model.named_parameters()
