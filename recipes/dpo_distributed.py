@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from recipe_lib import training
-from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, describe_adapters, disable_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
@@ -192,7 +192,7 @@ class DpoFinetune:
             return repeat(None)
         model, off = (
             self.reference or self.model,
-            nullcontext if self.reference else partial(adapters_off, self.model),
+            nullcontext if self.reference else partial(disable_adapters, self.model),
         )
         parallel = self.reference_parallel if self.reference else self.parallel
         return training.result_of_each(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.adapters.peft_names import PREFIX, FileModule, spellings
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.adapters.peft_names import PREFIX, FileModule, list_spellings
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.tensor_files import Header
 from recipe_lib.checkpoint.weight_accounts import extra_names
 from recipe_lib.config.local_files import check_adapter
@@ -144,7 +144,7 @@ class AdapterConfig:
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
             try:
-                pattern_numbers = first_matches(tuple(getattr(self, key)), tuple(unmatched))
+                pattern_numbers = find_first_matches(tuple(getattr(self, key)), tuple(unmatched))
             except PatternError as fault:
                 raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
             self._matches.update(
@@ -157,7 +157,7 @@ class AdapterConfig:
         """
         parameter = module.full_name if module.parameter else f"{module.name}.weight"
         is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
-        return spellings(parameter if is_named or module.experts else module.name)
+        return list_spellings(parameter if is_named or module.experts else module.name)
 
     def _find_number(self, key: str, module: FileModule, default: float) -> float:
         """Return the rank or alpha that the first matching pattern of a key gives a module."""

@@ -12,21 +12,21 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import (
-    FIRST,
-    FROZEN,
-    LENGTHS,
+    BASE_WEIGHT,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
     FileModule,
-    adapted_modules,
-    extra_name,
-    file_modules,
-    in_full,
+    build_file_modules,
+    complete_module_name,
+    find_adapted_modules,
+    get_extra_name,
     is_target,
+    list_targets,
     split_name,
-    targets_of,
 )
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.adapter_config import (
     PATTERN_REMEDY,
     TENSOR_FILE,
@@ -89,7 +89,9 @@ class AdapterFile:
         """Return the modules that have an adapter; all of them are the model's, once `check_fits`
         has said so.
         """
-        modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
+        modules = [
+            module for name, module in build_file_modules(spec).items() if name in self.tensors
+        ]
         self.config.match_patterns(modules)
         return modules
 
@@ -124,12 +126,15 @@ def read_adapter(folder: Path) -> AdapterFile:
     unknown = []
     for name, entry in header.tensors.items():
         module_and_suffix = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
-        if extra_name(name) in names_of_extras:
-            extras[extra_name(name)] = (name, entry)
+        if get_extra_name(name) in names_of_extras:
+            extras[get_extra_name(name)] = (name, entry)
         elif module_and_suffix is not None and ".token_adapter." not in name:
             module, suffix = module_and_suffix
-            tensors.setdefault(in_full(module, config.parameters), {})[suffix] = (name, entry)
-            if suffix == FROZEN:
+            tensors.setdefault(complete_module_name(module, config.parameters), {})[suffix] = (
+                name,
+                entry,
+            )
+            if suffix == BASE_WEIGHT:
                 add_saved(saved, name, entry)
         elif not add_saved(
             saved, name, entry
@@ -174,7 +179,7 @@ def _refuse_contents(
     types = {
         name: entry.dtype
         for name, entry in header.tensors.items()
-        if extra_name(name) not in extras
+        if get_extra_name(name) not in extras
     }
     unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
     if unreadable:
@@ -202,7 +207,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     with safe_open(str(adapter.path), framework="pt") as file:
         check_finite(((name, file.get_tensor(name)) for name in file.keys()), adapter.path)
     saved = find_saved(adapter, spec)
-    known = file_modules(saved.spec)
+    known = build_file_modules(saved.spec)
     strange = adapter.tensors.keys() - known.keys()
     faults: list[str | None] = []
     apart = sorted(name for name in strange if _EXPERT_APART.search(name))
@@ -268,7 +273,7 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     tensors = adapter.tensors[module.name]
     expected = module.shapes(config.rank_of(module), config.dora)
     missing = expected.keys() - tensors.keys()
-    if module.is_embedding and FIRST in tensors:
+    if module.is_embedding and LORA_A in tensors:
         return (
             f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens"
             " among target_modules; merge it with PEFT first (merge_and_unload), or train it again"
@@ -278,13 +283,13 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
             f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the"
             " adapter again"
         )
-    if LENGTHS in tensors and not config.dora:
+    if MAGNITUDE in tensors and not config.dora:
         return (
-            f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora"
+            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says use_dora"
             " false; export or download the adapter again"
         )
-    if FROZEN in tensors:
-        expected[FROZEN] = (module.rows, module.columns)
+    if BASE_WEIGHT in tensors:
+        expected[BASE_WEIGHT] = (module.rows, module.columns)
     strange = tensors.keys() - expected.keys()
     if strange:
         name = f"{module.name}.{min(strange)}"
@@ -360,7 +365,7 @@ def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
 
 
 def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    wanted = {module.name: module for module in adapted_modules(spec, cfg)}
+    wanted = {module.name: module for module in find_adapted_modules(spec, cfg)}
     found = {module.name: used_parts(adapter, module) for module in adapter.modules(spec)}
     extra = {
         part.target
@@ -370,9 +375,9 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
     }
     if isinstance(spec, ExternalSpec):
         return _modules_fault(adapter, wanted, found)
-    targets = targets_of(found.values())
+    targets = list_targets(found.values())
     missing = [name for name in wanted if name not in found]
-    partial = [name for name in missing if set(targets_of([wanted[name]])) & set(targets)]
+    partial = [name for name in missing if set(list_targets([wanted[name]])) & set(targets)]
     if partial:
         first = wanted[partial[0]]
         others = "layers or matrices" if first.experts else "layers"
@@ -411,7 +416,7 @@ def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
     """
     if len(module.parts) == 1:
         return module
-    second = adapter.read(module.name, SECOND)
+    second = adapter.read(module.name, LORA_B)
     parts = tuple(
         part for part in module.parts if second[part.start : part.start + part.rows].any()
     )
@@ -424,7 +429,7 @@ def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int
     """
     if parts < 2 or adapter.config.rank_of(module) != parts * rank:
         return False
-    second = adapter.read(module.name, SECOND)
+    second = adapter.read(module.name, LORA_B)
     used = used_parts(adapter, module).parts
     return all(
         not second[part.start : part.start + part.rows, at * rank : (at + 1) * rank].any()
@@ -508,7 +513,8 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     if isinstance(chosen, str) and chosen:
         try:
             return [
-                number is not None for number in first_matches((chosen,), tuple(names), whole=True)
+                number is not None
+                for number in find_first_matches((chosen,), tuple(names), whole=True)
             ]
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None

@@ -8,15 +8,15 @@ from torch import nn
 
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
-    LENGTHS,
-    SECOND,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
     FileModule,
     MergedRows,
-    expert_factors,
-    targets_of,
+    list_targets,
+    unstack_expert_factors,
 )
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
@@ -63,7 +63,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     if filled != adapted.keys() and not some:
         raise CheckpointError(
             f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.target_modules="
-            f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
+            f"[{','.join(list_targets(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
         )
     return len(filled)
 
@@ -113,7 +113,7 @@ def _fill(
     def held(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
-    suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+    suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
@@ -130,9 +130,9 @@ def _fill(
             local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
-            for local, (row,) in held(LENGTHS):
+            for local, (row,) in held(MAGNITUDE):
                 local.copy_(
-                    file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)]
+                    file.get_slice(entries[MAGNITUDE][0])[start + row : start + row + len(local)]
                 )
 
 
@@ -146,14 +146,14 @@ def _fill_experts(
     model: nn.Module,
 ) -> None:
     """The factors of a layer's experts, which a file has one below, or next to, the other: see
-    `expert_factors`.
+    `unstack_expert_factors`.
     """
-    factors = expert_factors(
-        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts
+    factors = unstack_expert_factors(
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
     )
     if abs(ratio - 1) >= 1e-6:
         factors = (factors[0], factors[1].double() * ratio)
-    for suffix, whole, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
+    for suffix, whole, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
         for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
             local.zero_()
             begin, size = offset[dim], local.shape[dim]

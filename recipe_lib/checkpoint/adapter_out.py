@@ -13,18 +13,18 @@ from torch import nn
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
     HEAD,
-    LENGTHS,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
     FileModule,
-    adapted_modules,
-    file_name,
+    find_adapted_modules,
+    get_file_name,
     is_target,
-    stacked_factors,
+    stack_expert_factors,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
@@ -92,7 +92,7 @@ def export_adapter(
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards
     model.state_dict()
-    modules = adapted_modules(spec, cfg)
+    modules = find_adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
     multimodal = (
         isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
@@ -103,7 +103,7 @@ def export_adapter(
         iter(plan_tensors(adapters, holders, world).values())
     ).dtype  # a rank of a pipeline may have none
     plan = [
-        PlannedTensor(f"{PREFIX}{file_name(module.name, multimodal)}.{suffix}", dtype, shape)
+        PlannedTensor(f"{PREFIX}{get_file_name(module.name, multimodal)}.{suffix}", dtype, shape)
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
@@ -113,7 +113,7 @@ def export_adapter(
     if added and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault(added)}")
     plan += [
-        replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}")
+        replace(extra, name=f"{PREFIX}{get_file_name(name, multimodal)}")
         for name, extra in extras.items()
     ]
     saved = dict.fromkeys(
@@ -127,7 +127,7 @@ def export_adapter(
         ranks,
         target_modules=_target_modules(modules, spec, multimodal),
         parameters=[module.parameter for module in modules if module.parameter],
-        saved=[file_name(name, multimodal) for name in saved],
+        saved=[get_file_name(name, multimodal) for name in saved],
     )
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
     transposed = [
@@ -151,7 +151,7 @@ def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused
     projections are stacked.
     """
-    return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
+    return max(cfg.rank * len(_targets(module, cfg)) for module in find_adapted_modules(spec, cfg))
 
 
 def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
@@ -221,7 +221,7 @@ def _pieces(
 
 
 def _names_of(module: FileModule) -> tuple[str, str]:
-    return (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+    return (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
 
 
 @torch.no_grad()
@@ -234,7 +234,7 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
         ((part, owner),) = held
         runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [whole(owner.get_parameter(name).detach()) for name in names]
-        yield from stacked_factors(*map(ordered, parameters, runs))
+        yield from stack_expert_factors(*map(ordered, parameters, runs))
         return
     for owner in adapted:
         yield whole(owner.get_parameter(names[0]).detach())
@@ -259,7 +259,7 @@ def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     Collective.
     """
     if isinstance(module, AdaptedModule):
-        return whole(module.get_parameter(LENGTHS).detach())
+        return whole(module.get_parameter(MAGNITUDE).detach())
     return torch.linalg.vector_norm(frozen_weight(module).float(), dim=1).to(dtype)
 
 
@@ -274,4 +274,4 @@ def frozen_weight(module: nn.Module) -> torch.Tensor:
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":
             setattr(copy, name, nn.Parameter(whole(parameter.detach()), requires_grad=False))
-    return copy.full_weight()
+    return copy.dequantize_weight()

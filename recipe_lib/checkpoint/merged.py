@@ -16,17 +16,17 @@ from torch import Tensor
 
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
     HEAD,
-    LENGTHS,
-    SECOND,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
     FileModule,
-    expert_factors,
-    target_of,
+    get_target,
+    unstack_expert_factors,
 )
-from recipe_lib.adapters.quantized import can_quantize, dequantized
+from recipe_lib.adapters.quantized import can_quantize, fake_quantize_weight
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
     check_base,
@@ -350,11 +350,11 @@ class _MergedWeights:
                 )
                 return rows.to(self._dtype)
 
-        target = target_of(name.removesuffix(".weight"))
+        target = get_target(name.removesuffix(".weight"))
         is_kept = target in (None, "router", "embedding", "head") or not name.endswith(".weight")
         if is_kept or name in self._saved.parts or not self._is_rounded(*shape):
             return read
-        weight = dequantized(read(0, shape[0]), self._storage)
+        weight = fake_quantize_weight(read(0, shape[0]), self._storage)
         return lambda start, stop: weight[start:stop]
 
     def _is_rounded(self, rows: int, columns: int) -> bool:
@@ -368,16 +368,16 @@ class _MergedWeights:
         with Reader(self._tensors) as reader:
             weight = reader.opened(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
-            weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)
+            weight = fake_quantize_weight(weight.flatten(0, 1), self._storage).view_as(weight)
         if module is None:
             return weight.to(self._stored)
-        first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
+        first, second = (self._adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
         scaling = self._adapter.config.scaling_of(module)
         merged = (
             weight if self._stored == self._dtype else torch.empty_like(weight, dtype=self._stored)
         )
         for number, factors in enumerate(
-            zip(*expert_factors(first, second, module.experts), strict=True)
+            zip(*unstack_expert_factors(first, second, module.experts), strict=True)
         ):
             merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
         return merged
@@ -423,7 +423,7 @@ def _merge_external(
                 and module in layout.plain
                 and can_quantize(columns, rows, quantize)
             ):
-                weight = dequantized(weight, quantize)
+                weight = fake_quantize_weight(weight, quantize)
             if module in adapted:
                 is_transposed = module in layout.transposed
                 update = _read_update(adapter, adapted[module])
@@ -440,13 +440,13 @@ def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
     """Return the adapter of one module of a file."""
-    lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
+    lengths = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
     scaling = adapter.config.scaling_of(module)
     if module.is_embedding:  # its matrices are those of the transposed weight
         first, second = (
-            adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST)
+            adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_B, EMBEDDING_A)
         )
         return Update(first, second, scaling, lengths, by_column=True)
     return Update(
-        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), scaling, lengths
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), scaling, lengths
     )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.layers import AdaptedModule
-from recipe_lib.adapters.peft_names import TARGETS, target_of
+from recipe_lib.adapters.peft_names import TARGETS, get_target
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.rank_agreement import (
     FROZEN,
@@ -398,7 +398,7 @@ def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[st
             [module.settings.rank, module.settings.scaling, module.settings.dora]
             for _, module in adapted[:1]
         ],
-        "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
+        "targets": sorted({get_target(name) or name.rpartition(".")[2] for name, _ in adapted}),
         "kinds": sorted(
             {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
         ),

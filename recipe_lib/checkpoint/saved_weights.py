@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
-    EMBEDDING_FIRST,
+    EMBEDDING_A,
     HEAD,
-    LENGTHS,
+    LORA_B,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
-    extra_name,
-    file_modules,
+    build_file_modules,
+    get_extra_name,
 )
 from recipe_lib.checkpoint.tensor_files import TensorEntry, hold_same_numbers
 from recipe_lib.checkpoint.weight_accounts import file_shapes
@@ -87,7 +87,7 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
     if not ending and "lora_" in name:
         return False
     base_ending, kind = _ENDINGS.get(ending, ("", "copy"))
-    base_name = extra_name(name.removesuffix(ending) + base_ending)
+    base_name = get_extra_name(name.removesuffix(ending) + base_ending)
     before = saved.get(base_name, SavedTensor())
     if kind != "again" and getattr(before, kind) is not None:
         return False  # two tensors for one
@@ -137,7 +137,7 @@ class SavedWeights:
 
     @torch.no_grad()
     def put_into(self, model: LanguageModel) -> None:
-        """Give the model these weights, and keep the base's for `adapters_off`. It is whole, on one
+        """Give the model these weights, and keep the base's for `disable_adapters`. It is whole, on one
         device.
 
         Raises CheckpointError for a model that ranks share, and for a weight that is kept in 4 or 8
@@ -188,11 +188,11 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     if not is_resized:
         return
     row_dims = {
-        EMBEDDING_FIRST: 1,
-        SECOND: 0,
+        EMBEDDING_A: 1,
+        LORA_B: 0,
     }  # of the adapter's tensors, the dimension that is the matrix's rows
     if name != EMBEDDING_WEIGHT:
-        row_dims[LENGTHS] = 0
+        row_dims[MAGNITUDE] = 0
     for inner_name, adapter in list(owner.named_parameters()):
         if inner_name in row_dims:
             shape = list(adapter.shape)
@@ -244,7 +244,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     ]
     raise_faults(CheckpointError, faults)
     saved, spec = _settle_vocabulary(adapter, saved, base)
-    modules = file_modules(base)
+    modules = build_file_modules(base)
     parts: dict[str, tuple[SavedTensor, int]] = {}
     token_rows: dict[str, tuple[int, ...]] = {}
     scalings: dict[str, float] = {}
@@ -442,7 +442,7 @@ def _is_listed(adapter: "AdapterFile", name: str) -> bool:
     compares names.
     """
     module = name.rpartition(".")[0].split(".")
-    ends = tuple(map(extra_name, adapter.config.saved))
+    ends = tuple(map(get_extra_name, adapter.config.saved))
     return any(".".join(module[:length]).endswith(ends) for length in range(1, len(module) + 1))
 
 
@@ -451,7 +451,7 @@ def _fits_rows(name: str, end: str) -> bool:
     embedding's.
     """
     module = name.rpartition(".")[0]
-    return module.endswith(extra_name(end)) if end else module in (EMBEDDING, HEAD)
+    return module.endswith(get_extra_name(end)) if end else module in (EMBEDDING, HEAD)
 
 
 def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:

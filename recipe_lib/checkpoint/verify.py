@@ -13,9 +13,9 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
-from recipe_lib.adapters.peft_names import targets_of
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
+from recipe_lib.adapters.peft_names import list_targets
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, scaling
 from recipe_lib.checkpoint.adapter_files import (
     BASE_STORAGE,
@@ -81,7 +81,9 @@ def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
         target_modules=(
-            [one.name for one in modules] if isinstance(spec, ExternalSpec) else targets_of(modules)
+            [one.name for one in modules]
+            if isinstance(spec, ExternalSpec)
+            else list_targets(modules)
         ),
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
@@ -148,7 +150,7 @@ def prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
     )
     with (
         phase("computing logits of a fixed prompt"),
-        nullcontext() if with_adapters else adapters_off(model),
+        nullcontext() if with_adapters else disable_adapters(model),
     ):
         return model(tokens).cpu()
 
@@ -363,10 +365,10 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     whole = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     try:
-        first_matches(
+        find_first_matches(
             tuple(pattern for pattern in whole if isinstance(pattern, str)), names, whole=True
         )
-        first_matches((*config.rank_pattern, *config.alpha_pattern), names)
+        find_first_matches((*config.rank_pattern, *config.alpha_pattern), names)
     except PatternError as fault:
         raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
@@ -49,7 +49,7 @@ class PlacedModel:
             self.rounding.is_on = False
         if self._load_base is not None:
             self._load_base()
-        with adapters_off(self.model) if self.source.adapter is not None else nullcontext():
+        with disable_adapters(self.model) if self.source.adapter is not None else nullcontext():
             yield self.model
 
 

@@ -137,13 +137,13 @@ def scaled_mm(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = N
         sums = _multiply_codes(left_codes, right_codes)
         return cast(Tensor, scale_sums(sums, left_scales, right_scales, left.dtype))
     # Padded rows are cut off the product, but the kernel wants a scale for each.
-    left_padding = (0, len(left_codes) - len(left_scales))
-    right_padding = (0, len(right_codes) - len(right_scales))
+    left_scales = F.pad(left_scales, (0, len(left_codes) - len(left_scales)), value=1.0)
+    right_scales = F.pad(right_scales, (0, len(right_codes) - len(right_scales)), value=1.0)
     product = torch._scaled_mm(
         left_codes,
         right_codes.t(),
-        scale_a=F.pad(left_scales, left_padding, value=1.0).unsqueeze(1),
-        scale_b=F.pad(right_scales, right_padding, value=1.0).unsqueeze(0),
+        scale_a=left_scales.unsqueeze(1),
+        scale_b=right_scales.unsqueeze(0),
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )

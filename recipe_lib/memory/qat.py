@@ -178,7 +178,7 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
             return AdaptedMatrix.forward(module, hidden)
         if not scheme.is_on:
             return linear(hidden, module.weight, module.bias)
-        parts = (module.weight,)
+        parts: tuple[Tensor, ...] = (module.weight,)
         scaling = 1.0
         if is_adapted:
             # An adapter next to a rounded base would compute something else than the two merged

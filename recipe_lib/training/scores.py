@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.adapters.lora import adapter_settings
+from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.recipes.reward_distributed import RewardConfig
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.data import Batch, Dataset
@@ -48,7 +48,7 @@ def train_score_head(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> Non
     `add_adapters`.
     """
     assert model.score is not None
-    model.score.to(adapter_settings(cfg, dtype).dtype).requires_grad_(True)
+    model.score.to(build_adapter_settings(cfg, dtype).dtype).requires_grad_(True)
 
 
 def sequence_scores(scores: Tensor, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from recipe_lib.adapters.peft_names import PREFIX, FileModule, file_modules
+from recipe_lib.adapters.peft_names import PREFIX, FileModule, build_file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
 from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
@@ -210,7 +210,7 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
     folder = realdata / "hf-layouts" / layout
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     spec = spec_from_config(read_config(folder), layout)
-    modules = set(file_modules(spec)) - ({"lm_head"} if spec.tied else set())
+    modules = set(build_file_modules(spec)) - ({"lm_head"} if spec.tied else set())
     assert {f"{name}.weight" for name in modules} <= names.keys()
     assert len(modules) == (4 if spec.fused_file else 7) * spec.num_layers + 1 + (not spec.tied)
 

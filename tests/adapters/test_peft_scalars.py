@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipe_lib.adapters import adapters_off
+from recipe_lib.adapters import disable_adapters
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.checkpoint.verify import load_model, model_of_adapter
@@ -75,7 +75,7 @@ def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
         tmp_path / "adapter", spec, tmp_path / "base", torch.float32, CPU
     )
     assert filled == 2 and relative(model(make_tokens()), expected) < 1e-5
-    with adapters_off(model), adapted.disable_adapter():
+    with disable_adapters(model), adapted.disable_adapter():
         assert relative(model(make_tokens()), logits_of(adapted, make_tokens())) < 1e-5
     merge_adapter(
         tmp_path / "base",

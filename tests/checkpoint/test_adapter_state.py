@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.adapters import adapter_parameters
+from recipe_lib.adapters import get_adapter_parameters
 from recipe_lib.checkpoint.optimizer_state import frozen_mark
 from recipe_lib.checkpoint.state import find_state, holds_adapters, load_state, save_state
 from recipe_lib.checkpoint.tensor_files import read_header
@@ -28,7 +28,7 @@ LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["q", "up", "head"])
 
 
 def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(adapter_parameters(model).values(), lr=0.01)
+    return torch.optim.AdamW(get_adapter_parameters(model).values(), lr=0.01)
 
 
 def train(
@@ -126,7 +126,7 @@ def test_the_mark_tells_one_changed_number() -> None:
         assert frozen_mark(model, world) != before
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 2] -= 1e-12
-        for parameter in adapter_parameters(model).values():
+        for parameter in get_adapter_parameters(model).values():
             parameter.data.add_(1.0)
         assert frozen_mark(model, world) == before
 
@@ -195,14 +195,14 @@ def test_the_model_alone_can_be_read(state: Path) -> None:
         load_state(state, model, None, world)
         return {
             name: full(parameter.detach()).clone()
-            for name, parameter in adapter_parameters(model).items()
+            for name, parameter in get_adapter_parameters(model).items()
         }
 
     with adapted(SPEC, Setting(LORA)) as (model, world):
         found = read(world, model)
         optimizer = optimizer_of(model)
         load_state(state, model, optimizer, world)
-        for name, parameter in adapter_parameters(model).items():
+        for name, parameter in get_adapter_parameters(model).items():
             assert torch.equal(found[name], parameter)
     assert json.loads((state / "state.json").read_bytes())["adapters"]["targets"] == [
         "q",

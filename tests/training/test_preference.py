@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters import adapters_off
+from recipe_lib.adapters import disable_adapters
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig, DpoFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch, make_step
@@ -53,7 +53,7 @@ def compared(
 
     old = None
     if cfg.needs_reference:
-        with torch.no_grad() if reference else adapters_off(model):
+        with torch.no_grad() if reference else disable_adapters(model):
             old = answers(reference or model)
     return preference_loss(answers(model), old, cfg)
 

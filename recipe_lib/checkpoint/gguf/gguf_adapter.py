@@ -15,11 +15,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
     HEAD,
-    SECOND,
+    LORA_A,
+    LORA_B,
     FileModule,
 )
 from recipe_lib.checkpoint.adapter_files import (
@@ -529,11 +529,11 @@ def _factors(
     """
     if module.is_embedding:
         first, second = (
-            adapter.read(module.name, EMBEDDING_FIRST).T,
-            adapter.read(module.name, EMBEDDING_SECOND),
+            adapter.read(module.name, EMBEDDING_A).T,
+            adapter.read(module.name, EMBEDDING_B),
         )
     else:
-        first, second = adapter.read(module.name, FIRST), adapter.read(module.name, SECOND)
+        first, second = adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B)
     if architecture.permuted:
         second = permuted(second, spec, f"{module.name}.lora_b")
     return first, second.float() * factor if factor != 1 else second
