@@ -13,7 +13,11 @@ from recipe_lib.memory.activation_offload import OffloadedActivations
 from recipe_lib.memory.layer_stream import list_streamed_parameters
 from recipe_lib.memory.peaks import check_host_needs, find_free_host_memory, round_up_to_pinned
 from recipe_lib.ops.device import holds_values
-from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
+from recipe_lib.optim.optimizers import (
+    count_local_bytes,
+    count_optimizer_state_bytes,
+    list_optimizer_state_sizes,
+)
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
 from recipe_lib.parallel.parallelize import Parallel
@@ -72,15 +76,15 @@ def offloaded_bytes(
     found = {}
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    states = optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
+    states = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
     if cfg.memory.cpu_offload:
         frozen = list(other.parameters()) if other is not None else []
         pinned = sum(
-            round_up_to_pinned(local_bytes([parameter])) for parameter in [*every, *frozen]
+            round_up_to_pinned(count_local_bytes([parameter])) for parameter in [*every, *frozen]
         )
         found["cpu_offload"] = pinned + _gradient_bytes(model, trained, cfg) + states
     elif cfg.memory.optimizer_offload:
-        sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
+        sizes = list_optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
         found["optimizer_offload"] = sum(map(round_up_to_pinned, sizes))
     streamed = [
         *list_streamed_parameters(model),
@@ -88,7 +92,7 @@ def offloaded_bytes(
     ]
     if streamed:
         found["stream_layers"] = sum(
-            round_up_to_pinned(local_bytes([parameter])) for parameter in streamed
+            round_up_to_pinned(count_local_bytes([parameter])) for parameter in streamed
         )
     return found
 
@@ -97,20 +101,20 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
     """Of offloaded gradients: the largest if each is stepped in backward, else all; and where
     micro-batches are reduced one by one, those of two units that arrive, or sums in fp32.
     """
-    pinned = [round_up_to_pinned(local_bytes([parameter])) for parameter in trained]
+    pinned = [round_up_to_pinned(count_local_bytes([parameter])) for parameter in trained]
     if cfg.memory.optimizer_in_backward:
         return max(pinned, default=0)
     if reduces_once(cfg.parallel) or micro_batches(cfg)[1] == 1:
         return sum(pinned)
     if cfg.parallel.accumulate_grad_in_fp32:
-        return sum(pinned) + 2 * local_bytes(trained)  # of bf16
+        return sum(pinned) + 2 * count_local_bytes(trained)  # of bf16
     units = [
         [entry.sharded_param for entry in entries_of(unit)]
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
     ]
     arriving = [
-        sum(round_up_to_pinned(local_bytes([one])) for one in unit if one.requires_grad)
+        sum(round_up_to_pinned(count_local_bytes([one])) for one in unit if one.requires_grad)
         for unit in units
     ]
     return sum(pinned) + sum(sorted(arriving)[-2:])

@@ -36,9 +36,9 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.optimizers import (
     OptimizerLevers,
-    learning_rate,
+    compute_learning_rate,
+    set_hyperparameters,
     set_learning_rate,
-    set_numbers,
 )
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.parallel.world import World
@@ -155,7 +155,7 @@ class TrainingLoop:
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
-            self._lr = learning_rate(
+            self._lr = compute_learning_rate(
                 self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps
             )
             set_learning_rate(self._optimizer, self._lr)
@@ -441,7 +441,7 @@ def resume_run(
             f" max_steps); set max_steps to {done} or more, or resume from an earlier state"
         )
     saved = load_state(found, model, optimizer, world, levers.place_state)
-    set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
+    set_hyperparameters(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), found)
     data.best.restore(saved, found, world)
     get_logger().info("resume: %s, %d of %d steps done", found, saved["step"], data.total_steps)

@@ -26,7 +26,7 @@ from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.optim.optimizers import local_bytes
+from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
 from recipe_lib.training.micro_batches import result_of_each
@@ -140,7 +140,7 @@ def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
         )
     if reference is None:
         return "reference: the model without its adapters"
-    return f"reference: a frozen copy, {format_bytes(local_bytes(reference.parameters()))} per rank"
+    return f"reference: a frozen copy, {format_bytes(count_local_bytes(reference.parameters()))} per rank"
 
 
 def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:

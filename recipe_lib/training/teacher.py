@@ -22,7 +22,7 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.distillation import TeacherStates
-from recipe_lib.optim.optimizers import local_bytes
+from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluated_in_parts
@@ -168,7 +168,7 @@ def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel
     loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
     loss += f" + {1 - keys.weight:g} x cross-entropy"
     streamed = 0 if parallel.levers.layers is None else parallel.levers.layers.num_bytes()
-    held = format_bytes(local_bytes(teacher.parameters()) - streamed)
+    held = format_bytes(count_local_bytes(teacher.parameters()) - streamed)
     held += f" and {format_bytes(streamed)} in host memory" if streamed else ""
     return f"{loss}; the teacher takes {held} per rank"
 

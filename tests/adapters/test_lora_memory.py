@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.adapters import add_adapters, get_adapter_parameters, is_adapter
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.models import build_meta
-from recipe_lib.optim.optimizers import build_optimizer, local_bytes
+from recipe_lib.optim.optimizers import build_optimizer, count_local_bytes
 from recipe_lib.parallel import resolve_wrapping
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss
 from tests.distributed.ranks import run_ranks
@@ -66,7 +66,7 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
                 if value.dim()
             ]
             assert gathered_bytes(model) == 0
-            return [local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
+            return [count_local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
 
     for held, unreduced in run_ranks(work, RANKS):
         assert held == (BF16 * FROZEN + 4 * FP32 * TRAINED) // RANKS

@@ -1,6 +1,4 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where states or rounding
-are to be others.
-"""
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where its states differ."""
 
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch.optim import Optimizer
 from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, Trained
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, TrainedParameters
 
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "implementation", "state_bits", "master_weights", "stochastic_rounding"),
@@ -19,18 +17,18 @@ FACTS = OptimizerFacts(
 
 
 @register("optimizer.name", "adamw", FACTS)
-def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """torch's AdamW, unless `state_bits` asks for another type or rounding is to be other than to
-    the nearest.
-    """
+def build_adamw(
+    cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
+) -> Optimizer:
+    """Return torch's AdamW, or ours for other state bits, master weights, stochastic rounding."""
     beta1, beta2 = cfg.betas
     bits = {parameter.dtype.itemsize * 8 for parameter in params}
-    keeps_others = cfg.state_bits is not None and not bits <= {cfg.state_bits}
-    if isinstance(params, Trained) and (
-        cfg.master_weights or cfg.stochastic_rounding or keeps_others
-    ):
+    has_other_bits = cfg.state_bits is not None and not bits <= {cfg.state_bits}
+    is_ours = cfg.master_weights or cfg.stochastic_rounding or has_other_bits
+    if isinstance(params, TrainedParameters) and is_ours:
         return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
-    groups = [{"params": list(params)}]  # one, even if empty
+    # torch refuses an empty list of parameters, but not an empty group.
+    groups = [{"params": list(params)}]
     return torch.optim.AdamW(
         groups,
         lr=cfg.lr,
