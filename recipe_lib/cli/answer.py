@@ -35,7 +35,7 @@ from recipe_lib.generation.sample import (
     check_prompt,
     generate,
     generate_batch,
-    prompted,
+    show_prompt_phase,
 )
 from recipe_lib.generation.source import (
     DTYPE_NAMES,
@@ -365,7 +365,7 @@ def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse
     is_empty = True
     with loaded(source, arguments) as (model, device):
         tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
-        for token in prompted(tokens, len(prompt)):
+        for token in show_prompt_phase(tokens, len(prompt)):
             piece = text.push(token)
             is_empty = is_empty and not piece
             sys.stdout.write(piece)

@@ -25,7 +25,7 @@ from recipe_lib.data import (
     warn_of_positions,
 )
 from recipe_lib.errors import ConfigError, UserError
-from recipe_lib.generation.answer_questions import Question, questions_of
+from recipe_lib.generation.answer_questions import Question, build_questions
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
@@ -88,7 +88,7 @@ class TrainingData:
         """
         if self.validation_dataset is None or not self.generated_metrics:
             return {}
-        found = questions_of(self.validation_dataset, self.tokenizer.stop_ids)
+        found = build_questions(self.validation_dataset, self.tokenizer.stop_ids)
         if not found:
             raise ConfigError(
                 f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.generation.answer_questions import generate_answers, metric_of_answers
+from recipe_lib.generation.answer_questions import compute_metric, generate_answers
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import TokenScores
@@ -121,7 +121,7 @@ def _metrics_of_answers(model: Any, data: TrainingData, world: World) -> dict[st
     model.train()
     found = {}
     for name in data.generated_metrics:
-        numbers = metric_of_answers(name, answers, data.questions, data.tokenizer)
+        numbers = compute_metric(name, answers, data.questions, data.tokenizer)
         found[f"validation_{name}"] = math.fsum(numbers.values()) / len(numbers)
     return found
 

@@ -1,4 +1,4 @@
-"""The optimizers that ship, a file each, by the name of `optimizer.name`; importing registers them."""
+"""The optimizers that ship, a file each, named as `optimizer.name`; importing registers them."""
 
 from importlib import import_module
 from pkgutil import iter_modules
