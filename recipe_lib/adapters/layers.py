@@ -502,7 +502,12 @@ class AdaptedExpertModule(AdaptedModule):
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         plain = super().forward(rows, groups, of_tokens=of_tokens)
         return self.add_update(
-            plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight
+            plain,
+            rows,
+            groups,
+            of_tokens,
+            lora_a=self.lora_A.weight,
+            lora_b=self.lora_B.weight,
         )
 
     def add_update(

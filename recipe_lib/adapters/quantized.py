@@ -232,6 +232,7 @@ class QuantizedLinear(nn.Module):
     def dequantize_weight_rows(self, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` (exclusive) of the weight, without the others."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
+        # By position: in a plan `dequantize` is replaced by a function that takes no keywords.
         return dequantize(*storage, self.in_features, self.dtype, (), start, stop)
 
     @torch.no_grad()
