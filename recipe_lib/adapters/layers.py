@@ -42,7 +42,7 @@ _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What all adapters of a model share."""
+    """The settings that all adapters of a model share."""
 
     rank: int
     scaling: float  # of the product B A

@@ -302,7 +302,7 @@ _SMALL = 0.005  # share of the layers' weights below which what is left out is n
 
 @dataclass(frozen=True)
 class Coverage:
-    """What adapters and quantized weights cover of the frozen matrices of a model's layers.
+    """The frozen matrices of a model's layers, by whether they are adapted and quantized.
 
     A kind is a matrix's name without the numbers of layers, see `get_matrix_kind`.
     """

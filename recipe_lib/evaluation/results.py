@@ -46,7 +46,7 @@ class SequenceScore:
 
 @dataclass
 class ModelResults:
-    """What was measured of one model, by number of the sequence."""
+    """The measurements of one model, by number of the sequence."""
 
     scores: dict[int, SequenceScore] = field(default_factory=dict)
     answers: dict[int, Generated] = field(default_factory=dict)

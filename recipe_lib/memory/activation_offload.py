@@ -159,7 +159,7 @@ class LayerCall:
 
 @dataclass(slots=True)
 class PackedTensor:
-    """What autograd holds in place of a saved tensor: a view of a storage."""
+    """A view of a saved storage, which autograd holds in place of a saved tensor."""
 
     call: LayerCall
     saved: SavedStorage

@@ -30,7 +30,7 @@ _MAX_COMPILATIONS = 64
 
 @dataclass(frozen=True)
 class MemoryLevers:
-    """What the levers of one model decided and which objects they made."""
+    """The decisions of one model's levers, and the objects that they made."""
 
     kernels: str = ""  # a line about fused kernels, for the log
     checkpointing: str | None = None  # what layers keep, where a budget chose it, for the log

@@ -57,7 +57,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer's forward keeps and computes."""
+    """The bytes and seconds of one layer's forward."""
 
     name: str
     stage: int  # of a pipeline
@@ -69,7 +69,7 @@ class LayerCost:
 
 @dataclass
 class BudgetChoice:
-    """What each layer keeps under a budget."""
+    """The operators that each layer keeps under a budget."""
 
     # By layer name; None: the layer is not checkpointed, it keeps everything.
     kept: dict[str, KeptOperators | None] = field(default_factory=dict)

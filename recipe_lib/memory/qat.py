@@ -40,7 +40,7 @@ KINDS = ("int4", "int8", "fp8")
 
 @dataclass
 class FakeQuantization:
-    """What the linears of a model are rounded to, and whether they are at this step."""
+    """The rounding of a model's linears, which may be off at this step."""
 
     kind: str  # of KINDS
     group_size: int  # weights that share a scale, of int4

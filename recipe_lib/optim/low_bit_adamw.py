@@ -55,7 +55,7 @@ _WORD = 2**32
 
 @dataclass(frozen=True)
 class Code:
-    """How values become codes on one device."""
+    """A code of 8 or 4 bits: its tables on one device."""
 
     bits: int
     levels: Tensor  # `[2^bits]` fp32, rising

@@ -380,7 +380,7 @@ def _find_sharded_dims(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
 
 @dataclass(frozen=True)
 class OptimizerLevers:
-    """What `memory.optimizer_in_backward` and `memory.optimizer_offload` came to."""
+    """The results of `memory.optimizer_in_backward` and `memory.optimizer_offload`."""
 
     # Of gradients that are gone when `clip_grad_norm` is called; None: none are
     norms: GradNormsInBackward | None = None

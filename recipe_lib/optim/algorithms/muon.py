@@ -169,7 +169,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """How a matrix lies on the ranks that exchange it, and perhaps on others."""
+    """The sharding of a matrix over the ranks that exchange it, and perhaps over others."""
 
     matrix: DTensor
     # What the exchanging ranks share: the full matrix, unless others have it sharded further
