@@ -29,7 +29,7 @@ from recipe_lib.cli.main import main as tune
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.paths import configs_folder
 from recipe_lib.data import build_dataset
-from recipe_lib.data.batches import validation_steps
+from recipe_lib.data.batches import make_validation_steps
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
@@ -231,7 +231,7 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
         folder, quantization_config=rounding, dtype=torch.float32
     )
     total, count = 0.0, 0
-    for batches in validation_steps(held_out(setup), 0, 1, 50):
+    for batches in make_validation_steps(held_out(setup), 0, 1, 50):
         (batch,) = batches.micro_batches
         logits = model(batch.tokens).logits.double()
         losses = torch.nn.functional.cross_entropy(

@@ -23,7 +23,7 @@ from recipe_lib.config.suggest import show
 from recipe_lib.data import (
     Dataset,
     build_validation_dataset,
-    report_lines,
+    format_report_lines,
     settle_formats,
     warn_of_positions,
 )
@@ -50,7 +50,7 @@ from recipe_lib.generation.source import GenerationSource, choose_dtype, find_so
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.parallel import World, make_world, meet_ranks, start_world
-from recipe_lib.report.terminal import Table, table_lines, terminal_width
+from recipe_lib.report.terminal import Table, format_table_lines, get_terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
@@ -103,7 +103,7 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
     """
     dataset = build_validation_dataset(cfg, tokenizer)
     assert dataset is not None
-    for line in report_lines(dataset.report):
+    for line in format_report_lines(dataset.report):
         get_logger().info(line)
     warn_of_positions(source.spec.max_positions, dataset)
     if dataset.group != 1:
@@ -157,7 +157,7 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
         for task, name in found[TUNED]
     ]
     table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
-    print("\n".join(table_lines(table, terminal_width())))
+    print("\n".join(format_table_lines(table, get_terminal_width())))
 
 
 def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSource) -> Path | None:
@@ -261,7 +261,7 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
     if arguments.json:
         sys.stdout.write(json.dumps(evaluation.build_summary()) + "\n")
         return
-    print("\n".join(table_lines(evaluation.build_table(), terminal_width())))
+    print("\n".join(format_table_lines(evaluation.build_table(), get_terminal_width())))
     if not is_quiet():
         summary = evaluation.build_summary()
         print(

@@ -14,9 +14,9 @@ from torch import nn
 
 from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.checkpoint.verify import adapter_settings_of
+from recipe_lib.checkpoint.verify import make_adapter_settings
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.generation.source import GenerationSource
@@ -70,7 +70,7 @@ def load_evaluated_model(
         check_fits(adapter, spec)
         adapter_dtype = None if cfg.dtype == "fp64" else "fp32"
         lora = replace(
-            adapter_settings_of(adapter, spec), quantize_base=storage, dtype=adapter_dtype
+            make_adapter_settings(adapter, spec), quantize_base=storage, dtype=adapter_dtype
         )
         assert isinstance(cfg, LoraFinetuneConfig)
         cfg = replace(cfg, lora=lora)

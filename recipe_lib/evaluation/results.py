@@ -16,7 +16,7 @@ from torch import nn
 from recipe_lib import files
 from recipe_lib.config.mesh import padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import Dataset, validation_steps
+from recipe_lib.data import Dataset, make_validation_steps
 from recipe_lib.generation.answer_questions import Question
 from recipe_lib.generation.sample import Generated
 from recipe_lib.parallel import Parallel, World
@@ -78,7 +78,7 @@ def score_sequences(
 ) -> dict[int, SequenceScore]:
     """Return the scores of all sequences, on every rank. Collective."""
     batch_size = cfg.validation.batch_size or cfg.batch_size
-    steps = validation_steps(
+    steps = make_validation_steps(
         dataset,
         world.data_rank,
         world.data_ranks,

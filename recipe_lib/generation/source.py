@@ -24,9 +24,9 @@ from recipe_lib.checkpoint.huggingface import (
     find_checkpoint,
     load_weights,
 )
-from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
-from recipe_lib.checkpoint.verify import model_of_adapter
-from recipe_lib.checkpoint.weight_files import exported_folder
+from recipe_lib.checkpoint.model_folders import find_exported_folder
+from recipe_lib.checkpoint.tokenizer_export import TOKENIZER_FILES
+from recipe_lib.checkpoint.verify import load_model_with_adapter
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, SetupError
@@ -59,7 +59,7 @@ def find_source(name: str, base: str | None = None) -> GenerationSource:
     base: that of an adapter, in place of the one it names. Raises CheckpointError for what is none,
     or is damaged, by its headers.
     """
-    folder = exported_folder(find_checkpoint(name))
+    folder = find_exported_folder(find_checkpoint(name))
     if (folder / ADAPTER_CONFIG).is_file():
         return _find_adapter_source(folder, base)
     if base is not None:
@@ -122,7 +122,9 @@ def load_source(
     """
     if source.adapter is not None:
         spec = source.base_spec or source.spec
-        return model_of_adapter(source.adapter, spec, source.folder, dtype, device, storage)[0]
+        return load_model_with_adapter(source.adapter, spec, source.folder, dtype, device, storage)[
+            0
+        ]
     model = build_meta(source.spec, dtype)
     allocate(model, device)
     load_weights(model, source.spec, source.folder)

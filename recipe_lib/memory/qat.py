@@ -286,7 +286,7 @@ def round_inputs(hidden: Tensor, kind: str) -> Tensor:
 def _merge_weight(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
     """Return the weight merged with the adapter: in fp32, then in the weight's type.
 
-    The same to the bit as `recipe_lib.checkpoint.merged`, which an export is made by.
+    The same to the bit as `recipe_lib.checkpoint.adapter_merging`, which an export is made by.
     """
     if not adapter:
         return weight

@@ -464,7 +464,7 @@ class ChunkedOptimizer(Optimizer):
         if owner in self._starts:
             self._starts[parameter] = self._starts[owner]
 
-    def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return zeros for every state tensor of a parameter, by key, sharded as it is."""
         layouts = build_state_layouts(
             parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
@@ -534,7 +534,7 @@ class ChunkedOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            state |= self.new_states(parameter)
+            state |= self.make_states(parameter)
             if MASTER in state:
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1

@@ -42,8 +42,15 @@ from recipe_lib.plan.verdict import (
     version_text,
 )
 from recipe_lib.report import terminal
-from recipe_lib.report.chart import Chart, Scale, as_svg, render_page, short, ticks
-from recipe_lib.report.terminal import HEADING, open_console, put, put_section, text_of
+from recipe_lib.report.chart import (
+    Chart,
+    Scale,
+    compute_ticks,
+    format_short,
+    render_page,
+    render_svg,
+)
+from recipe_lib.report.terminal import HEADING, open_console, put, put_section, read_console
 from recipe_lib.report.view import Figure, Section, Table, show_table
 from recipe_lib.units import (
     Bytes,
@@ -79,7 +86,7 @@ def render(
     2. width: columns, by default those of the terminal between 80 and 120. color: styles of a
     terminal; `wants_color` says whether a stream should get them.
     """
-    console = terminal.open_console(width or terminal.terminal_width(), color)
+    console = terminal.open_console(width or terminal.get_terminal_width(), color)
     style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
     put(console, verdict_text(plan), style)
     console.print()
@@ -100,7 +107,7 @@ def render(
     console.print()
     put(console, verdict_line(plan), style)
     put(console, f"next: {next_step(plan)}")
-    return terminal.text_of(console)
+    return terminal.read_console(console)
 
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
@@ -243,19 +250,19 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
     chart = Chart(_WIDTH, _HEIGHT, "memory live on the device", _LEFT, _RIGHT, _TOP, _BOTTOM)
     last = shown[-1].at
-    counts = [(at, short(at)) for at in ticks(0, last, 8) if at == int(at)]
+    counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
     chart.x = Scale("allocations and releases, in their order", 0, last, counts)
     chart.y = Scale(
         f"live on the device ({unit[1]})",
         0,
         top,
-        [(value, f"{value:g}") for value in ticks(0, top, 5)],
+        [(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
     )
     _draw_areas(chart, shown, unit)
-    _phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
+    _phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in begins.items()])
     said = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
-        y = chart.up(usable / unit[0])
+        y = chart.compute_y(usable / unit[0])
         chart.put(
             "line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y
         )
@@ -271,14 +278,14 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         "circle",
         "peak",
         title=most,
-        cx=chart.across(highest.at),
-        cy=chart.up(highest.total / unit[0]),
+        cx=chart.compute_x(highest.at),
+        cy=chart.compute_y(highest.total / unit[0]),
         r=3.5,
     )
     peak = plan.heaviest.peak
     at_peak = f"{most}, {running_text(peak)}" if highest.total == peak.requested else most
     return Figure(
-        as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True
+        render_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True
     )
 
 
@@ -292,15 +299,15 @@ def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
     """The highest sum first, each lower one over it: what stays to be seen of an area is its own
     kind.
     """
-    base = f"{chart.up(0):.1f}"
+    base = f"{chart.compute_y(0):.1f}"
     for place in reversed(range(len(STORAGE_KINDS))):
         if any(point.kinds[place] for point in shown):
             tops = [
-                (chart.across(point.at), chart.up(sum(point.kinds[: place + 1]) / unit[0]))
+                (chart.compute_x(point.at), chart.compute_y(sum(point.kinds[: place + 1]) / unit[0]))
                 for point in shown
             ]
             steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
-            path = f"M{chart.across(0):.1f},{base}{steps}V{base}Z"
+            path = f"M{chart.compute_x(0):.1f},{base}{steps}V{base}Z"
             chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
 
 
@@ -356,7 +363,8 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
         _WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM
     )
     times = [
-        (value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)
+        (value, format_duration(value) if value else "0")
+        for value in compute_ticks(0, plan.seconds, 6)
     ]
     chart.x = Scale("planned time of the step", 0, plan.seconds, times)
     rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
@@ -377,7 +385,7 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     if plan.stages_per_rank > 1:
         note += " A rank's later stages have lower boxes."
     note += " The optimizer and what else a step does outside the pipeline are not here."
-    return Figure(as_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
+    return Figure(render_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
 
 
 def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
@@ -385,8 +393,8 @@ def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
     them apart.
     """
     what, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
-    x = chart.across(span.start)
-    width = chart.across(span.end) - x
+    x = chart.compute_x(span.start)
+    width = chart.compute_x(span.end) - x
     top = y + 4 * min(turn, 3)
     title = (
         f"micro-batch {span.micro_batch}, stage {span.stage}, {what},"
@@ -446,7 +454,7 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
         rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
         table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
         put_section(console, Section(title, table=table if rows else None))
-    return text_of(console)
+    return read_console(console)
 
 
 def _compare(a: Any, b: Any, title: str) -> list[Any]:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import BEST_RECORD, read_manifest
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
@@ -239,7 +239,7 @@ class TrainingLoop:
             grad_norm=grad_norm,
             lr=self._lr,
             seconds=seconds,
-            label_tokens=batches.trained_tokens,
+            label_tokens=batches.num_label_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
             peak=peak,
@@ -252,7 +252,7 @@ class TrainingLoop:
                 f" computation; scaling efficiency {shares['scaling_efficiency']:.1%} (1 - what is"
                 " not hidden)"
             )
-        if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
+        if grad_norm == 0.0 and batches.num_label_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
                 "warning: step %d: the gradient is exactly 0, so nothing is learned; look for"

@@ -48,11 +48,11 @@ def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
     log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo
     and simpo the mean.
     """
-    if batch.segments is None:
+    if batch.sequence_ids is None:
         raise ValueError("this batch holds no pairs")
-    answers = batch.num_segments
+    answers = batch.num_sequences
     places = torch.where(
-        batch.segments < 0, answers, batch.segments
+        batch.sequence_ids < 0, answers, batch.sequence_ids
     ).flatten()  # padding has one of its own
 
     def by_answer(values: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def reference_point(
     if not batches.mismatched:
         return None
     total = _sum_ratios(parallel, answers, references_of, batches.mismatched, world)
-    return _estimate_kl(total, batches.items, world)
+    return _estimate_kl(total, batches.num_items, world)
 
 
 def _sum_ratios(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import init_adapters, quantize_frozen
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.recipes.distill_distributed import DistillConfig, DistillFinetuneConfig
 from recipe_lib.config.schema import ModelConfig
@@ -91,7 +91,7 @@ def first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
     try:
-        return repr(tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace"))
+        return repr(tokenizer.get_token_bytes(token).decode("utf-8", errors="backslashreplace"))
     except (DataError, IndexError, KeyError):
         return "no token"
 

@@ -49,8 +49,8 @@ def sum_over_validation(
     while together := list(islice(steps, at_once)):
         for numbers in results_of([batch for batches in together for batch in batches_of(batches)]):
             sums += 0 if numbers is None else numbers
-        tokens += sum(batches.trained_tokens for batches in together)
-        items += sum(batches.items for batches in together)
+        tokens += sum(batches.num_label_tokens for batches in together)
+        items += sum(batches.num_items for batches in together)
     model.train()
     return tokens, items
 

@@ -13,7 +13,7 @@ import torch
 from recipe_lib.adapters import peft_patterns
 from recipe_lib.adapters.peft_patterns import MAX_CHARACTERS, find_first_matches
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.errors import CheckpointError
 from tests.adapters.hugging_face import config, ours, save_with_peft
 from tests.adapters.peft_folders import (

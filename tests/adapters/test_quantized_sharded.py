@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
-from recipe_lib.checkpoint import weights_in
-from recipe_lib.checkpoint.weights_in import load_weights
+from recipe_lib.checkpoint import weight_loading as weights_in
+from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
@@ -272,7 +272,7 @@ def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> No
         reads: list[int] = []
         if count:
             module._PIECE_ELEMENTS = piece
-            weights_in._row_reader = counting(weights_in._row_reader, reads)  # type: ignore[attr-defined]
+            weights_in._make_row_reader = counting(weights_in._make_row_reader, reads)  # type: ignore[attr-defined]
         with qlora_empty(wide, quantize) as (model, spec), LiveBytes() as live:
             load_weights(model, spec, wide)
             return max(reads, default=0), sum(reads), live.peak, frozen_bits(model)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.model_export import gather_whole
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
@@ -112,7 +112,7 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
         wanted = get_adapter_parameters(plain)
         model.state_dict()  # FSDP frees what is gathered
         for name, parameter in get_adapter_parameters(model).items():
-            found = whole(parameter.grad) / world.data_ranks
+            found = gather_whole(parameter.grad) / world.data_ranks
             if not torch.allclose(found, wanted[name].grad, rtol=1e-3, atol=1e-6):
                 faults.append(f"gradient of {name}")
         stored = sum(

@@ -26,8 +26,8 @@ from recipe_lib.adapters.peft_names import (
     build_file_modules,
     get_extra_name,
 )
-from recipe_lib.checkpoint.tensor_files import TensorEntry, hold_same_numbers
-from recipe_lib.checkpoint.weight_accounts import file_shapes
+from recipe_lib.checkpoint.safetensors_files import TensorEntry, have_same_numbers
+from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import LanguageModel
@@ -254,7 +254,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
             if tensor.rows is not None:
                 token_rows[entry.our_name] = _find_token_rows(adapter, name) or ()
             if tensor.added is not None:
-                scalings[entry.our_name] = adapter.config.scaling_of(
+                scalings[entry.our_name] = adapter.config.compute_scaling(
                     modules[name.removesuffix(".bias")]
                 )
     return SavedWeights(
@@ -272,7 +272,7 @@ def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
     entries = [
         entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE
     ]
-    shapes = file_shapes(entries, parameter_shapes(spec))
+    shapes = compute_file_shapes(entries, parameter_shapes(spec))
     base_tensors: dict[str, _BaseTensor] = {}
     for entry in entries:
         name = entry.file_name
@@ -413,7 +413,7 @@ def _list_missing(
         name: tensor.rows[0] for name, tensor in sorted(saved.items()) if tensor.rows is not None
     }
     for end, tokens in adapter.config.token_rows.items():
-        if tokens and not any(_fits_rows(name, end) for name in saved_rows):
+        if tokens and not any(_is_named_by(name, end) for name in saved_rows):
             faults.append(
                 f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}"
             )
@@ -446,7 +446,7 @@ def _is_listed(adapter: "AdapterFile", name: str) -> bool:
     return any(".".join(module[:length]).endswith(ends) for length in range(1, len(module) + 1))
 
 
-def _fits_rows(name: str, end: str) -> bool:
+def _is_named_by(name: str, end: str) -> bool:
     """Return whether a name in trainable_token_indices is that of a tensor's module; empty: the
     embedding's.
     """
@@ -460,7 +460,7 @@ def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | Non
     """
     for row_name in [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]:
         for end, tokens in adapter.config.token_rows.items():
-            if _fits_rows(row_name, end):
+            if _is_named_by(row_name, end):
                 return tokens
     return None
 
@@ -485,7 +485,7 @@ def _settle_vocabulary(
             or _is_listed(adapter, HEAD_WEIGHT)
             or head.rows is not None
         )
-        is_same = _are_same(adapter, embedding, head)
+        is_same = _have_same_numbers(adapter, embedding, head)
         if not (is_listed or is_same or _NOTHING in (embedding, head)):
             raise CheckpointError(
                 f"{adapter.path}: {EMBEDDING_WEIGHT} and {HEAD_WEIGHT} differ, which are one matrix"
@@ -514,13 +514,13 @@ def _settle_vocabulary(
     return saved, replace(base, vocab_size=vocab_size, tied=tied)
 
 
-def _are_same(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
+def _have_same_numbers(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
     """Return whether both matrices are saved with the same numbers."""
     with safe_open(str(adapter.path), framework="pt") as file:
         for of_embedding, of_head in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
             if of_embedding is None or of_head is None:
                 if of_embedding is not of_head:
                     return False
-            elif not hold_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
+            elif not have_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
                 return False
     return _find_token_rows(adapter, EMBEDDING_WEIGHT) == _find_token_rows(adapter, HEAD_WEIGHT)
