@@ -1,12 +1,13 @@
-"""Modules with a frozen weight and a trained adapter next to it: linears, the embedding, the output
-head.
+"""Modules with a frozen weight and a trained adapter: linears, experts, the embedding, the head.
 
-The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA,
-arXiv 2106.09685). DoRA (arXiv 2402.09353) also trains the length m `[out]` of every row: the matrix
-is `m * (W + scaling * B A) / norms`, where the norms are those of the rows of `W + scaling * B A`,
-and no gradient flows through them. Parameters have the names that PEFT gives them, after the name
-of the module: `lora_A.weight`, `lora_B.weight`, `lora_magnitude_vector`, `lora_embedding_A`,
-`lora_embedding_B`; the frozen ones keep theirs.
+`adapt(module, settings)` returns what takes a module's place. The adapter of a matrix W `[out, in]`
+is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA, arXiv 2106.09685). DoRA (arXiv
+2402.09353) also trains the magnitude m `[out]` of every row: the matrix is
+`m * (W + scaling * B A) / norms`, where the norms are those of the rows of `W + scaling * B A`, and
+no gradient flows through them.
+
+Parameters have PEFT's names after the module's: `lora_A.weight`, `lora_B.weight`,
+`lora_magnitude_vector`, `lora_embedding_A`, `lora_embedding_B`; the frozen ones keep theirs.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,21 +42,20 @@ _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What all adapters of a model share; dtype: of their parameters."""
+    """The settings that all adapters of a model share."""
 
     rank: int
-    scaling: float
-    dropout: float
+    scaling: float  # of the product B A
+    dropout: float  # of the adapter's input
     dora: bool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the adapters' parameters
 
 
 class AdaptedModule(nn.Module):
-    """A module in the place of another, whose weight it has as it is, frozen, with an adapter next
-    to it.
+    """A module with the frozen weight of the one whose place it takes, and an adapter next to it.
 
-    A class derived from it and from that of the other computes the frozen part by the forward of
-    the latter. Adapters are made on the meta device.
+    A derived class also derives from the other module's class, whose forward computes the frozen
+    part. Adapters are made on the meta device.
     """
 
     adapter_tensors = (
@@ -69,13 +69,13 @@ class AdaptedModule(nn.Module):
     is_off: bool = False
     transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
-    compute_weight_norms: Callable[
-        [], Tensor
-    ]  # lengths of the adapted matrix, in the order and type of that; no gradient
+    # Norms of the rows of the adapted matrix, in their order and type; no gradient.
+    compute_weight_norms: Callable[[], Tensor]
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
-        """base: is not to be used any more."""
+        """base: not to be used any more."""
         nn.Module.__init__(self)
+        # Copies of the dicts: what is registered here must not appear in base too.
         members = {
             name: dict(base.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")
         }
@@ -83,17 +83,19 @@ class AdaptedModule(nn.Module):
         self.settings = settings
 
     def compute_relative_lengths(self) -> Tensor | None:
-        """What DoRA multiplies each output channel by: its trained length over the adapted matrix's
-        own; None: LoRA.
+        """Return DoRA's factors of the output channels: trained magnitudes over present norms.
+
+        None: LoRA.
         """
         if self.lora_magnitude_vector is None:
             return None
         return self.lora_magnitude_vector / self.compute_weight_norms()
 
     def _add_magnitude(self, width: int) -> None:
-        settings = self.settings
-        empty = torch.empty(width, dtype=settings.dtype, device="meta") if settings.dora else None
-        self.lora_magnitude_vector = None if empty is None else nn.Parameter(empty)
+        self.lora_magnitude_vector = None
+        if self.settings.dora:
+            empty = torch.empty(width, dtype=self.settings.dtype, device="meta")
+            self.lora_magnitude_vector = nn.Parameter(empty)
 
 
 class AdaptedMatrix(AdaptedModule):
@@ -116,60 +118,58 @@ class AdaptedMatrix(AdaptedModule):
         self._add_magnitude(outputs)
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, in]`."""
+        """Return rows of W `[stop - start, in]`."""
         weight: Any = self.weight
         return weight[start:stop]
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]` by the frozen part alone, bias included."""
+        """Return `[..., out]` of hidden `[..., in]` by the frozen part alone, bias included."""
         return super().forward(hidden)
 
     @torch.no_grad()
     def compute_weight_norms(self) -> Tensor:
-        """Lengths `[out]` of the rows of `W + scaling * B A`, which never exists as a whole."""
+        """Return the norms `[out]` of the rows of `W + scaling * B A`, made some rows at a time."""
         return self.compute_norms_with(self.get_frozen_rows, self.lora_A.weight, self.lora_B.weight)
 
     def compute_norms_with(
-        self, frozen_rows: Callable[[int, int], Tensor], first: Tensor, second: Tensor
+        self, read_rows: Callable[[int, int], Tensor], lora_a: Tensor, lora_b: Tensor
     ) -> Tensor:
-        """As `weight_norms`, of a part of the matrix: rows, or columns, of W, and what A and B have
-        for them.
+        """Return the norms of the rows of a part of the adapted matrix.
+
+        read_rows: gives rows of that part of W. lora_a, lora_b: what A and B have for it.
         """
-        wide = torch.promote_types(second.dtype, torch.float32)
-        rows = max(1, _NORM_ELEMENTS // first.shape[1])
-        lengths = []
-        for start in range(0, second.shape[0], rows):
-            scaled = second[start : start + rows]
-            frozen = frozen_rows(start, start + scaled.shape[0]).to(
-                second.device, wide
-            )  # it may lie on the host
-            adapted = add_scaled(frozen, scaled @ first, self.settings.scaling)
-            lengths.append(torch.linalg.vector_norm(adapted, dim=1))
-        return torch.cat(lengths).to(second.dtype)
+        wide = torch.promote_types(lora_b.dtype, torch.float32)
+        rows = max(1, _NORM_ELEMENTS // lora_a.shape[1])
+        norms = []
+        for start in range(0, lora_b.shape[0], rows):
+            part = lora_b[start : start + rows]
+            # W may lie on the host.
+            frozen = read_rows(start, start + part.shape[0]).to(part.device, wide)
+            adapted = add_scaled(frozen, part @ lora_a, self.settings.scaling)
+            norms.append(torch.linalg.vector_norm(adapted, dim=1))
+        return torch.cat(norms).to(lora_b.dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]`."""
+        """Return `[..., out]` of hidden `[..., in]`."""
         if self.is_off:
             return self.frozen_forward(hidden)
-        return self.adapted(
-            hidden, self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths()
-        )
+        factors = self.compute_relative_lengths()
+        return self.apply_adapter(hidden, self.lora_A.weight, self.lora_B.weight, factors)
 
-    def adapted(
+    def apply_adapter(
         self,
         hidden: Tensor,
-        first: Tensor,
-        second: Tensor,
-        lengths: Tensor | None,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        factors: Tensor | None,
         frozen: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]`. first, second: A and B. lengths: those of
-        `relative_lengths`.
+        """Return `[..., out]` of hidden `[..., in]` with these A, B and factors.
 
-        frozen: in place of `frozen_forward`, where the weight it finds is another by the time it is
-        called.
+        factors: those of `compute_relative_lengths`. frozen: in place of `frozen_forward`, where
+        the module has another weight by the time it is called.
         """
-        scaling, rate = self.settings.scaling, self.settings.dropout
+        rate = self.settings.dropout
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
         dropped = hidden
@@ -178,45 +178,42 @@ class AdaptedMatrix(AdaptedModule):
             is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
             with nullcontext() if is_counted else torch._C.DisableTorchFunction():
                 dropped = F.dropout(hidden, rate)
-        # Scaled while it is `[..., r]`: neither a product with `[..., out]` numbers, nor one in
-        # backward.
-        update = F.linear(cast_linear(dropped, first) * scaling, second)
-        if lengths is None:
+        # Scaled while it is `[..., r]`: scaling `[..., out]` would make a tensor of that size in
+        # forward, and one in backward.
+        update = F.linear(cast_linear(dropped, lora_a) * self.settings.scaling, lora_b)
+        if factors is None:
             return (plain + update).to(plain.dtype)
         if dropped is hidden:
             product = plain if self.bias is None else plain - self.bias
-            turned = lengths * (product + update)
-            return (turned if self.bias is None else turned + self.bias).to(plain.dtype)
-        # With dropout the frozen part sees all of the input at its old lengths, their change what
-        # is left of it.
+            scaled = factors * (product + update)
+            return (scaled if self.bias is None else scaled + self.bias).to(plain.dtype)
+        # With dropout the frozen part sees all of the input with factor 1, and what is left of it
+        # with the change of the factor, as in PEFT.
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
-        return (plain + (lengths - 1) * product + lengths * update).to(plain.dtype)
+        return (plain + (factors - 1) * product + factors * update).to(plain.dtype)
 
 
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
-    """`tensor + scaling * update`, without the product in memory.
-
-    Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two
-    matrices, inductor of torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out
-    (docs/upstream/add_alpha.md).
-    """
+    """Return `tensor + scaling * update`, without the product in memory."""
+    # Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two
+    # matrices, inductor of torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out
+    # (docs/upstream/add_alpha.md).
     return torch.sub(tensor, update, alpha=-scaling)
 
 
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came."""
+    """Return `hidden.to(weight.dtype) @ weight.T`; hidden is saved for backward as it came."""
     if hidden.dtype == weight.dtype:
         return F.linear(hidden, weight)
-    if not torch.compiler.is_dynamo_compiling() and has_torch_function(
-        (hidden, weight)
-    ):  # to a mode it is one call
+    # To a function mode it is one call of `linear`.
+    if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
     return linear(hidden, weight)
 
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`cast_linear` of two types."""
+    """Return `hidden.to(weight.dtype) @ weight.T` of two types."""
     return linear_in(hidden, weight, weight.dtype)
 
 
@@ -236,8 +233,9 @@ class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
 
 
 class AdaptedHead(AdaptedMatrix, OutputHead):
-    """The output head with a frozen weight and an adapter; the loss still comes without logits of
-    all tokens.
+    """The output head with a frozen weight and an adapter.
+
+    As without one, the loss comes without the logits of all tokens at a time.
     """
 
     def __init__(self, base: OutputHead, settings: AdapterSettings) -> None:
@@ -245,14 +243,13 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         self.bias = None
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, d]`; outside of a forward a weight shared with a sharded
-        embedding is gathered.
-        """
+        """Return rows of W `[stop - start, d]`."""
+        # Outside of a forward a weight shared with a sharded embedding is not gathered yet.
         rows = self.weight[start:stop]
         return rows.full_tensor() if isinstance(rows, DTensor) else rows
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., d]` to logits `[..., v]` by the frozen part alone, without the cap."""
+        """Return the logits `[..., v]` of the frozen part alone, without the cap."""
         return F.linear(hidden, self.weight)
 
     def forward(  # type: ignore[override]  # that of a head
@@ -262,121 +259,112 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
             return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
         trained = (self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths())
         if labels is None:
-            return self.finish(self.adapted(hidden, *trained))
-        # Where backward projects again, a tied and sharded weight is no longer this module's.
-        adapter = OutputAdapter(self.adapted, trained, partial(F.linear, weight=self.weight))
+            return self.finish(self.apply_adapter(hidden, *trained))
+        # Backward projects again, when a tied and sharded weight is no longer this module's: so the
+        # frozen part is bound to the weight of now.
+        adapter = OutputAdapter(self.apply_adapter, trained, partial(F.linear, weight=self.weight))
         return run_head_loss(
             head_loss, hidden, self.weight, labels, softcap=self.softcap, adapter=adapter
         )
 
 
 class AdaptedEmbedding(AdaptedModule, nn.Embedding):
-    """An embedding with a frozen weight `[v, d]` and an adapter; DoRA's lengths are those of its d
-    columns.
+    """An embedding with a frozen weight `[v, d]` and an adapter.
 
-    Dropout does not apply: the input is tokens.
+    DoRA's magnitudes are those of its d columns. Dropout does not apply: the input is tokens.
     """
 
     def __init__(self, base: nn.Embedding, settings: AdapterSettings) -> None:
         super().__init__(base, settings)
         self.scale = base.scale if isinstance(base, ScaledEmbedding) else None
-        vocabulary, width, rank = base.num_embeddings, base.embedding_dim, settings.rank
-        self.lora_embedding_A = nn.Parameter(
-            torch.empty(rank, vocabulary, dtype=settings.dtype, device="meta")
-        )
-        self.lora_embedding_B = nn.Parameter(
-            torch.empty(width, rank, dtype=settings.dtype, device="meta")
-        )
+        rank = settings.rank
+        width = base.embedding_dim
+        with torch.device("meta"):
+            lora_a = torch.empty(rank, base.num_embeddings, dtype=settings.dtype)
+            lora_b = torch.empty(width, rank, dtype=settings.dtype)
+        self.lora_embedding_A = nn.Parameter(lora_a)
+        self.lora_embedding_B = nn.Parameter(lora_b)
         self._add_magnitude(width)
 
     @torch.no_grad()
     def compute_weight_norms(self) -> Tensor:
-        """Lengths `[d]` of the columns of `W + scaling * (B A).T`, which never exists as a
-        whole.
-        """
-        first, second = self.lora_embedding_A, self.lora_embedding_B
-        wide = torch.promote_types(second.dtype, torch.float32)
+        """Return the norms `[d]` of the columns of `W + scaling * (B A).T`, made in pieces."""
+        lora_a = self.lora_embedding_A
+        lora_b = self.lora_embedding_B
+        wide = torch.promote_types(lora_b.dtype, torch.float32)
         rows = max(1, _NORM_ELEMENTS // self.embedding_dim)
-        squares = torch.zeros(self.embedding_dim, dtype=wide, device=second.device)
-        for part, scaled in zip(self.weight.split(rows), first.split(rows, dim=1), strict=True):
-            update = scaled.t() @ second.t()
-            squares += (
-                add_scaled(part.to(second.device, wide), update, self.settings.scaling)
-                .square_()
-                .sum(dim=0)
-            )
-        return squares.sqrt_().to(second.dtype)
+        squares = torch.zeros(self.embedding_dim, dtype=wide, device=lora_b.device)
+        for frozen, part in zip(self.weight.split(rows), lora_a.split(rows, dim=1), strict=True):
+            update = part.t() @ lora_b.t()
+            adapted = add_scaled(frozen.to(lora_b.device, wide), update, self.settings.scaling)
+            squares += adapted.square_().sum(dim=0)
+            del adapted  # before the next piece is made
+        return squares.sqrt_().to(lora_b.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens `[b, s]` to `[b, s, d]`."""
+        """Return the embeddings `[b, s, d]` of tokens `[b, s]`."""
         plain = F.embedding(tokens, self.weight)
-        factor = None if self.scale is None else plain.new_full((), self.scale)
-        plain = plain if factor is None else plain * factor
+        scale = None if self.scale is None else plain.new_full((), self.scale)
+        plain = plain if scale is None else plain * scale
         if self.is_off:
             return plain
         # Backward reads a copy of B, which is small, so that sharding need not gather the whole
         # embedding for it.
-        second = self.lora_embedding_B.clone()
-        update = (
-            F.linear(F.embedding(tokens, self.lora_embedding_A.t()), second) * self.settings.scaling
-        )
-        update = update if factor is None else update * factor
-        lengths = self.compute_relative_lengths()
-        if lengths is None:
+        lora_b = self.lora_embedding_B.clone()
+        update = F.linear(F.embedding(tokens, self.lora_embedding_A.t()), lora_b)
+        update = update * self.settings.scaling
+        update = update if scale is None else update * scale
+        factors = self.compute_relative_lengths()
+        if factors is None:
             return (plain + update).to(plain.dtype)
-        return (lengths * (plain + update)).to(plain.dtype)
+        return (factors * (plain + update)).to(plain.dtype)
 
 
-# Experts with frozen weights, kept in 4 or 8 bits, with a trained adapter next to each, or both; an
-# adapted router.
-#
 # The weights `[E, o, i]` of all experts are quantized as one matrix `[E o, i]`, see
 # `recipe_lib.adapters.quantized`; no block of it reaches from one expert into the next. An adapter
 # has factors of its own for each expert, A `[E, r, i]` and B `[E, o, r]`: two more grouped matmuls.
 
 
 class QuantizedExperts(QuantizedLinear):
-    """Experts whose frozen weights are kept in 4 or 8 bits, and made whole in passing; backward
-    makes them again.
+    """Experts whose frozen weights are kept in 4 or 8 bits.
 
-    `out_features` counts the rows of all experts. cut: which part of how many of each run of rows,
-    see `take_rows_of_runs`; None: all.
+    They are dequantized in passing, and once more by backward. `out_features` counts the rows of
+    all experts.
     """
 
+    # (rank, size): which part of how many of each run of rows, see `take_part_of_runs`; None: all
     cut: tuple[int, int] | None = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
-        """base: what it replaces, still on the meta device; its bias is taken over. kind: see
-        `QuantizedLinear`.
-        """
-        rows, dtype = base.num_experts * base.out_features, base.weight.dtype
-        QuantizedLinear.__init__(
-            self, nn.Linear(base.in_features, rows, False, "meta", dtype), kind
+        """base: what it replaces, on the meta device; its bias is taken over. kind: of KINDS."""
+        rows = base.num_experts * base.out_features
+        matrix = nn.Linear(
+            base.in_features, rows, bias=False, device="meta", dtype=base.weight.dtype
         )
-        self.num_experts, self.expert_rows = base.num_experts, base.out_features
+        QuantizedLinear.__init__(self, matrix, kind)
+        self.num_experts = base.num_experts
+        self.expert_rows = base.out_features
         self.bias = base.bias
 
     def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:
-        """From now on computes with part number `rank` of `size` of each of so many runs of rows
-        alone.
+        """Compute with part `rank` of `size` of each of so many runs of rows from now on.
 
-        For a tensor-parallel group, on the meta device, of NF4: blocks of a run follow one another,
-        and codes and scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be cut by their
+        For a tensor-parallel group, on the meta device, of NF4. Blocks of a run follow one another:
+        codes and scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be divided by their
         second dimension.
         """
         assert self.weight_scales is not None
         self.cut = (rank, size)
-        device, blocks = self.weight_codes.device, self.out_features * self.in_features // nf4.BLOCK
+        device = self.weight_codes.device
+        shape = (runs, self.out_features * self.in_features // nf4.BLOCK // runs)
         self.weight_codes = make_frozen_parameter(
-            (runs, blocks // runs, nf4.BLOCK // 2), self.weight_codes.dtype, device
+            (*shape, nf4.BLOCK // 2), self.weight_codes.dtype, device
         )
-        self.weight_scales = make_frozen_parameter(
-            (runs, blocks // runs), self.weight_scales.dtype, device
-        )
+        self.weight_scales = make_frozen_parameter(shape, self.weight_scales.dtype, device)
 
-    def _place(self) -> list[int]:
+    def _get_block_place(self) -> list[int]:
         if self.cut is None:
-            return super()._place()
+            return super()._get_block_place()
         rank, size = self.cut
         _, stride, _ = self.weight_codes.shape
         blocks = self.out_features * self.in_features // nf4.BLOCK
@@ -389,35 +377,50 @@ class QuantizedExperts(QuantizedLinear):
             return super()._read_blocks(read_rows, start, stop)
         rank, size = self.cut
         height = self.out_features // self.weight_codes.shape[0]  # rows of a run
-        first, last = rank * height // size, (rank + 1) * height // size
-        whole = slice(0, self.in_features)
-        return torch.cat(
-            [
-                read_rows(run * height + first, run * height + last, whole).flatten()
-                for run in range(start, stop)
-            ]
-        )
+        first = rank * height // size
+        last = (rank + 1) * height // size
+        all_columns = slice(0, self.in_features)
+        runs = [
+            read_rows(run * height + first, run * height + last, all_columns).flatten()
+            for run in range(start, stop)
+        ]
+        return torch.cat(runs)
 
-    def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]  # called as experts are
+        self, rows: Tensor, groups: Groups, *, of_tokens: bool = False
+    ) -> Tensor:
         return self.grouped_product(rows, groups, of_tokens)
 
     def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
-        """Rows `[m, i]`, or tokens `[n, i]`, to `[m, o]` by what of the weights this process
-        computes with.
+        """Return `[m, o]` of rows `[m, i]`, or of tokens `[n, i]`.
+
+        By the weights that this process computes with, which may be a part.
         """
         first, last = self.columns
-        numbers = (self.num_experts, last - first, groups.choices if of_tokens else 0)
-        order = (groups.tokens, groups.places, groups.ends)
-        codes, scales, factors = self._part()
-        settings = (*numbers, self.dtype, self._place())
-        return multiply_groups(rows, codes, scales, factors, *order, *settings)
+        codes, scales, factors = self._get_local_storage()
+        # Without names: an operator takes its arguments by position.
+        return multiply_groups(
+            rows,
+            codes,
+            scales,
+            factors,
+            groups.tokens,
+            groups.places,
+            groups.ends,
+            self.num_experts,
+            last - first,
+            groups.choices if of_tokens else 0,
+            self.dtype,
+            self._get_block_place(),
+        )
 
 
 def _dequantize_experts(
     codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple[int, int], settings: Any
 ) -> Tensor:
-    """The dequantized weights `[E, o, i]`. shape: E and i. settings: type and place, see
-    `QuantizedLinear`.
+    """Return the dequantized weights `[E, o, i]`.
+
+    shape: E and i. settings: the type and the place of blocks, see `dequantize`.
     """
     experts, columns = shape
     return dequantize(codes, scales, factors, columns, *settings).view(experts, -1, columns)
@@ -459,12 +462,12 @@ def _multiply_groups_gradient(
     weights = _dequantize_experts(codes, scales, factors, (experts, columns), (dtype, place)).to(
         gradient.dtype
     )
-    found = grouped_matmul(gradient.contiguous(), weights, ends)
-    del weights
-    return sum_of_rows(found, places, choices) if choices else found
+    rows_grad = grouped_matmul(gradient.contiguous(), weights, ends)
+    del weights  # before the sum is made
+    return sum_of_rows(rows_grad, places, choices) if choices else rows_grad
 
 
-# Keeps the codes, which are parameters anyway, and neither rows nor weights.
+# Saves the codes for backward, which are parameters anyway, and neither rows nor weights.
 multiply_groups = make_opaque_node(
     "quantized_experts",
     _multiply_groups,
@@ -485,25 +488,26 @@ class AdaptedExpertModule(AdaptedModule):
     lora_magnitude_vector = None
 
     def __init__(self, base: Any, settings: AdapterSettings) -> None:
-        """Raises ValueError for DoRA and dropout, which adapters of parameters do not have in PEFT
-        either.
-        """
+        """Raises ValueError for DoRA and dropout, which PEFT's adapters of parameters lack too."""
         if settings.dora or settings.dropout:
             raise ValueError("adapters of experts have neither DoRA's lengths nor dropout")
         super().__init__(base, settings)
         outputs = base.expert_rows if isinstance(base, QuantizedExperts) else base.out_features
         with torch.device("meta"):
-            self.lora_A = ExpertLinear(base.num_experts, base.in_features, settings.rank, False).to(
-                settings.dtype
-            )
-            self.lora_B = ExpertLinear(base.num_experts, settings.rank, outputs, False).to(
-                settings.dtype
-            )
+            lora_a = ExpertLinear(base.num_experts, base.in_features, settings.rank, False)
+            lora_b = ExpertLinear(base.num_experts, settings.rank, outputs, False)
+        self.lora_A = lora_a.to(settings.dtype)
+        self.lora_B = lora_b.to(settings.dtype)
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         plain = super().forward(rows, groups, of_tokens=of_tokens)
         return self.add_update(
-            plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight
+            plain,
+            rows,
+            groups,
+            of_tokens,
+            lora_a=self.lora_A.weight,
+            lora_b=self.lora_B.weight,
         )
 
     def add_update(
@@ -512,25 +516,26 @@ class AdaptedExpertModule(AdaptedModule):
         rows: Tensor,
         groups: Groups,
         of_tokens: bool,
-        first: Tensor,
-        second: Tensor,
+        lora_a: Tensor,
+        lora_b: Tensor,
     ) -> Tensor:
-        """What the frozen part gave `[m, o]`, with what the adapter of these A and B adds to it."""
+        """Return the frozen part's output `[m, o]` plus what the adapter of these A and B adds."""
         if self.is_off:
             return plain
-        narrow = grouped_linear(rows, first, groups, of_tokens=of_tokens) * self.settings.scaling
-        return (plain + grouped_linear(narrow, second, groups)).to(plain.dtype)
+        narrow = grouped_linear(rows, lora_a, groups, of_tokens=of_tokens) * self.settings.scaling
+        return (plain + grouped_linear(narrow, lora_b, groups)).to(plain.dtype)
 
 
 class AdaptedExperts(AdaptedExpertModule, ExpertLinear):
     """Experts with frozen weights and adapters."""
 
 
-class AdaptedQuantizedExperts(AdaptedExpertModule, QuantizedExperts):  # type: ignore[misc]  # called as experts are
+class AdaptedQuantizedExperts(AdaptedExpertModule, QuantizedExperts):  # type: ignore[misc]
     """Experts with frozen weights of 4 or 8 bits and adapters."""
 
 
-# What takes the place of what, the more special class first.
+# By the class of a module: the class that takes its place. Derived classes stand before their
+# base.
 _ADAPTED: dict[type[nn.Module], Callable[[Any, AdapterSettings], AdaptedModule]] = {
     QuantizedExperts: AdaptedQuantizedExperts,
     QuantizedLinear: AdaptedQuantizedLinear,
@@ -545,15 +550,13 @@ _ADAPTED: dict[type[nn.Module], Callable[[Any, AdapterSettings], AdaptedModule]]
 def adapt(base: Any, settings: AdapterSettings | None, quantize: str = "none") -> nn.Module:
     """Return what takes the place of a linear, experts, a router, the head or the embedding.
 
-    settings: None for one without an adapter. quantize: of linears and experts, as
+    settings: None for a module without an adapter. quantize: of linears and experts, as
     lora.quantize_base.
     """
     if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
-        base = (QuantizedExperts if isinstance(base, ExpertLinear) else QuantizedLinear)(
-            base, quantize
-        )
+        storage = QuantizedExperts if isinstance(base, ExpertLinear) else QuantizedLinear
+        base = storage(base, quantize)
     if settings is None:
         return cast(nn.Module, base)
-    return next(adapted for kind, adapted in _ADAPTED.items() if isinstance(base, kind))(
-        base, settings
-    )
+    adapted = next(adapted for kind, adapted in _ADAPTED.items() if isinstance(base, kind))
+    return adapted(base, settings)

@@ -1,8 +1,8 @@
 """Adapters for a decoder: where they go, how they begin, and the model without them.
 
-What a recipe calls, in its order:
+A recipe calls, in this order:
 
-    add_adapters(model, cfg.lora, dtype)   # on the meta model, before checkpointing, compilation and sharding
+    add_adapters(model, cfg.lora, dtype)   # a meta model, before checkpointing, compiling, sharding
     load_weights(model, ...)               # the frozen weights, once there is memory
     init_adapters(model, seed)             # then the adapters: the model begins as what was loaded
 """
@@ -41,7 +41,7 @@ from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Where a layer's linears are, by the word that lora.target_modules has for them.
+# By the word that lora.target_modules has for a layer's linear: its owner and its name there.
 LINEARS = {
     "q": ("self_attn", "q_proj"),
     "k": ("self_attn", "k_proj"),
@@ -52,6 +52,7 @@ LINEARS = {
     "down": ("mlp", "down_proj"),
 }
 
+# By the last two parts of a module's name: the word of lora.target_modules.
 TARGETS_BY_MODULE = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} | {
     "mlp.router": "router",
     "experts.gate_up_proj": "experts",
@@ -62,16 +63,15 @@ TARGETS_BY_MODULE = {f"{owner}.{child}": word for word, (owner, child) in LINEAR
 
 
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
-    """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta
-    model.
+    """Freeze a meta model and put adapters on its `cfg.targets`, in place.
 
-    An external model's are on the linears of its layers that `cfg.target_modules` says.
+    An external model's are on the linears of its layers that `cfg.target_modules` names. Frozen
+    parameters keep names and types, also those that the embedding and the head share; with
+    `cfg.quantize_base` all linears of the layers, adapted or not, get quantized storage.
 
-    dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also
-    those that the embedding and the head share; with `cfg.quantize_base` all linears of the layers,
-    adapted or not, get quantized storage. Raises ConfigError for a target that no layer has, where
-    `cfg.quantize_base` would leave most of the layers' weights as they are, and for a model that
-    `parallelize` has sharded already.
+    dtype: of the adapters unless `cfg.dtype` says one. Raises ConfigError for a target that no
+    layer has, where `cfg.quantize_base` would leave most of the layers' weights as they are, and
+    for a model that `parallelize` has sharded already.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
@@ -83,26 +83,25 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         model.spec.add_adapters(model, cfg, dtype)
         refuse_unquantized(model, cfg.quantize_base)
         return
-    names = layer_names(model)
+    layers = [model.get_submodule(name) for name in layer_names(model)]
     for target, (owner, child) in LINEARS.items():
-        places = [model.get_submodule(name) for name in names]
         owners = []
-        for layer in places:
+        for layer in layers:
             if isinstance(dict(layer.named_modules()).get(f"{owner}.{child}"), nn.Linear):
                 owners.append(layer.get_submodule(owner))
-        if target in cfg.target_modules and names and not owners:
-            experts = any(
-                isinstance(module, Mixture) for layer in places for module in layer.modules()
-            )
-            other = "; experts are named by experts" if experts and owner == "mlp" else ""
+        if target in cfg.target_modules and layers and not owners:
+            has_experts = owner == "mlp" and _find_mixtures(layers)
+            hint = "; experts are named by experts" if has_experts else ""
             raise ConfigError(
                 f"lora.target_modules: {target}: no layer of the model has a linear"
-                f" {owner}.{child}; remove it from the list{other}"
+                f" {owner}.{child}; remove it from the list{hint}"
             )
+        # Linears that are no target may still be quantized.
+        target_settings = settings if target in cfg.targets else None
         for module in owners:
-            own = settings if target in cfg.targets else None
-            setattr(module, child, adapt(getattr(module, child), own, cfg.quantize_base))
-    _adapt_mixtures([model.get_submodule(name) for name in names], cfg, settings)
+            adapted = adapt(getattr(module, child), target_settings, cfg.quantize_base)
+            setattr(module, child, adapted)
+    _adapt_mixtures(layers, cfg, settings)
     refuse_unquantized(model, cfg.quantize_base)
     if "embedding" in cfg.targets:
         model.model.embed_tokens = adapt(model.model.embed_tokens, settings)
@@ -111,38 +110,42 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
-    """Freezes a meta model and keeps its layers' linears in `kind`, as `lora.quantize_base` says
-    it, without adapters.
+    """Freeze a meta model and keep its layers' linears in `kind`, without adapters.
 
-    Raises ConfigError where that would leave most of their weights as they are.
+    kind: as `lora.quantize_base`. Raises ConfigError where that would leave most of their weights
+    as they are.
     """
     add_adapters(model, LoraConfig(target_modules=[], quantize_base=kind), dtype)
 
 
+def _find_mixtures(layers: list[nn.Module]) -> list[Mixture]:
+    modules = (module for layer in layers for module in layer.modules())
+    return [module for module in modules if isinstance(module, Mixture)]
+
+
 def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Routers and experts of the layers. Raises ConfigError where one is a target and no layer has
-    it.
+    """Put adapters on routers and experts of the layers.
+
+    Raises ConfigError where one is a target and no layer has it.
     """
-    mixtures = [
-        module for layer in layers for module in layer.modules() if isinstance(module, Mixture)
-    ]
-    wanted = [target for target in MIXTURE_TARGETS if target in cfg.target_modules]
-    if wanted and layers and not mixtures:
+    mixtures = _find_mixtures(layers)
+    targets = [target for target in MIXTURE_TARGETS if target in cfg.target_modules]
+    if targets and layers and not mixtures:
         raise ConfigError(
-            f"lora.target_modules: {wanted[0]}: no layer of the model has experts; remove it from"
+            f"lora.target_modules: {targets[0]}: no layer of the model has experts; remove it from"
             " the list"
         )
-    of_experts = settings if "experts" in wanted else None
+    expert_settings = settings if "experts" in targets else None
     for mixture in mixtures:
-        if "router" in wanted:
+        if "router" in targets:
             mixture.router = adapt(mixture.router, settings)
         for name in ("gate_up_proj", "down_proj"):
             base = getattr(mixture.experts, name)
-            setattr(mixture.experts, name, adapt(base, of_experts, cfg.quantize_base))
+            setattr(mixture.experts, name, adapt(base, expert_settings, cfg.quantize_base))
 
 
 def build_adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
-    """The settings of the config's adapters; dtype: see `add_adapters`."""
+    """Return the settings of the config's adapters; dtype: see `add_adapters`."""
     return AdapterSettings(
         rank=cfg.rank,
         scaling=cfg.alpha / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank),
@@ -154,30 +157,28 @@ def build_adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettin
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Fills the adapters of a model whose frozen weights are loaded; it then computes what it did
-    without them.
+    """Fill the adapters of a model whose frozen weights are loaded.
 
-    As in PEFT: A uniform within 1 / sqrt(in), B zero; of an embedding A zero, B normal. A
-    parameter's values follow from (seed, its name, its full shape) alone. DoRA's lengths are those
-    of the loaded weights (a collective).
+    The model then computes what it did without them. As in PEFT: A uniform within 1 / sqrt(in), B
+    zero; of an embedding A zero, B normal. A parameter's values follow from (seed, its name, its
+    full shape) alone. DoRA's magnitudes are those of the loaded weights (a collective).
     """
     for name, parameter in get_adapter_parameters(model).items():
+        # The seed has the name, so that the values are the same on any number of ranks.
+        key = f"{seed}/{name}"
         for local, offset in own_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
-                bound = 1 / math.sqrt(parameter.shape[-1])
-                fill_random(local, offset, parameter.shape, f"{seed}/{name}", _make_uniform(bound))
+                draw = _make_uniform(1 / math.sqrt(parameter.shape[-1]))
+                fill_random(local, offset, parameter.shape, key, draw)
             elif name.endswith("lora_embedding_B"):
-                key = f"{seed}/{name}"
-                fill_random(
-                    local,
-                    offset,
-                    parameter.shape,
-                    key,
-                    lambda values, generator: values.normal_(generator=generator),
-                )
+                fill_random(local, offset, parameter.shape, key, _draw_normal)
             else:
                 local.zero_()
     init_lengths(model)
+
+
+def _draw_normal(values: Tensor, generator: torch.Generator) -> Tensor:
+    return values.normal_(generator=generator)
 
 
 def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
@@ -186,62 +187,64 @@ def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
 
 @torch.no_grad()
 def init_lengths(model: nn.Module) -> None:
-    """Sets DoRA's lengths to those that the adapted weights have now; nothing without DoRA. A
-    collective.
+    """Set DoRA's magnitudes to the norms of the adapted weights, in place; without DoRA nothing.
 
-    The weights of one FSDP unit are gathered at a time.
+    A collective: the weights of one FSDP unit are gathered at a time.
     """
     for unit, members in _group_by_unit(model):
         if unit is not None:
             unit.unshard()
-        found = [module.compute_weight_norms() for module in members]
+        norms = [module.compute_weight_norms() for module in members]
         if unit is not None:
             unit.reshard()
-        for module, lengths in zip(members, found, strict=True):
+        # Written after resharding: what is written to a gathered parameter is lost.
+        for module, lengths in zip(members, norms, strict=True):
             local, offset = local_part(module.lora_magnitude_vector)
             local.copy_(lengths[offset[0] : offset[0] + local.shape[0]])
 
 
 def _group_by_unit(model: nn.Module) -> list[tuple[FSDPModule | None, list[AdaptedModule]]]:
-    """The adapted modules with DoRA's lengths, by the FSDP unit that holds their parameters; None:
-    not sharded.
+    """Return the modules with DoRA's magnitudes, by the FSDP unit that holds their parameters.
+
+    None: not sharded.
     """
     units = {
         name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
     }
-    found: dict[str | None, list[AdaptedModule]] = {}
+    members: dict[str | None, list[AdaptedModule]] = {}
     for name, module in model.named_modules():
         if isinstance(module, AdaptedModule) and module.lora_magnitude_vector is not None:
-            holding = [unit for unit in units if unit in ("", name) or name.startswith(f"{unit}.")]
-            found.setdefault(max(holding, key=len, default=None), []).append(module)
-    return [(None if unit is None else units[unit], members) for unit, members in found.items()]
+            # Units are nested; the innermost has the longest name.
+            around = [unit for unit in units if unit in ("", name) or name.startswith(f"{unit}.")]
+            members.setdefault(max(around, key=len, default=None), []).append(module)
+    return [(None if unit is None else units[unit], modules) for unit, modules in members.items()]
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return True if a parameter of this name belongs to an adapter."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
 def get_adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name, in the model's order: all that is trained, but for what a
-    recipe adds.
+    """Return the adapters' parameters by name, in the model's order.
+
+    They are all that is trained, but for what a recipe adds.
     """
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model computes what its frozen weights give, without gradients; all
-    ranks alike.
+    """Let the model compute what its frozen weights give, without gradients, inside the block.
 
-    No gradients, because with checkpointing a layer would run forward again after the block,
-    adapters on.
+    All ranks must do so alike.
     """
     modules = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     for module in modules:
         module.is_off = True
     _swap_base_weights(model)
     try:
+        # With gradients a checkpointed layer would run forward again after the block, adapters on.
         with torch.no_grad():
             yield
     finally:
@@ -251,7 +254,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _swap_base_weights(model: nn.Module) -> None:
-    """Exchanges what an adapter's file brought along with what the base has in its place."""
+    """Exchange the parameters that an adapter's file brought along for the base's."""
     replaced: dict[str, nn.Parameter] = {}
     for name, parameter in getattr(model, "base_weights", {}).items():
         owner, _, leaf = name.rpartition(".")
@@ -262,36 +265,35 @@ def _swap_base_weights(model: nn.Module) -> None:
 
 
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
-    """One line for the log: what is trained and what is frozen, counted on the modules; the model
-    may be sharded.
+    """Return in one line, for the log, what is trained and what is frozen.
 
-    Of a pipeline it is what this rank has. Where all linears are adapted, also what of the layers
-    has no adapter, as experts.
+    Counted on the modules, which may be sharded; of a pipeline those of this rank. Where all
+    linears are targets, also what of the layers has no adapter, such as experts.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found = measure_coverage(model)
-    targets = describe_targets(found, {} if is_external(model) else TARGETS_BY_MODULE)
-    here = " in this rank's layers" if modules_elsewhere(model) else ""
+    coverage = measure_coverage(model)
+    targets = describe_targets(coverage, {} if is_external(model) else TARGETS_BY_MODULE)
+    where = " in this rank's layers" if modules_elsewhere(model) else ""
     parts = [
-        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}:"
-        f" {sum(parameter.numel() for parameter in trained):,} parameters trained, {_format_size(trained)}"
-        f" on top of {_format_size(frozen)} frozen"
+        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{where}:"
+        f" {sum(parameter.numel() for parameter in trained):,} parameters trained,"
+        f" {_format_size(trained)} on top of {_format_size(frozen)} frozen"
     ]
-    if "all-linear" in cfg.target_modules and _is_worth_naming(found.bare, found.numbers):
-        parts.append(f"none on {_describe_share(found.bare, found.numbers)}")
+    bare = coverage.bare
+    if "all-linear" in cfg.target_modules and _is_worth_naming(bare, coverage.numbers):
+        parts.append(f"none on {_describe_share(bare, coverage.numbers)}")
     if cfg.quantize_base != "none":
-        left = f", but not {_describe_share(found.wide, found.numbers)}, which stay in {_describe_dtype(model)}"
-        left = left if _is_worth_naming(found.wide, found.numbers) else ""
-        parts.append(f"{found.quantized} linears of the layers in {cfg.quantize_base}{left}")
+        rest = ""
+        if _is_worth_naming(coverage.wide, coverage.numbers):
+            share = _describe_share(coverage.wide, coverage.numbers)
+            rest = f", but not {share}, which stay in {_describe_dtype(model)}"
+        parts.append(f"{coverage.quantized} linears of the layers in {cfg.quantize_base}{rest}")
     return "; ".join(parts)
 
 
 def _format_size(parameters: Iterable[Tensor]) -> str:
     return format_bytes(sum(parameter.nbytes for parameter in parameters))
-
-
-# What adapters and quantized weights cover of a model, counted on its modules as they are.
 
 
 _NAMED = 3  # kinds of matrices that a line names
@@ -300,37 +302,35 @@ _SMALL = 0.005  # share of the layers' weights below which what is left out is n
 
 @dataclass(frozen=True)
 class Coverage:
-    """The frozen matrices of a model's layers. adapted: kind of module -> in how many layers it is,
-    and how many the lists have in which these are. outside: adapted modules outside of the layers.
-    quantized: modules that are kept in fewer bits. numbers: of all matrices of the layers. bare,
-    wide: kind -> numbers without an adapter, and in their own type; kinds are names without the
-    numbers of layers.
+    """The frozen matrices of a model's layers, by whether they are adapted and quantized.
+
+    A kind is a matrix's name without the numbers of layers, see `get_matrix_kind`.
     """
 
+    # By kind of module: in how many layers it is adapted, and the length of the lists of layers
+    # that have such a one.
     adapted: Mapping[str, tuple[int, int]]
-    outside: tuple[str, ...]
-    quantized: int
-    numbers: int
-    bare: Mapping[str, int]
-    wide: Mapping[str, int]
+    outside: tuple[str, ...]  # names of adapted modules outside of the layers
+    quantized: int  # modules that are kept in fewer bits
+    numbers: int  # elements of all matrices of the layers
+    bare: Mapping[str, int]  # by kind: elements without an adapter
+    wide: Mapping[str, int]  # by kind: elements in their own type
 
 
 def measure_coverage(model: nn.Module) -> Coverage:
-    """Counts modules and numbers of a model, sharded or not."""
-    others = (
-        tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
-    )
-    names = [name for name in layer_names(model) if not name.startswith(others)]
+    """Count modules and elements of a model, sharded or not."""
+    other_parts = model.other_parts if isinstance(model, LanguageModel) else ()
+    prefixes = tuple(f"{part}." for part in other_parts)
+    names = [name for name in layer_names(model) if not name.startswith(prefixes)]
     adapted: dict[str, set[str]] = {}
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()
     quantized: list[int] = []
-    lists = Counter(map(_get_list_name, names))  # a model may have others beside that of its layers
+    lists = Counter(map(_get_list_name, names))  # a model may have lists besides that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
-            name = (
-                name or _get_list_name(layer).rpartition(".")[2]
-            )  # an element that is a linear itself
+            # A layer that is a linear itself is named by its list.
+            name = name or _get_list_name(layer).rpartition(".")[2]
             matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
                 quantized.append(module.in_features * module.out_features)
@@ -361,38 +361,37 @@ def measure_coverage(model: nn.Module) -> Coverage:
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:
-    """Raises ConfigError where most of the layers' weights would stay as they are in a run that
-    asked for `kind`.
-    """
-    found = measure_coverage(model)
-    if kind != "none" and sum(found.wide.values()) > found.numbers / 2:
+    """Raise ConfigError where `kind` would leave most of the layers' weights as they are."""
+    coverage = measure_coverage(model)
+    if kind != "none" and sum(coverage.wide.values()) > coverage.numbers / 2:
         raise ConfigError(
-            f"lora.quantize_base={kind}: {_describe_share(found.wide, found.numbers)} would stay in"
-            f" {_describe_dtype(model)}: torch's own linears are quantized, with nf4 those of blocks of 64,"
+            f"lora.quantize_base={kind}: {_describe_share(coverage.wide, coverage.numbers)} would"
+            f" stay in {_describe_dtype(model)}: torch's own linears are quantized, with nf4 those"
+            " of blocks of 64,"
             " and no parameters of 3 dimensions, as experts of other classes are; set"
             " lora.quantize_base=none, and shard the base over more ranks (FSDP) or"
             " memory.cpu_offload=true"
         )
 
 
-def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
-    """The modules with an adapter, `q_proj, v_proj, up_proj (in 1 of 4 layers)`. words: kind ->
-    shorter name.
+def describe_targets(coverage: Coverage, words: Mapping[str, str]) -> str:
+    """Return the modules with an adapter: `q_proj, v_proj, up_proj (in 1 of 4 layers)`.
+
+    words: shorter names by kind.
     """
-    leaves = [kind.rpartition(".")[2] for kind in found.adapted]
-    named = []
-    for (kind, (layers, whole)), leaf in zip(found.adapted.items(), leaves, strict=True):
-        part = "" if layers == whole else f" (in {layers} of {whole} layers)"
-        named.append(
-            words.get(kind, leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind) + part
-        )
-    return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
+    leaves = [kind.rpartition(".")[2] for kind in coverage.adapted]
+    descriptions = []
+    for (kind, (count, total)), leaf in zip(coverage.adapted.items(), leaves, strict=True):
+        # The last part of the name will do where it is no other kind's, and no number.
+        name = leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind
+        share = "" if count == total else f" (in {count} of {total} layers)"
+        descriptions.append(words.get(kind, name) + share)
+    descriptions += [words.get(name, name) for name in coverage.outside]
+    return ", ".join(dict.fromkeys(descriptions))
 
 
 def get_matrix_kind(name: str) -> str:
-    """The last two parts of a name within a layer, without the numbers that others have too, as of
-    experts.
-    """
+    """Return the last two parts of a name within a layer, without numbers, such as an expert's."""
     *before, last = name.split(".")
     return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
 
@@ -407,21 +406,21 @@ def _is_worth_naming(numbers: Mapping[str, int], total: int) -> bool:
 
 
 def _describe_share(numbers: Mapping[str, int], total: int) -> str:
-    """`experts.gate_up_proj, experts.down_proj and 2 more (96.1 % of the layers' weights)`."""
+    """Return `gate_up_proj, down_proj and 2 more (96.1 % of the layers' weights)`."""
     more = len(numbers) - _NAMED
-    others = f" and {more} more" if more > 0 else ""
+    rest = f" and {more} more" if more > 0 else ""
     largest = sorted(numbers, key=lambda kind: (-numbers[kind], kind))[:_NAMED]
     return (
-        f"{', '.join(largest)}{others} ({sum(numbers.values()) / total:.1%} of the layers' weights)"
+        f"{', '.join(largest)}{rest} ({sum(numbers.values()) / total:.1%} of the layers' weights)"
     )
 
 
 def _describe_dtype(model: nn.Module) -> str:
-    """The type of the weights that are neither quantized nor an adapter's."""
-    found: list[Tensor] = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if "lora_" not in name and parameter.is_floating_point() and parameter.element_size() > 1
-    ]
-    kinds = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
-    return kinds.get(found[0].dtype, str(found[0].dtype)) if found else "their type"
+    """Return the type of the weights that are neither quantized nor an adapter's."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
+    for name, parameter in model.named_parameters():
+        # Quantized weights are carried as floating-point numbers of 8 bits.
+        is_wide = parameter.is_floating_point() and parameter.element_size() > 1
+        if "lora_" not in name and is_wide:
+            return names.get(parameter.dtype, str(parameter.dtype))
+    return "their type"

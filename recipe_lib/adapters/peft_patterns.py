@@ -1,4 +1,4 @@
-"""Regular expressions of an adapter's config, matched as PEFT matches them.
+"""Match the regular expressions of an adapter's config as PEFT matches them.
 
 They are somebody else's, and some never come to an end, so all but plain names are matched in the
 process that renders chat templates, which has bounded time and memory.
@@ -12,23 +12,22 @@ from recipe_lib.tokenizers.tokenizer import Stopped, match_apart
 
 MAX_CHARACTERS = 10_000  # of a pattern: those that tools write have some hundreds
 SECONDS = 10  # that all patterns of a config may take with all names of a file
-_PLAIN = re.compile(
-    r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?"
-)  # a name, or the end of one: what it takes grows with its length
+# A name, or the end of one: the time that it takes grows with its length alone.
+_PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be matched. str() says why, as the end of a sentence about it."""
+    """A pattern that cannot be matched; str() ends a sentence about it."""
 
 
 @lru_cache(maxsize=256)  # a command reads an adapter's config several times
 def find_first_matches(
     patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False
 ) -> tuple[int | None, ...]:
-    """Return for each name the number of the first pattern that matches it, None without one.
+    """Return for each name the index of the first pattern that matches it, None without one.
 
-    A pattern of `rank_pattern` matches the end of a name, after a dot; whole: one of
-    `target_modules`, all of the name. Raises PatternError for a pattern that is no regular
+    whole: patterns match all of a name, as those of `target_modules`, not its end after a dot, as
+    those of `rank_pattern`. Raises PatternError for a pattern that is no regular
     expression, is too long or does not end.
     """
     for pattern in patterns:

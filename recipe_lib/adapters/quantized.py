@@ -1,17 +1,17 @@
-"""Linears whose frozen weight is kept in 4 or 8 bits, sharded like any other parameter and never
-whole in between.
+"""Linears whose frozen weight is kept in 4 or 8 bits, sharded like any other parameter.
 
-`nf4`: blocks of 64 numbers of the flattened matrix `[out, in]`, see `recipe_lib.adapters.nf4`.
+`QuantizedLinear(base, kind)` takes the place of a linear, `fill_weight` quantizes its weight while
+it is read; the weight is never whole in between.
+
+`nf4`: blocks of 64 elements of the flattened matrix `[out, in]`, see `recipe_lib.adapters.nf4`.
 `weight_codes` `[n, 32]` and `weight_scales` `[n]` for n blocks, `weight_factors` fp32. `int8`:
 `weight_codes` `[out, in]` in [-127, 127], and `weight_factors` fp32 `[out]`, a row's largest
 magnitude over 127.
 
-Codes and scales are bits that are carried as float8, because FSDP takes floating-point parameters
-only: they are looked at as integers where they are used, and nothing may convert them
-(`model.to(dtype)` comes before). FSDP shards whole blocks or rows, so no shard needs to end where a
-row of the matrix does. A tensor-parallel group cuts at the same blocks, so that the numbers are
-those of one process: rows of the matrix, or columns of whole blocks, whose codes are then `[out, in
-/ 64, 32]`, scales `[out, in / 64]`. Each of its ranks has all factors of NF4, which are few.
+FSDP shards whole blocks or rows, so no shard needs to end where a row of the matrix does. A
+tensor-parallel group cuts at the same blocks, so that values are those of one process: rows of the
+matrix, or columns of whole blocks, whose codes are then `[out, in / 64, 32]`, scales
+`[out, in / 64]`. Each of its ranks has all factors of NF4, which are few.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,17 @@ from recipe_lib.ops.fused_kernels import (
     make_opaque_node,
 )
 
-# Rows of codes in [-127, 127] and a factor for each, back to numbers.
+KINDS = ("nf4", "int8")
+# Any type of 8 bits that counts as floating point: FSDP takes no integers. Codes and scales are
+# viewed as integers where they are used. Nothing may convert them: `model.to(dtype)` comes before.
+_BITS = torch.float8_e4m3fn
+_PIECE_ELEMENTS = 2**23  # elements quantized at a time
 
 
 def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """`codes [m, n] * factors [m]`, computed in fp32, of dtype; in pieces, unless it is one
-    kernel.
+    """Return `codes [m, n] * factors [m]`, computed in fp32, of dtype.
+
+    In pieces, unless it is one kernel.
     """
     if fuses(codes.device):
         return _dequantize(codes, factors, dtype)
@@ -55,43 +60,39 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     lambda codes, factors, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
 def _dequantize(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """As one expression."""
+    """Return `codes [m, n] * factors [m]` of dtype, by one expression that can be fused."""
     return (codes.float() * factors.unsqueeze(1)).to(dtype)
 
 
-KINDS = ("nf4", "int8")
-_BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
-_PIECE_ELEMENTS = 2**23  # elements quantized at a time
-
-
 def can_quantize(in_features: int, out_features: int, kind: str) -> bool:
-    """Whether a weight `[out, in]` can be kept so: NF4 needs a whole number of blocks of 64."""
+    """Return True if a weight `[out, in]` can be kept so: NF4 needs whole blocks of 64."""
     return kind != "nf4" or in_features * out_features % nf4.BLOCK == 0
 
 
 def can_cut(
     in_features: int, out_features: int, kind: str, parts: int, *, by_columns: bool
 ) -> bool:
-    """Whether so many ranks can each have as many columns, or rows, of a weight `[out, in]`: NF4
-    cuts no block.
+    """Return True if so many ranks can each have as many columns, or rows, of a weight.
+
+    NF4 cuts no block.
     """
     cut, other = (in_features, 1) if by_columns else (out_features, in_features)
     return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
 
 
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
-    """Return what quantizing a weight to NF4 follows from."""
+    """Return the sizes that what quantizing to NF4 does follows from."""
     parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
     parts = [local_part(parameter) for parameter in parameters if parameter is not None]
-    numbers = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
-    return [*numbers, *((part.shape, first) for part, first in parts)]
+    sizes = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
+    return [*sizes, *((part.shape, first) for part, first in parts)]
 
 
 class QuantizedLinear(nn.Module):
-    """A linear with a frozen weight of 4 or 8 bits; arithmetic is done in `dtype`, on the weight
-    made whole in passing.
+    """A linear with a frozen weight of 4 or 8 bits.
 
-    For backward nothing is kept but the codes; backward makes the weight a second time.
+    Arithmetic is done in `dtype`, on the weight dequantized in passing. Only the codes are saved
+    for backward, which dequantizes a second time.
     """
 
     bias: nn.Parameter | None
@@ -103,103 +104,108 @@ class QuantizedLinear(nn.Module):
         Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
         """
         nn.Module.__init__(self)
-        possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)
-        if not possible or base.weight.dtype not in nf4.DTYPES:
+        is_possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)
+        if not is_possible or base.weight.dtype not in nf4.DTYPES:
             shape = f"{base.out_features} x {base.in_features}"
             raise ValueError(
                 f"a weight of {shape} numbers of type {base.weight.dtype} cannot be kept as {kind}"
             )
-        self.in_features, self.out_features, self.kind = base.in_features, base.out_features, kind
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.kind = kind
         self.dtype = base.weight.dtype
-        self.rows, self.columns = (
-            (0, base.out_features),
-            (0, base.in_features),
-        )  # what this process computes with
+        # What this process computes with: from the first to the second (exclusive)
+        self.rows = (0, base.out_features)
+        self.columns = (0, base.in_features)
         self.bias = base.bias
         # Where to quantize, if outside of its forward the parameters lie in host memory.
         self.computes_on: torch.device | None = None
         device = base.weight.device
         blocks = base.in_features * base.out_features // nf4.BLOCK
         codes = (blocks, nf4.BLOCK // 2) if kind == "nf4" else (base.out_features, base.in_features)
-        factors = nf4.count_factors(blocks) if kind == "nf4" else base.out_features
+        num_factors = nf4.count_factors(blocks) if kind == "nf4" else base.out_features
         self.weight_codes = make_frozen_parameter(codes, _BITS, device)
         self.weight_scales = (
             make_frozen_parameter((blocks,), _BITS, device) if kind == "nf4" else None
         )
-        self.weight_factors = make_frozen_parameter((factors,), torch.float32, device)
+        self.weight_factors = make_frozen_parameter((num_factors,), torch.float32, device)
 
     def take_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-        """From now on computes with rows and columns from the first to the second number
-        (exclusive) of each alone.
+        """Compute with rows and columns from the first to the second (exclusive) from now on.
 
         For a tensor-parallel group, on the meta device. The parameters are still those of the whole
         weight, in a form that the caller may cut there (see the module's docstring) or not. The
         part is one that `can_cut` allows.
         """
-        self.rows, self.columns = rows, columns
+        self.rows = rows
+        self.columns = columns
         if self.weight_scales is not None and columns != (0, self.in_features):
-            blocks, device = (
-                (self.out_features, self.in_features // nf4.BLOCK),
-                self.weight_codes.device,
-            )
+            device = self.weight_codes.device
+            blocks = (self.out_features, self.in_features // nf4.BLOCK)
             self.weight_codes = make_frozen_parameter((*blocks, nf4.BLOCK // 2), _BITS, device)
             self.weight_scales = make_frozen_parameter(blocks, _BITS, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]`, in hidden's type."""
+        """Return `[..., out]` of hidden `[..., in]`, in hidden's type."""
         return self.product(hidden, self.bias)
 
     def product(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Hidden `[..., c]` to `[..., r]` by the r rows and c columns that this process computes
-        with.
+        """Return `[..., r]` of hidden `[..., c]`.
+
+        r, c: the rows and columns that this process computes with.
         """
-        # To a mode it is one call of a linear.
+        # To a function mode it is one call of a linear.
         if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden,)):
-            return cast(
-                Tensor,
-                handle_torch_function(self.linear, (hidden,), hidden, self.weight_codes, bias),
-            )
+            arguments = (hidden, self.weight_codes, bias)
+            return cast(Tensor, handle_torch_function(self.linear, (hidden,), *arguments))
         return self.linear(hidden, self.weight_codes, bias)
 
     def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`product`, called as `F.linear` is; weight: not looked at."""
+        """Return `product`, called as `F.linear` is; weight is not looked at."""
         first, last = self.columns
-        storage = (*self._part(), bias, last - first, self.dtype, self._place())
+        storage = (
+            *self._get_local_storage(),
+            bias,
+            last - first,
+            self.dtype,
+            self._get_block_place(),
+        )
         return multiply(hidden, *storage)
 
     def count_local_rows(self) -> int:
-        """How many rows, or parts of them, are here: more than it computes with where the caller
-        did not cut there.
+        """Return how many rows, or parts of them, lie on this rank.
+
+        More than it computes with where the caller of `take_part` did not cut.
         """
         first, last = self.columns
         return count_rows(local(self.weight_codes), self.weight_scales, last - first)
 
-    def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Codes, scales and factors of what this process computes with, of which it may hold
-        more.
-        """
-        codes, factors = local(self.weight_codes), local(self.weight_factors)
+    def _get_local_storage(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return codes, scales and factors of what this process computes with."""
+        codes = local(self.weight_codes)
+        factors = local(self.weight_factors)
         scales = None if self.weight_scales is None else local(self.weight_scales)
         first, last = self.rows
-        spare = self.count_local_rows() > last - first
+        is_whole = self.count_local_rows() <= last - first
         if scales is None:
-            return (
-                (codes[first:last], None, factors[first:last]) if spare else (codes, None, factors)
-            )
+            rows = slice(None) if is_whole else slice(first, last)
+            return codes[rows], None, factors[rows]
         if codes.dim() == 3:
             return codes.flatten(0, 1), scales.flatten(), factors
-        begin, end = (number * self.in_features // nf4.BLOCK for number in (first, last))
-        return (codes[begin:end], scales[begin:end], factors) if spare else (codes, scales, factors)
+        if is_whole:
+            return codes, scales, factors
+        blocks = slice(first * self.in_features // nf4.BLOCK, last * self.in_features // nf4.BLOCK)
+        return codes[blocks], scales[blocks], factors
 
-    def _place(self) -> list[int]:
-        """Which of the whole weight's blocks the part has, see `nf4.block_numbers`; empty: all, or
-        int8.
+    def _get_block_place(self) -> list[int]:
+        """Return which of the whole weight's blocks the part has.
+
+        See `nf4.compute_block_numbers`; empty: all of them, or int8.
         """
-        (top, bottom), (first, last) = self.rows, self.columns
-        if self.kind != "nf4" or (bottom - top, last - first) == (
-            self.out_features,
-            self.in_features,
-        ):
+        top, bottom = self.rows
+        first, last = self.columns
+        shape = (bottom - top, last - first)
+        if self.kind != "nf4" or shape == (self.out_features, self.in_features):
             return []
         blocks = self.out_features * self.in_features // nf4.BLOCK
         begin = (top * self.in_features + first) // nf4.BLOCK
@@ -208,35 +214,35 @@ class QuantizedLinear(nn.Module):
         return [begin, (last - first) // nf4.BLOCK, self.in_features // nf4.BLOCK, blocks]
 
     def dequantize_weight(self) -> Tensor:
-        """The dequantized weight `[out, in]`, in the type that it was quantized from.
+        """Return the weight `[out, in]`, in the type that it was quantized from.
 
-        The module is gathered, if it is sharded at all.
+        The module must be gathered, if it is sharded at all.
         """
         return self.dequantize_weight_rows(0, self.out_features)
 
     @torch.no_grad()
     def dequantize_local_weight(self) -> Tensor:
-        """The dequantized rows and columns that this process computes with."""
+        """Return the rows and columns of the weight that this process computes with."""
         first, last = self.columns
-        return dequantize(*self._part(), last - first, self.dtype, self._place())
+        return dequantize(
+            *self._get_local_storage(), last - first, self.dtype, self._get_block_place()
+        )
 
     @torch.no_grad()
     def dequantize_weight_rows(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start,
-        in]`.
-        """
+        """Return rows `start` to `stop` (exclusive) of the weight, without the others."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
+        # By position: in a plan `dequantize` is replaced by a function that takes no keywords.
         return dequantize(*storage, self.in_features, self.dtype, (), start, stop)
 
     @torch.no_grad()
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """Quantizes a weight while it is read; each rank its own blocks or rows of it, some at a
-        time.
+        """Quantize a weight while it is read: each rank its own blocks or rows, some at a time.
 
         read_rows: `(start, stop, columns)` to those rows and columns of the weight, of any type, on
-        any device. The largest magnitude of every block, or of a row that is cut, is found over the
-        ranks that share the weight (all of them must call), so that scales are those of the whole
-        matrix, the same bits for any number of ranks.
+        any device. All ranks that share the weight must call: the largest magnitude of every block,
+        or of a row that is cut, is found over them, so that scales are those of the whole matrix,
+        the same bits for any number of ranks.
         """
         if self.kind == "nf4":
             self._fill_nf4(read_rows)
@@ -244,17 +250,13 @@ class QuantizedLinear(nn.Module):
             self._fill_int8(read_rows)
 
     def get_working_device(self) -> torch.device:
-        """Where to quantize: on the accelerator, also when the parameters are kept in host
-        memory.
-        """
-        codes = self.weight_codes
+        """Return the device to quantize on: the accelerator, also for parameters in host memory."""
         if self.computes_on is not None:
             return self.computes_on
-        return (
-            torch.device(codes.device_mesh.device_type)
-            if isinstance(codes, DTensor)
-            else codes.device
-        )
+        codes = self.weight_codes
+        if isinstance(codes, DTensor):
+            return torch.device(codes.device_mesh.device_type)
+        return codes.device
 
     @follows_from_shapes(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
@@ -262,14 +264,14 @@ class QuantizedLinear(nn.Module):
         device = self.get_working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
         for start, stop in cut_rows(len(codes), 2 * codes.shape[1:].numel(), _PIECE_ELEMENTS):
-            blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(
-                device, self.dtype
-            )
-            quantized, found = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
+            blocks = self._read_blocks(read_rows, begin + start, begin + stop)
+            blocks = blocks.to(device, self.dtype)
+            quantized, magnitudes = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
-            largest[start:stop] = found.view(largest[start:stop].shape)
-        every = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
-        scales, factors = nf4.quantize_scales(every.flatten())
+            largest[start:stop] = magnitudes.view(largest[start:stop].shape)
+        # Scales are quantized by the mean of all of them, and by groups that no rank has whole.
+        all_largest = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
+        scales, factors = nf4.quantize_scales(all_largest.flatten())
         if self.weight_scales is not None:
             _copy_local_part(self.weight_scales, scales.view(_BITS))
         _copy_local_part(self.weight_factors, factors)
@@ -277,17 +279,18 @@ class QuantizedLinear(nn.Module):
     def _read_blocks(
         self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
     ) -> Tensor:
-        """The numbers of blocks `start` to `stop`, flat; where columns are cut, those of this part
-        in such rows.
+        """Return the elements of blocks `start` to `stop`, flat.
+
+        Where columns are cut, those of this part in such rows.
         """
-        width = self.in_features
         if self.weight_codes.dim() == 3:
             return read_rows(start, stop, slice(*self.columns)).flatten()
-        first, last = start * nf4.BLOCK, stop * nf4.BLOCK  # numbers of the flattened matrix
-        top = first // width
-        return read_rows(top, -(-last // width), slice(None)).flatten()[
-            first - top * width : last - top * width
-        ]
+        # Blocks need not begin and end with a row.
+        width = self.in_features
+        top = start * nf4.BLOCK // width
+        bottom = -(-stop * nf4.BLOCK // width)
+        rows = read_rows(top, bottom, slice(None)).flatten()
+        return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         codes, (begin, _) = local_part(self.weight_codes)
@@ -297,11 +300,8 @@ class QuantizedLinear(nn.Module):
         largest = torch.zeros(len(codes), device=device)
 
         def read(start: int, stop: int) -> Tensor:
-            return (
-                read_rows(begin + start, begin + stop, slice(*self.columns))
-                .to(device, self.dtype)
-                .float()
-            )
+            columns = slice(*self.columns)
+            return read_rows(begin + start, begin + stop, columns).to(device, self.dtype).float()
 
         def quantize(start: int, stop: int, values: Tensor) -> None:
             factor = largest[start:stop] / 127
@@ -309,32 +309,31 @@ class QuantizedLinear(nn.Module):
             codes[start:stop].copy_(steps.round_().clamp_(-127, 127).to(torch.int8).view(_BITS))
             factors[start:stop].copy_(factor)
 
-        cut = self.columns != (
-            0,
-            self.in_features,
-        )  # then other ranks may have what is larger: read twice
+        # Of a row that is cut, another rank may have the largest element. Then rows are read
+        # twice, as they are not kept in between.
+        is_cut = self.columns != (0, self.in_features)
         for start, stop in pieces:
             values = read(start, stop)
             largest[start:stop] = values.abs().amax(dim=1)
-            if not cut:
+            if not is_cut:
                 quantize(start, stop, values)
-        if cut:
+        if is_cut:
             parameter = self.weight_codes
-            for dim, placement in enumerate(
-                parameter.placements if isinstance(parameter, DTensor) else ()
-            ):
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            for dim, placement in enumerate(placements):
                 if placement.is_shard(1):
-                    dist.all_reduce(
-                        largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim)
-                    )
+                    group = parameter.device_mesh.get_group(dim)
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             for start, stop in pieces:
                 quantize(start, stop, read(start, stop))
 
 
 @torch.no_grad()
 def fake_quantize_weight(weight: Tensor, kind: str) -> Tensor:
-    """Return what `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a
-    base is trained with, in the weight's type, which is the run's (config key `dtype`).
+    """Return a whole weight `[out, in]` quantized to `kind` and dequantized, in its own type.
+
+    These are the values that a model with such a base is trained with, if the weight's type is the
+    run's (config key `dtype`).
     """
     linear = nn.Linear(
         weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype
@@ -347,16 +346,17 @@ def fake_quantize_weight(weight: Tensor, kind: str) -> Tensor:
 def make_frozen_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> nn.Parameter:
-    """A parameter that wants no gradient."""
+    """Return a parameter without values and without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-def _copy_local_part(parameter: Tensor, whole: Tensor) -> None:
+def _copy_local_part(parameter: Tensor, values: Tensor) -> None:
+    """Write the part of the full values that this rank has to a parameter."""
     local, offset = local_part(parameter)
     part = tuple(
         slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
     )
-    local.copy_(whole.view(parameter.shape)[part])
+    local.copy_(values.view(parameter.shape)[part])
 
 
 @follows_from_shapes()
@@ -370,17 +370,28 @@ def dequantize(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """Rows `start` to `stop` of the weight, or part of it, `[stop - start, columns]`; by default
-    all of them.
+    """Return rows `start` to `stop` of a weight, or of a part of it, `[stop - start, columns]`.
+
+    By default all rows. place: which blocks the part has, see `nf4.compute_block_numbers`.
     """
     if scales is None:
         return dequantize_rows(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
     first = start * columns
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
-    begin, end = first // nf4.BLOCK, -(-last // nf4.BLOCK)
-    bits = (codes.view(torch.uint8), scales.view(torch.int8))
-    numbers = nf4.dequantize(*bits, factors, dtype, begin, end, place).flatten()
-    return numbers[first - begin * nf4.BLOCK : last - begin * nf4.BLOCK].view(-1, columns)
+    # Blocks need not begin and end with a row.
+    first_block = first // nf4.BLOCK
+    last_block = -(-last // nf4.BLOCK)
+    elements = nf4.dequantize(
+        codes.view(torch.uint8),
+        scales.view(torch.int8),
+        factors,
+        dtype,
+        first=first_block,
+        last=last_block,
+        place=place,
+    ).flatten()
+    offset = first_block * nf4.BLOCK
+    return elements[first - offset : last - offset].view(-1, columns)
 
 
 def _multiply(
@@ -393,10 +404,9 @@ def _multiply(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    """`hidden @ weight.T + bias`."""
-    return F.linear(
-        hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias
-    )
+    """Return `hidden @ weight.T + bias`."""
+    weight = dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype)
+    return F.linear(hidden, weight, bias)
 
 
 def _multiply_gradient(
@@ -412,11 +422,11 @@ def _multiply_gradient(
 
 
 def count_rows(codes: Tensor, scales: Tensor | None, columns: int) -> int:
-    """Rows of so many columns that codes stand for."""
+    """Return how many rows of so many columns the codes stand for."""
     return codes.numel() * (1 if scales is None else 2) // columns
 
 
-# Keeps the codes, which are parameters anyway, and neither hidden nor weight.
+# Saves the codes for backward, which are parameters anyway, and neither hidden nor weight.
 multiply = make_opaque_node(
     "quantized_linear",
     _multiply,

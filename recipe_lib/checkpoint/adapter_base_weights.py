@@ -20,9 +20,9 @@ from recipe_lib.adapters.peft_names import (
     EMBEDDING,
     EMBEDDING_A,
     HEAD,
+    LORA_B,
     MAGNITUDE,
     PREFIX,
-    LORA_B,
     build_file_modules,
     get_extra_name,
 )

@@ -19,11 +19,11 @@ from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
     EMBEDDING_A,
     EMBEDDING_B,
-    LORA_A,
     HEAD,
+    LORA_A,
+    LORA_B,
     MAGNITUDE,
     PREFIX,
-    LORA_B,
     FileModule,
     find_adapted_modules,
     get_file_name,

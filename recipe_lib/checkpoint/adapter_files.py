@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import (
-    LORA_A,
     BASE_WEIGHT,
+    LORA_A,
+    LORA_B,
     MAGNITUDE,
     PREFIX,
-    LORA_B,
     FileModule,
     build_file_modules,
     complete_module_name,

@@ -21,7 +21,7 @@ from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import TARGETS, get_target
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.rank_groups import (
-    BASE_WEIGHT,
+    FROZEN,
     TRAINED,
     Holders,
     RankGroup,
@@ -356,7 +356,7 @@ def hash_frozen_parameters(
     model.state_dict()
     holders = holders or find_holders(model, world)
     parameters = dict(model.named_parameters())
-    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == BASE_WEIGHT), 0)
+    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
     if not totals:
         return None
     # First rank of a group -> the parameters that the group counts.

@@ -259,11 +259,11 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
     if out is not None:
         evaluation.write(out)
     if arguments.json:
-        sys.stdout.write(json.dumps(evaluation.summary()) + "\n")
+        sys.stdout.write(json.dumps(evaluation.build_summary()) + "\n")
         return
-    print("\n".join(format_table_lines(evaluation.table(), get_terminal_width())))
+    print("\n".join(format_table_lines(evaluation.build_table(), get_terminal_width())))
     if not is_quiet():
-        summary = evaluation.summary()
+        summary = evaluation.build_summary()
         print(
             f"{summary['sequences']} sequences, {summary['label_tokens']} label tokens,"
             f" {summary['answers']} answers"

@@ -1,3 +1,1 @@
-"""Evaluation of a trained model on held-out samples: likelihoods, answers, metrics, and how they
-are shown.
-"""
+"""Evaluate a trained model on held-out samples: likelihoods, answers, metrics, their display."""

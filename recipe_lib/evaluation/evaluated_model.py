@@ -1,5 +1,7 @@
-"""A model on the disk, or an adapter and its base, in the memory of all ranks: to be evaluated, not
-trained.
+"""Load a model on the disk, or an adapter and its base, onto all ranks, to be evaluated.
+
+`load_evaluated_model(cfg, source, ...)` returns the trained model; inside its
+`use_base_weights()` it is the model that training began from.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,22 +30,20 @@ from recipe_lib.parallel.world import derive_seed
 
 @dataclass
 class EvaluatedModel:
-    """model: frozen, in this rank's memory. parallel: how it is divided. base: the name of what it
-    was trained from, None where that is not known; `as_base` has it in place of what was trained.
-    rounding: of the trained weights, as `qat` had it.
-    """
+    """A trained model in the memory of all ranks."""
 
-    model: Decoder
-    parallel: Parallel
+    model: Decoder  # frozen, this rank's part
+    parallel: Parallel  # how it is divided
     source: GenerationSource
-    base: str | None
-    rounding: FakeQuantization | None
+    base: str | None  # the name of what it was trained from, None where that is not known
+    rounding: FakeQuantization | None  # of the trained weights, as `qat` had it
     _load_base: Callable[[], None] | None = None
 
     @contextmanager
     def use_base_weights(self) -> Iterator[nn.Module]:
-        """The model before training, in its own weights. Without adapters they replace the trained
-        ones, for good.
+        """Give the model before training, with its own weights.
+
+        Without adapters they replace the trained ones, for good.
         """
         if self.rounding is not None:
             self.rounding.is_on = False
@@ -56,7 +56,7 @@ class EvaluatedModel:
 def load_evaluated_model(
     cfg: FullFinetuneConfig, source: GenerationSource, world: World, storage: str, base: Path | None
 ) -> EvaluatedModel:
-    """Reads the weights, each rank its part as `cfg.parallel` divides them.
+    """Read the weights, each rank its part as `cfg.parallel` divides them.
 
     storage: how an adapter's base is kept, as `lora.quantize_base`. base: of a model without
     adapters, the folder that its training began from; None with cfg.model.preset: random weights of
@@ -66,17 +66,18 @@ def load_evaluated_model(
     spec = source.base_spec or source.spec
     model = build_meta(spec, dtype)
     if source.adapter is not None:
-        held = read_adapter(source.adapter)
-        check_fits(held, spec)
-        lora = make_adapter_settings(held, spec)
-        kept = replace(lora, quantize_base=storage, dtype=None if cfg.dtype == "fp64" else "fp32")
+        adapter = read_adapter(source.adapter)
+        check_fits(adapter, spec)
+        adapter_dtype = None if cfg.dtype == "fp64" else "fp32"
+        lora = replace(
+            make_adapter_settings(adapter, spec), quantize_base=storage, dtype=adapter_dtype
+        )
         assert isinstance(cfg, LoraFinetuneConfig)
-        cfg = replace(cfg, lora=kept)
-        add_adapters(model, kept, dtype)
+        cfg = replace(cfg, lora=lora)
+        add_adapters(model, lora, dtype)
     model.requires_grad_(False)
-    rounding = fake_quantize_linears(
-        model, cfg.qat, cfg.qat_group_size, 0
-    )  # what the export rounds
+    # From the first step on: what is evaluated is what the export rounds.
+    rounding = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, start=0)
     if rounding is not None:
         get_logger().info("%s", rounding.describe())
     parallel = parallelize(model, cfg, world, for_training=False)
@@ -85,11 +86,24 @@ def load_evaluated_model(
     if source.adapter is not None:
         init_adapters(model, 0)
         load_adapter(model, spec, source.adapter, some=True)
-        return EvaluatedModel(model.eval(), parallel, source, str(source.folder), rounding)
-    load: Callable[[], None] | None = None
+        return EvaluatedModel(
+            model=model.eval(),
+            parallel=parallel,
+            source=source,
+            base=str(source.folder),
+            rounding=rounding,
+        )
+    # Read when it is asked for, as it takes the memory of the trained weights.
+    load_base: Callable[[], None] | None = None
     if base is not None:
-        load = partial(load_weights, model, source.spec, base)
+        load_base = partial(load_weights, model, source.spec, base)
     elif cfg.model.preset is not None:
-        load = partial(init_weights, model, derive_seed(cfg.seed, "model"), source.spec)
-    name = str(base) if base is not None else cfg.model.preset
-    return EvaluatedModel(model.eval(), parallel, source, name, rounding, load)
+        load_base = partial(init_weights, model, derive_seed(cfg.seed, "model"), source.spec)
+    return EvaluatedModel(
+        model=model.eval(),
+        parallel=parallel,
+        source=source,
+        base=str(base) if base is not None else cfg.model.preset,
+        rounding=rounding,
+        _load_base=load_base,
+    )

@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness (extra `eval`) on our own model object, without an export.
+"""Run tasks of lm-evaluation-harness (extra `eval`) on our own model object, without an export.
 
-Texts become tokens as its own class for Hugging Face models makes them: BOS where the tokenizer
-begins with one, a context's trailing spaces with what follows it, contexts cut on the left to what
-the model reads.
+`run_tasks(build_harness_model(...), tasks)`. Texts become tokens as the harness' own class for
+Hugging Face models makes them: BOS where the tokenizer begins with one, a context's trailing spaces
+with what follows it, contexts cut on the left to what the model reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lm_eval.api.model import LM
 
 MAX_NEW_TOKENS = 256  # of an answer, where a task does not say
-_DRAWS = ("temperature", "top_k", "top_p")
+_SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def run_tasks(
@@ -36,16 +36,16 @@ def run_tasks(
     num_fewshot: int | None,
     limit: int | None,
 ) -> dict[str, Any]:
-    """What the harness reports: task -> metric -> number. ConfigError for a task that it does not
-    know.
+    """Return what the harness reports: task -> metric -> number.
+
+    Raises ConfigError for a task that it does not know.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
-    if any(
-        name not in manager.all_tasks for name in tasks
-    ):  # its own are thousands of files to look at
+    # The harness' own tasks are thousands of files, looked at only where a name asks for them.
+    if any(name not in manager.all_tasks for name in tasks):
         manager = TaskManager(include_path=include_path)
     for name in tasks:
         if name not in manager.all_tasks:
@@ -54,33 +54,35 @@ def run_tasks(
                 or "; `lm-eval ls tasks` lists them, --include-path adds yours"
             )
             raise ConfigError(f"--lm-eval: unknown task {show(name)}{hint}")
-    found = simple_evaluate(
-        model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False,
+    report = simple_evaluate(
+        model,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
         bootstrap_iters=1000,
-    )  # fmt: skip
-    return {} if found is None else dict(found["results"])
+    )
+    return {} if report is None else dict(report["results"])
 
 
 def flatten_metrics(results: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """(task, metric) -> number, of what `run_tasks` gives; standard errors and names are left
-    out.
-    """
+    """Return the numbers of `run_tasks`' results by (task, metric), without standard errors."""
     rows = {}
     for task, metrics in results.items():
         for key, value in metrics.items():
-            name, _, way = key.partition(",")
-            if (
-                isinstance(value, int | float)
-                and not name.endswith("_stderr")
-                and name not in ("alias", "sample_len")
-            ):
-                rows[task, name if way in ("", "none") else f"{name} ({way})"] = float(value)
+            name, _, filter_name = key.partition(",")
+            is_metric = not name.endswith("_stderr") and name not in ("alias", "sample_len")
+            if isinstance(value, int | float) and is_metric:
+                label = name if filter_name in ("", "none") else f"{name} ({filter_name})"
+                rows[task, label] = float(value)
     return rows
 
 
 def build_harness_model(model: torch.nn.Module, **options: Any) -> "LM":
-    """Our model as the harness asks it; options: of `HarnessMethods`. SetupError without the extra
-    `eval`.
+    """Return our model as the harness asks it; options: of `HarnessMethods`.
+
+    Raises SetupError without the extra `eval`.
     """
     try:
         from lm_eval.api.model import TemplateLM
@@ -89,15 +91,17 @@ def build_harness_model(model: torch.nn.Module, **options: Any) -> "LM":
             f"--lm-eval: lm-evaluation-harness is not installed; {install_line('eval')}"
         ) from error
 
+    # Derived here, as the harness is imported only when a task runs.
     class HarnessModel(HarnessMethods, TemplateLM):
-        """Both."""
+        """Our methods, and the harness' for the rest."""
 
     return HarnessModel(model, **options)
 
 
 class HarnessMethods:
-    """What the harness' `TemplateLM` leaves to its subclasses: likelihoods by
-    `continuation_scores`, answers by `generate_batch`.
+    """The methods that the harness' `TemplateLM` leaves to its subclasses.
+
+    Likelihoods come from `score_continuations`, answers from `generate_batch`.
     """
 
     tokenizer_name = "tune-recipes"
@@ -114,8 +118,11 @@ class HarnessMethods:
         """seed: root of the random numbers of each request. batch_size: requests at a time."""
         super().__init__()
         self._model: Any = model
-        self._spec, self._tokenizer, self._device = spec, tokenizer, device
-        self._batch_size, self._seed = batch_size, seed
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._device = device
+        self._batch_size = batch_size
+        self._seed = seed
 
     @property
     def eot_token_id(self) -> int:
@@ -132,23 +139,28 @@ class HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        begins = string.startswith(self._tokenizer.decode([self.prefix_token_id]))
-        add_bos = self._tokenizer.add_bos_by_default and (
-            not begins if add_special_tokens is None else add_special_tokens
-        )
+        if add_special_tokens is None:  # a chat template may have written BOS already
+            prefix = self._tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not string.startswith(prefix)
+        add_bos = self._tokenizer.add_bos_by_default and add_special_tokens
         return self._tokenizer.encode(string, add_bos=add_bos, allow_special=True)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
         return score_continuations(
-            self._model, pairs, self._spec.max_positions, self._device, self._batch_size
+            self._model,
+            pairs,
+            max_length=self._spec.max_positions,
+            device=self._device,
+            batch_size=self._batch_size,
         )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihoods of whole texts, in windows of what the model reads."""
+        """Return the log-likelihoods of whole texts, in windows of what the model reads."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        windows, owners = [], []
+        windows = []
+        owners = []  # of each window, the number of its text
         for number, (text,) in enumerate(request.args for request in requests):
             for window in get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -164,7 +176,7 @@ class HarnessMethods:
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Answers up to the texts that end them."""
+        """Return answers up to the texts that end them."""
         from lm_eval.models.utils import (
             handle_stop_sequences,
             normalize_gen_kwargs,
@@ -173,19 +185,14 @@ class HarnessMethods:
 
         end = self._tokenizer.decode([self.eot_token_id])
         answers: list[str] = [""] * len(requests)
-        for numbers, options in _batch_by_options(
-            [dict(request.args[1]) for request in requests], self._batch_size
-        ):
+        request_options = [dict(request.args[1]) for request in requests]
+        for numbers, options in _batch_by_options(request_options, self._batch_size):
             kwargs = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
-            until, count = (
-                handle_stop_sequences(kwargs.get("until"), eos=end),
-                int(kwargs["max_gen_toks"]),
-            )
-            draws = (
-                {name: kwargs[name] for name in _DRAWS if kwargs.get(name)}
-                if kwargs["do_sample"]
-                else {}
-            )
+            until = handle_stop_sequences(kwargs.get("until"), eos=end)
+            count = int(kwargs["max_gen_toks"])
+            sampling: dict[str, Any] = {}
+            if kwargs["do_sample"]:
+                sampling = {name: kwargs[name] for name in _SAMPLING if kwargs.get(name)}
             room = self._spec.max_positions - count
             if room < 1:
                 raise ConfigError(
@@ -193,11 +200,18 @@ class HarnessMethods:
                     f" {self._spec.max_positions}"
                 )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-            found = generate_batch(
-                self._model, self._spec, prompts, max_new_tokens=count, stop_ids={self.eot_token_id},
-                device=self._device, seeds=[derive_seed(self._seed, f"answer {number}") for number in numbers], **draws,
-            )  # fmt: skip
-            for number, answer in zip(numbers, found, strict=True):
+            # Answers go to the stop token; the texts that end them are cut off afterwards.
+            generated = generate_batch(
+                self._model,
+                self._spec,
+                prompts,
+                max_new_tokens=count,
+                stop_ids={self.eot_token_id},
+                device=self._device,
+                seeds=[derive_seed(self._seed, f"answer {number}") for number in numbers],
+                **sampling,
+            )
+            for number, answer in zip(numbers, generated, strict=True):
                 text = self._tokenizer.decode(answer.tokens, skip_special=True)
                 answers[number] = postprocess_generated_text(text, stop=until, think_end_token=None)
         return answers
@@ -206,10 +220,10 @@ class HarnessMethods:
 def _batch_by_options(
     options: list[dict[str, Any]], batch_size: int
 ) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Batches of requests that are generated in the same way: their numbers, and how."""
+    """Yield batches of requests with the same options: their numbers, and the options."""
     groups: dict[str, list[int]] = {}
-    for number, each in enumerate(options):
-        groups.setdefault(repr(sorted(each.items())), []).append(number)
+    for number, request_options in enumerate(options):
+        groups.setdefault(repr(sorted(request_options.items())), []).append(number)
     for numbers in groups.values():
         for start in range(0, len(numbers), batch_size):
             yield numbers[start : start + batch_size], options[numbers[0]]
@@ -219,39 +233,37 @@ def _batch_by_options(
 def score_continuations(
     model: torch.nn.Module,
     pairs: Sequence[tuple[list[int], list[int]]],
-    most: int,
+    max_length: int,
     device: torch.device,
     batch_size: int,
 ) -> list[tuple[float, bool]]:
-    """(log-likelihood, whether greedy decoding gives it) of each continuation after its context,
-    both ids.
+    """Return the log-likelihood of each continuation, and True where greedy decoding gives it.
 
-    most: tokens that the model reads; a longer context loses its beginning.
+    pairs: ids of context and continuation. max_length: tokens that the model reads; a longer
+    context loses its beginning.
     """
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    order = sorted(
-        range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1])
-    )
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    # Ones of like length together, so that a batch has little padding.
+    order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        whole = [(pairs[number][0] + pairs[number][1])[-(most + 1) :] for number in numbers]
-        counts = [
-            min(len(pairs[number][1]), len(ids) - 1)
-            for number, ids in zip(numbers, whole, strict=True)
-        ]
-        tokens = pad_sequence(
-            [torch.tensor(ids[:-1], dtype=torch.int64) for ids in whole], batch_first=True
-        )
-        targets = [
-            torch.tensor(
-                [IGNORED] * (len(ids) - 1 - count) + ids[len(ids) - count :], dtype=torch.int64
-            )
-            for ids, count in zip(whole, counts, strict=True)
-        ]
+        inputs = []
+        targets = []
+        for number in numbers:
+            context, continuation = pairs[number]
+            # The last token is read by nothing, so one more than the model reads.
+            ids = (context + continuation)[-(max_length + 1) :]
+            count = min(len(continuation), len(ids) - 1)
+            ignored = [IGNORED] * (len(ids) - 1 - count)
+            inputs.append(torch.tensor(ids[:-1], dtype=torch.int64))
+            targets.append(torch.tensor(ignored + ids[len(ids) - count :], dtype=torch.int64))
+        tokens = pad_sequence(inputs, batch_first=True).to(device)
         labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED).to(device)
-        scores = token_scores_of(model, tokens.to(device), labels)
-        sums = scores[..., 0].double().sum(dim=1)
-        greedy = ((scores[..., 0] == scores[..., 1]) | (labels == IGNORED)).all(dim=1)
-        for number, total, right in zip(numbers, sums.tolist(), greedy.tolist(), strict=True):
-            found[number] = (total, right)
-    return found
+        scores = token_scores_of(model, tokens, labels)
+        log_likelihoods = scores[..., 0].double().sum(dim=1)
+        # A token that is as likely as the likeliest
+        is_greedy = ((scores[..., 0] == scores[..., 1]) | (labels == IGNORED)).all(dim=1)
+        rows = zip(numbers, log_likelihoods.tolist(), is_greedy.tolist(), strict=True)
+        for number, log_likelihood, greedy in rows:
+            results[number] = (log_likelihood, greedy)
+    return results

@@ -1,5 +1,7 @@
-"""What is measured of each sequence, gathered from the ranks: as a table, as JSON lines, and as a
-page.
+"""Results of an evaluation, gathered from the ranks: as a table, as JSON lines, and as a page.
+
+`score_sequences` measures one model, `Evaluation` has what was measured of all of them and writes
+examples.jsonl, summary.json and report.html.
 """
 
 import json
@@ -25,46 +27,45 @@ from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import result_of_each
 from recipe_lib.training.validation import scores_by, sequence_sums
 
-EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE = "examples.jsonl", "summary.json", "report.html"
-BASE, TUNED = "base", "tuned"
-_EXAMPLES_ON_PAGE = 50  # examples on the page
+EXAMPLES_FILE = "examples.jsonl"
+SUMMARY_FILE = "summary.json"
+PAGE_FILE = "report.html"
+BASE = "base"
+TUNED = "tuned"
+_EXAMPLES_ON_PAGE = 50
 
 
 @dataclass(frozen=True)
 class SequenceScore:
-    """log_likelihood: of the label tokens, a sum in nats. tokens: how many there are. right: how
-    many of them are the likeliest token after those before.
-    """
+    """Sums over the label tokens of one sequence."""
 
-    log_likelihood: float
-    tokens: int
-    right: int
+    log_likelihood: float  # in nats
+    tokens: int  # label tokens
+    right: int  # label tokens that are the likeliest after those before
 
 
 @dataclass
 class ModelResults:
-    """One model. scores, answers: by number of the sequence. metrics: name -> by number."""
+    """The measurements of one model, by number of the sequence."""
 
     scores: dict[int, SequenceScore] = field(default_factory=dict)
     answers: dict[int, Generated] = field(default_factory=dict)
-    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name first
 
-    def numbers(self) -> dict[str, float]:
-        """loss (mean over label tokens), perplexity, token_accuracy, and the means of the
-        metrics.
-        """
-        tokens = sum(score.tokens for score in self.scores.values())
-        loss = -math.fsum(score.log_likelihood for score in self.scores.values()) / max(1, tokens)
-        found = {
+    def compute_means(self) -> dict[str, float]:
+        """Return loss (mean over label tokens), perplexity, token_accuracy, and metrics' means."""
+        scores = self.scores.values()
+        tokens = max(1, sum(score.tokens for score in scores))
+        loss = -math.fsum(score.log_likelihood for score in scores) / tokens
+        means = {
             "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "token_accuracy": sum(score.right for score in self.scores.values()) / max(1, tokens),
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp(710) overflows
+            "token_accuracy": sum(score.right for score in scores) / tokens,
         }
-        return found | {
-            name: math.fsum(each.values()) / len(each)
-            for name, each in self.metrics.items()
-            if each
-        }
+        for name, values in self.metrics.items():
+            if values:
+                means[name] = math.fsum(values.values()) / len(values)
+        return means
 
 
 def score_sequences(
@@ -75,7 +76,7 @@ def score_sequences(
     world: World,
     pad_id: int | None,
 ) -> dict[int, SequenceScore]:
-    """The scores of all sequences, on every rank. Collective."""
+    """Return the scores of all sequences, on every rank. Collective."""
     batch_size = cfg.validation.batch_size or cfg.batch_size
     steps = make_validation_steps(
         dataset,
@@ -93,117 +94,110 @@ def score_sequences(
             continue
         sums = sequence_sums(scores, micro_batch).tolist()
         for row, (likelihood, tokens, right) in zip(micro_batch.sequences, sums, strict=True):
-            own += [
-                (number, likelihood, int(tokens), int(right)) for number in row
-            ]  # none in a row that fills up
+            # A row that only fills up a batch has no sequence.
+            own += [(number, likelihood, int(tokens), int(right)) for number in row]
     gathered = sorted(row for rows in world.gather_json(own) for row in rows)
-    return {number: SequenceScore(*numbers) for number, *numbers in gathered}
+    return {number: SequenceScore(*values) for number, *values in gathered}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """models: what was measured of each, by `base` and `tuned`. names: of the models. questions: by
-    number of the sequence, those that were answered. settings: what it was done with, as text.
-    """
+    """The results of one or two models on the same samples."""
 
-    models: Mapping[str, ModelResults]
-    names: Mapping[str, str]
+    models: Mapping[str, ModelResults]  # by `base` and `tuned`
+    names: Mapping[str, str]  # of the models, by the same
     dataset: Dataset
-    questions: Mapping[int, Question]
+    questions: Mapping[int, Question]  # those that were answered, by number of the sequence
     tokenizer: Tokenizer
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # of the evaluation, as text
 
-    def summary(self) -> dict[str, Any]:
-        """The numbers, as JSON has them."""
+    def build_summary(self) -> dict[str, Any]:
+        """Return the numbers, as JSON has them."""
         scores = next(iter(self.models.values())).scores
         return {
             "models": dict(self.names),
             "sequences": len(scores),
             "label_tokens": sum(score.tokens for score in scores.values()),
             "answers": len(self.questions),
-            **{which: measured.numbers() for which, measured in self.models.items()},
+            **{which: results.compute_means() for which, results in self.models.items()},
             "settings": dict(self.settings),
         }
 
-    def table(self) -> Table:
-        """A row for each number, a column for each model."""
-        numbers = {which: measured.numbers() for which, measured in self.models.items()}
-        both = BASE in numbers and TUNED in numbers
+    def build_table(self) -> Table:
+        """Return a table with a row for each number, and a column for each model."""
+        means = {which: results.compute_means() for which, results in self.models.items()}
+        has_both = BASE in means and TUNED in means
         rows = []
-        for name in next(iter(numbers.values())):
-            row = [name, *(_format_number(each[name]) for each in numbers.values())]
-            rows.append(
-                [*row, f"{numbers[TUNED][name] - numbers[BASE][name]:+.4f}"] if both else row
-            )
-        header = ["metric", *numbers, *(["change"] if both else [])]
+        for name in next(iter(means.values())):
+            row = [name, *(_format_number(model_means[name]) for model_means in means.values())]
+            if has_both:
+                row.append(f"{means[TUNED][name] - means[BASE][name]:+.4f}")
+            rows.append(row)
+        header = ["metric", *means, *(["change"] if has_both else [])]
         return Table("Evaluation", header, rows, left=("metric",))
 
-    def example(self, number: int) -> dict[str, Any]:
-        """What is known of one sequence."""
+    def build_example(self, number: int) -> dict[str, Any]:
+        """Return what is known of one sequence, as a line of examples.jsonl has it."""
         question = self.questions.get(number)
-        found: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
+        example: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
         if question is not None:
-            found["prompt"] = self.tokenizer.decode(question.prompt)
-            found["reference"] = self.tokenizer.decode(question.reference, skip_special=True)
-        for which, measured in self.models.items():
-            score = measured.scores[number]
-            own: dict[str, Any] = {
+            example["prompt"] = self.tokenizer.decode(question.prompt)
+            example["reference"] = self.tokenizer.decode(question.reference, skip_special=True)
+        for which, results in self.models.items():
+            score = results.scores[number]
+            entry: dict[str, Any] = {
                 "log_likelihood": score.log_likelihood,
                 "label_tokens": score.tokens,
                 "likeliest_tokens": score.right,
             }
-            if number in measured.answers:
-                answer = measured.answers[number]
-                own["prediction"] = self.tokenizer.decode(answer.tokens, skip_special=True)
-                own["ended_by"] = answer.ended
-                own |= {name: each[number] for name, each in measured.metrics.items()}
-            found[which] = own
-        return found
+            if number in results.answers:
+                answer = results.answers[number]
+                entry["prediction"] = self.tokenizer.decode(answer.tokens, skip_special=True)
+                entry["ended_by"] = answer.ended
+                entry |= {name: values[number] for name, values in results.metrics.items()}
+            example[which] = entry
+        return example
 
     def write(self, folder: Path) -> None:
-        """examples.jsonl, summary.json and report.html in `folder`, each whole or not at all.
-        StorageError.
+        """Write examples.jsonl, summary.json and report.html, each in full or not at all.
+
+        Raises StorageError.
         """
-        examples = [
-            self.example(number) for number in sorted(next(iter(self.models.values())).scores)
-        ]
+        numbers = sorted(next(iter(self.models.values())).scores)
+        examples = [self.build_example(number) for number in numbers]
+        lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
+        summary = json.dumps(self.build_summary(), indent=1) + "\n"
         with files.storage_faults():
             folder.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
             files.replace_text(folder / EXAMPLES_FILE, redact(lines))
-            files.replace_text(
-                folder / SUMMARY_FILE, redact(json.dumps(self.summary(), indent=1) + "\n")
-            )
-            files.replace_text(folder / PAGE_FILE, redact(self.page(examples[:_EXAMPLES_ON_PAGE])))
+            files.replace_text(folder / SUMMARY_FILE, redact(summary))
+            page = self.build_page(examples[:_EXAMPLES_ON_PAGE])
+            files.replace_text(folder / PAGE_FILE, redact(page))
 
-    def page(self, examples: list[dict[str, Any]]) -> str:
-        """The page: numbers, the first examples, settings."""
+    def build_page(self, examples: list[dict[str, Any]]) -> str:
+        """Return the page: numbers, the first examples, settings."""
         name = self.names.get(TUNED) or next(iter(self.names.values()))
-        summary = self.summary()
+        summary = self.build_summary()
         header = ["prompt", "reference", *self.models]
-        rows = [
-            [
-                example["prompt"],
-                example["reference"],
-                *(example[which].get("prediction", "") for which in self.models),
-            ]
-            for example in examples
-            if "prompt" in example
-        ]
+        rows = []
+        for example in examples:
+            if "prompt" in example:
+                predictions = (example[which].get("prediction", "") for which in self.models)
+                rows.append([example["prompt"], example["reference"], *predictions])
         answers = Table("Answers", header, rows, left=tuple(header)) if rows else None
         counts = [
             (key.replace("_", " "), summary[key])
             for key in ("sequences", "label_tokens", "answers")
         ]
         sections = [
-            Section("Numbers", table=self.table()),
+            Section("Numbers", table=self.build_table()),
             Section("Held-out samples", facts=[*counts, ("source", self.dataset.report.source)]),
             Section(f"Answers (the first {_EXAMPLES_ON_PAGE} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
-        headline = ", ".join(
-            f"{key} {_format_number(value)}" for key, value in list(summary.values())[-2].items()
-        )
+        # The last model's numbers: before them stand the counts, behind them the settings.
+        means = list(summary.values())[-2]
+        headline = ", ".join(f"{key} {_format_number(value)}" for key, value in means.items())
         return render_page("evaluation", f"{name}: evaluation", name, headline, sections)
 
 

@@ -1,1 +1,1 @@
-"""Completing a prompt: choosing the next token, and the loop around it."""
+"""Complete prompts: choose the next token, and run the loop around it."""

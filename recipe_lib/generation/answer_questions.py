@@ -1,4 +1,8 @@
-"""Held-out samples as questions: what a model answers to them, and metrics of the answers."""
+"""Held-out samples as questions: what a model answers to them, and metrics of the answers.
+
+`build_questions` takes them from a dataset, `generate_answers` asks the model, on all ranks, and
+`compute_metric` compares an answer with the sample's by a registered metric.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,33 +24,34 @@ from recipe_lib.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: ids that come before the last answer. reference: ids of the answer, without its stop
-    token.
-    """
+    """The last answer of a sample, and what comes before it."""
 
-    prompt: list[int]
-    reference: list[int]
+    prompt: list[int]  # ids that come before the answer
+    reference: list[int]  # ids of the answer, without its stop token
 
 
 def build_questions(dataset: Dataset, stop_ids: Collection[int]) -> dict[int, Question]:
-    """The last answer of each sequence, as its label tokens have it, and what comes before it, by
-    their numbers.
+    """Return the question of each sequence that has one, by the sequence's number.
 
-    A sequence where there is none to generate is left out: nothing comes before the label tokens
-    (plain text), or `max_seq_len` has cut the answer, so that no stop token ends it.
+    Answers are as the label tokens have them. A sequence is left out where nothing comes before the
+    label tokens (plain text), or where `max_seq_len` has cut the answer, so that no stop token ends
+    it.
     """
     questions = dict[int, Question]()
     for number in range(len(dataset)):
         sequence = dataset[number]
-        trained = np.flatnonzero(sequence.labels != IGNORED)
-        if not len(trained):
+        labeled = np.flatnonzero(sequence.labels != IGNORED)
+        if not len(labeled):
             continue
-        last = int(trained[-1])
+        last = int(labeled[-1])
         before = np.flatnonzero(sequence.labels[:last] == IGNORED)
         if len(before) and int(sequence.labels[last]) in stop_ids:
+            # In a conversation of several turns the last answer begins after the last question.
             start = int(before[-1]) + 1
             answer = sequence.labels[start:last].tolist()
-            questions[number] = Question(sequence.tokens[: start + 1].tolist(), answer)
+            # A label is the token that follows, so the prompt has one token more.
+            prompt = sequence.tokens[: start + 1].tolist()
+            questions[number] = Question(prompt=prompt, reference=answer)
     return questions
 
 
@@ -60,27 +65,29 @@ def generate_answers(
     seed: int,
     **options: Any,
 ) -> dict[int, Generated]:
-    """The answers to all questions, which the ranks share, on every rank. Collective: they read in
-    step, as each may have a part of the weights. seed: root of each question's own. options: as for
-    `generate_batch`.
+    """Return the answers to all questions, by number, on every rank.
+
+    Collective: the ranks share the questions, and read in step, as each may have a part of the
+    weights. seed: root of each question's own. options: as for `generate_batch`.
     """
     numbers = sorted(questions)
     own: list[tuple[int, list[int], str]] = []
+    # Every rank goes through all batches, perhaps with an empty one.
     for start in range(0, len(numbers), batch_size * world.size):
-        mine = numbers[start + world.rank * batch_size : start + (world.rank + 1) * batch_size]
-        found = generate_batch(
+        first = start + world.rank * batch_size
+        own_numbers = numbers[first : first + batch_size]
+        answers = generate_batch(
             model,
             spec,
-            [questions[number].prompt for number in mine],
-            seeds=[derive_seed(seed, f"answer {number}") for number in mine],
+            [questions[number].prompt for number in own_numbers],
+            # By number, so that an answer does not depend on how many ranks there are.
+            seeds=[derive_seed(seed, f"answer {number}") for number in own_numbers],
             device=world.device,
             any_over_ranks=world.any if world.size > 1 else None,
             **options,
         )
-        own += [
-            (number, answer.tokens, answer.ended)
-            for number, answer in zip(mine, found, strict=True)
-        ]
+        for number, answer in zip(own_numbers, answers, strict=True):
+            own.append((number, answer.tokens, answer.ended))
     gathered = sorted(row for rows in world.gather_json(own) for row in rows)
     return {number: Generated(tokens, ended) for number, tokens, ended in gathered}
 
@@ -91,33 +98,31 @@ def compute_metric(
     questions: Mapping[int, Question],
     tokenizer: Tokenizer,
 ) -> dict[int, float]:
-    """A registered metric's number of each answer. ConfigError for one that raises, or gives no
-    number.
+    """Return a registered metric of each answer, by number.
+
+    Raises ConfigError for a metric that raises, or gives no number.
     """
-    metric, numbers = registered("metric", name), {}
-    for at, question in questions.items():
-        texts = [
-            tokenizer.decode(ids, skip_special=True)
-            for ids in (answers[at].tokens, question.reference)
-        ]
+    metric = registered("metric", name)
+    values: dict[int, float] = {}
+    for number, question in questions.items():
+        prediction = tokenizer.decode(answers[number].tokens, skip_special=True)
+        reference = tokenizer.decode(question.reference, skip_special=True)
         try:
-            numbers[at] = float(metric(*texts))
-        except Exception as error:  # whatever a user's function raises is his to correct
+            values[number] = float(metric(prediction, reference))
+        except Exception as error:  # whatever a user's function raises is theirs to correct
             raise ConfigError(
-                f"metric {name}: raised {type(error).__name__} for the answer of sequence {at}:"
+                f"metric {name}: raised {type(error).__name__} for the answer of sequence {number}:"
                 f" {show(str(error))}"
             ) from error
-    return numbers
+    return values
 
 
-# What is measured of an answer: `fn(prediction, reference) -> number`, averaged over all answers.
-#
-# `exact_match` ships; a plugin registers its own by `register("metric", "name")`. prediction: the
-# text that the model gave; reference: that of the sample; both without the token that ends an
-# answer.
+# A metric is `fn(prediction, reference) -> number`, averaged over all answers. A plugin registers
+# its own by `register("metric", "name")`. prediction: the text that the model gave. reference: that
+# of the sample. Both are without the token that ends an answer.
 
 
 @register("metric", "exact_match")
 def exact_match(prediction: str, reference: str) -> float:
-    """1 for the same text, letter for letter, else 0."""
+    """Return 1 for the same text, letter for letter, else 0."""
     return float(prediction == reference)

@@ -1,7 +1,7 @@
-"""Next tokens from logits, and the loop that appends them: `[1, s]` tokens in, ids out one by one.
+"""Next tokens from logits, and the loops that append them: for a prompt, a batch, a conversation.
 
-What reads the tokens of a batch of prompts, and those that follow, each once: keys and values are
-kept.
+`generate` yields the ids after one prompt, `generate_batch` answers many, `Chat` keeps a history.
+Keys and values are kept, so each token is computed once.
 
 Prompts of different lengths are padded on the left, so that their next tokens stand in one column.
 Padding is a document of its own (`AttentionInfo.documents`), which no token of the prompt sees, and
@@ -23,13 +23,17 @@ from recipe_lib.ops.attention import AttentionInfo, make_attention_info
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 
+# Tokens `[b, s]` that follow those before, to the logits `[b, v]` after the last of them
 Reader = Callable[[Tensor], Tensor]
+
+STOP = "stop"
+LENGTH = "length"
 
 
 def compute_next_probabilities(
     logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Probabilities `[b, v]` (fp32) that the next token is drawn from, given logits `[b, v]`.
+    """Return the probabilities `[b, v]` (fp32) that next tokens are drawn from, of logits `[b, v]`.
 
     temperature (> 0) divides the logits. top_k then keeps the k likeliest tokens; top_p keeps, of
     those and by their renormalized probabilities, the fewest likeliest whose sum reaches p (arXiv
@@ -42,11 +46,12 @@ def compute_next_probabilities(
         ordered[..., top_k:] = -torch.inf
     probabilities = ordered.softmax(dim=-1)
     if top_p is not None:
-        likelier = probabilities.cumsum(dim=-1) - probabilities  # sum over the tokens before each
-        likelier[..., 0] = 0.0
-        beyond = likelier >= top_p
-        beyond[..., 0] = False
-        probabilities = probabilities.masked_fill(beyond, 0.0)
+        # Sum over the tokens before each
+        sum_before = probabilities.cumsum(dim=-1) - probabilities
+        sum_before[..., 0] = 0.0
+        is_beyond = sum_before >= top_p
+        is_beyond[..., 0] = False  # the likeliest is kept even for a top_p of 0
+        probabilities = probabilities.masked_fill(is_beyond, 0.0)
         probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
     return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)
 
@@ -58,9 +63,10 @@ def sample_next(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Ids `[b]` of the next tokens, given logits `[b, v]`: the likeliest (temperature 0), or drawn.
+    """Return ids `[b]` of the next tokens, given logits `[b, v]`: the likeliest, or drawn.
 
-    generator: the source of randomness, on the logits' device; None: torch's own.
+    temperature: 0 for the likeliest. generator: the source of randomness, on the logits' device;
+    None: torch's own.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -81,19 +87,17 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Ids that follow `tokens` (at least one), as they are chosen.
+    """Yield the ids that follow `tokens` (at least one), as they are chosen.
 
     It ends before the first id in `stop_ids`, after `max_new_tokens`, or when prompt and completion
-    are as long as the model was made for (`spec.max_positions`). Keys and values are kept, so each
-    token is computed once.
+    are as long as the model was made for (`spec.max_positions`).
     """
     if not tokens:
         raise ValueError("generate needs at least one token to begin from")
     count = min(max_new_tokens, spec.max_positions - len(tokens))
     read = make_prompt_reader(model, spec, [len(tokens)], len(tokens) + max(count, 0))
-    unread = torch.tensor(
-        [list(tokens)], device=next(model.parameters()).device
-    )  # [1, s], later [1, 1]
+    # `[1, s]`, later `[1, 1]`
+    unread = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     for _ in range(count):
         chosen = sample_next(read(unread), temperature, top_k, top_p, generator)
         token = int(chosen)
@@ -110,61 +114,54 @@ def make_prompt_reader(
     room: int,
     device: torch.device | None = None,
 ) -> Reader:
-    """A function of tokens `[b, s]`, those that follow each time, to the logits `[b, v]` after the
-    last of them.
+    """Return a function of tokens `[b, s]`, those that follow each time, to logits `[b, v]`.
 
-    lengths: tokens of each prompt; the first call's are padded on the left to the longest of them.
-    room: tokens of a row in all, padding included. device: that computes; None: where the model's
-    weights are.
+    The logits are those after the last token. lengths: tokens of each prompt; the first call's are
+    padded on the left to the longest of them. room: tokens of a row in all, padding included.
+    device: that computes; None: where the model's weights are.
     """
     longest = max(lengths)
     weight = next(model.parameters())
     device = device or weight.device
     padding = torch.tensor([longest - length for length in lengths], device=device)
-    padded = min(lengths) < longest
+    has_padding = min(lengths) < longest
     if not isinstance(spec, DecoderSpec):
-        return cast(Any, model).token_reader(padding if padded else None)
+        return cast(Any, model).token_reader(padding if has_padding else None)
     cache = KVCache(spec, len(lengths), room, weight.dtype, device)
     # The first document of a row is its padding.
     documents = [[longest - length, length] if length < longest else [length] for length in lengths]
-    first = make_attention_info(documents, longest).to(device) if padded else None
+    prompt_info = make_attention_info(documents, longest).to(device) if has_padding else None
 
     def read(unread: Tensor) -> Tensor:
-        past, count = cache.length, unread.shape[1]
-        positions, info = None, None
-        if first is not None:
-            places = torch.arange(past, past + count, device=device)
-            positions = (places - padding[:, None]).clamp(min=0)
-            info = first if past == 0 else _extend_documents(first, past + count)
+        past = cache.length
+        positions = None
+        info = None
+        if prompt_info is not None:
+            end = past + unread.shape[1]
+            columns = torch.arange(past, end, device=device)
+            positions = (columns - padding[:, None]).clamp(min=0)
+            info = prompt_info if past == 0 else _extend_documents(prompt_info, end)
         return model(unread, positions, info, cache=cache, logits_to_keep=1)[:, -1]
 
     return read
 
 
 def _extend_documents(info: AttentionInfo, length: int) -> AttentionInfo:
-    """Rows whose last document has grown to so many tokens."""
+    """Return rows whose last document has grown to so many tokens."""
     assert info.documents is not None
     rows, known = info.documents.shape
-    grown = info.documents[:, -1:].expand(rows, length - known)
-    return replace(
-        info, documents=torch.cat([info.documents, grown], dim=1), boundaries=None, real=None
-    )
-
-
-# Answers to many prompts at once: of different lengths in a batch, each with its own end and random
-# numbers.
-
-STOP, LENGTH = "stop", "length"
+    added = info.documents[:, -1:].expand(rows, length - known)
+    documents = torch.cat([info.documents, added], dim=1)
+    # What was found for the shorter rows is no longer true.
+    return replace(info, documents=documents, boundaries=None, real=None)
 
 
 @dataclass
 class Generated:
-    """tokens: the answer's ids, without the stop token. ended: `stop` at a stop token, `length` at
-    a limit.
-    """
+    """An answer to a prompt."""
 
-    tokens: list[int] = field(default_factory=list)
-    ended: str = LENGTH
+    tokens: list[int] = field(default_factory=list)  # ids, without the stop token
+    ended: str = LENGTH  # `stop` at a stop token, `length` at a limit
 
 
 @torch.no_grad()
@@ -182,16 +179,17 @@ def generate_batch(
     device: torch.device | None = None,
     any_over_ranks: Callable[[bool], bool] | None = None,
 ) -> list[Generated]:
-    """An answer to each prompt (ids, at least one each), as `generate` gives it to that prompt
-    alone.
+    """Return an answer to each prompt (ids, at least one each), as `generate` gives it alone.
 
     An answer ends before a stop id, after `max_new_tokens`, or at `spec.max_positions` with its
-    prompt. temperature, top_k, top_p: see `sample_next`; seeds: of each prompt's random numbers
+    prompt. temperature, top_k, top_p: see `sample_next`. seeds: of each prompt's random numbers
     (needed above temperature 0), so that an answer does not depend on its batch. device: that
-    computes; None: that of the weights. any_over_ranks: whether a bool is true on any rank, of a model
-    whose weights are sharded over ranks, which then read as many tokens as each other; a rank
-    without prompts reads along. The rotations of longrope depend on the longest row.
+    computes; None: that of the weights.
+
+    any_over_ranks: returns True if its argument is True on any rank; given where the weights are
+    sharded over ranks. They then all read until the last one is done, a rank without prompts too.
     """
+    # But for longrope, whose rotations depend on the longest row.
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError(
             f"{len(prompts)} prompts at temperature {temperature}: a seed for each is needed"
@@ -199,25 +197,22 @@ def generate_batch(
     if not all(prompts):
         raise ValueError("generate_batch needs at least one token in each prompt to begin from")
     device = device or next(model.parameters()).device
-    groups = [list(range(len(prompts)))]
-    if (
-        not isinstance(spec, DecoderSpec)
-        and any_over_ranks is None
-        and not cast(Any, model).reads_padding
-    ):
-        groups = [[number] for number in groups[0]]
+    batches = [list(range(len(prompts)))]
+    reads_padding = isinstance(spec, DecoderSpec) or cast(Any, model).reads_padding
+    # Ranks must read alike, so with sharded weights even such a model gets batches.
+    if not reads_padding and any_over_ranks is None:
+        batches = [[number] for number in batches[0]]
     answers = [Generated() for _ in prompts]
-    for numbers in groups:
+    for numbers in batches:
+        # A rank without prompts reads some token along.
         rows = [list(prompts[number]) for number in numbers] or [[0]]
         longest = max(map(len, rows))
         read = make_prompt_reader(
-            model, spec, [len(row) for row in rows], longest + max_new_tokens, device
+            model, spec, [len(row) for row in rows], room=longest + max_new_tokens, device=device
         )
-        generators = (
-            [torch.Generator(device).manual_seed(seeds[number]) for number in numbers]
-            if seeds
-            else []
-        )
+        generators = []
+        if seeds:
+            generators = [torch.Generator(device).manual_seed(seeds[number]) for number in numbers]
 
         def choose_next(
             unread: Tensor, read: Reader = read, generators: Sequence[torch.Generator] = generators
@@ -225,9 +220,11 @@ def generate_batch(
             logits = read(unread)
             if temperature == 0 or not generators:
                 return sample_next(logits)
-            options = (temperature, top_k, top_p)
-            parts = zip(logits.split(1), generators, strict=True)
-            return torch.cat([sample_next(row, *options, generator) for row, generator in parts])
+            chosen = [
+                sample_next(row, temperature, top_k, top_p, generator=generator)
+                for row, generator in zip(logits.split(1), generators, strict=True)
+            ]
+            return torch.cat(chosen)
 
         # What stands in the padding is read by nothing.
         padded = torch.tensor(
@@ -239,7 +236,7 @@ def generate_batch(
             stop_ids=frozenset(stop_ids),
             choose_next=choose_next,
             unread=padded,
-            any_rank=any_over_ranks or bool,
+            any_over_ranks=any_over_ranks or bool,
             max_new_tokens=max_new_tokens,
         )
     return answers
@@ -252,19 +249,21 @@ def _extend_answers(
     stop_ids: Collection[int],
     choose_next: Reader,
     unread: Tensor,
-    any_rank: Callable[[bool], bool],
+    any_over_ranks: Callable[[bool], bool],
     max_new_tokens: int,
 ) -> None:
-    """Add tokens to the answers of a batch until each has come to its end. room: tokens that each
-    may have.
+    """Add tokens to the answers of a batch until each has come to its end.
+
+    room: tokens that each may have.
     """
     open_rows = [row for row in range(len(answers)) if room[row] > 0]
     for _ in range(max_new_tokens):
-        if not any_rank(bool(open_rows)):
+        if not any_over_ranks(bool(open_rows)):
             return
         chosen = choose_next(unread)
         unread = chosen[:, None]
         tokens = chosen.tolist()
+        # Rows that have ended are still read with the others, and what follows in them is dropped.
         for row in open_rows:
             if tokens[row] in stop_ids:
                 answers[row].ended = STOP
@@ -277,14 +276,13 @@ def _extend_answers(
         ]
 
 
-# A conversation with a model: its history, and the answers as they are made.
-
 NO_ANSWER = "the model ended its answer before the first word"
 
 
 def check_prompt(tokens: list[int], spec: ModelSpec, what: str) -> None:
-    """ConfigError for a prompt that leaves no position for an answer, CheckpointError for ids that
-    the model does not know. what: the prompt, in the error.
+    """Raise ConfigError for a prompt that leaves no position for an answer.
+
+    Raises CheckpointError for ids that the model does not know. what: the prompt, in the error.
     """
     if len(tokens) >= spec.max_positions:
         raise ConfigError(
@@ -299,9 +297,9 @@ def check_prompt(tokens: list[int], spec: ModelSpec, what: str) -> None:
 
 
 def show_prompt_phase(tokens: Iterator[int], count: int) -> Iterator[int]:
-    """The same tokens. Until the first is there, which takes reading the prompt of `count` tokens,
-    a terminal shows that; what it shows is gone before the token is given, so that text can be
-    printed.
+    """Yield the same tokens; a terminal shows that a prompt of `count` tokens is being read.
+
+    What it shows is gone before the first token is given, so that text can be printed.
     """
     with phase(f"reading the prompt of {count:,} tokens", leaves_line=False):
         first = next(tokens, None)
@@ -311,8 +309,10 @@ def show_prompt_phase(tokens: Iterator[int], count: int) -> Iterator[int]:
 
 
 class Chat:
-    """messages: what was said so far, the system's message included. why_ended: of the last answer,
-    in words, where it was not the model that ended it, or nothing was answered; empty otherwise.
+    """A conversation with a model.
+
+    `messages` is what was said so far, the system's message included. `why_ended` says, in words,
+    why the last answer was ended by something else than the model, or is empty.
     """
 
     def __init__(
@@ -324,46 +324,52 @@ class Chat:
         options: dict[str, Any],
     ) -> None:
         """system: what stands before the first question. options: those of `generate`."""
-        self._model, self._spec, self._tokenizer, self._options = model, spec, tokenizer, options
+        self._model = model
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.why_ended = ""
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system's message."""
+        """Forget everything but the system's message."""
         self.messages = list(self._system)
 
     def answer(self, question: str) -> Generator[str]:
-        """The answer, piece by piece; question and answer then are part of the history, and as far
-        as it has come so is an answer that is broken off. Raises DataError and ConfigError before
-        the first piece; then nothing was said.
+        """Yield the answer, piece by piece; question and answer then are part of the history.
+
+        So is an answer that is broken off, as far as it has come. Raises DataError and ConfigError
+        before the first piece; then nothing was said.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        prompt = render_prompt(self._tokenizer, asked)
+        messages = [*self.messages, {"role": "user", "content": question}]
+        prompt = render_prompt(self._tokenizer, messages)
         check_prompt(prompt, self._spec, "the conversation")
-        text, parts, count, ended = StreamDecoder(self._tokenizer, prompt), [], 0, False
+        decoder = StreamDecoder(self._tokenizer, prompt)
+        tokens = generate(self._model, self._spec, prompt, **self._options)
+        pieces: list[str] = []
+        count = 0
+        is_finished = False
         self.why_ended = ""
         try:
-            for token in show_prompt_phase(
-                generate(self._model, self._spec, prompt, **self._options), len(prompt)
-            ):
+            for token in show_prompt_phase(tokens, len(prompt)):
                 count += 1
-                parts.append(text.push(token))
-                yield parts[-1]
-            parts.append(text.finish())
-            yield parts[-1]
-            ended = True
-        finally:
-            said = "".join(parts)
-            if ended or said.strip():
-                self.messages = [*asked, {"role": "assistant", "content": said}]
-        self.why_ended = self._describe_limit(len(prompt), count) or (
-            NO_ANSWER if not "".join(parts) else ""
-        )
+                pieces.append(decoder.push(token))
+                yield pieces[-1]
+            pieces.append(decoder.finish())
+            yield pieces[-1]
+            is_finished = True
+        finally:  # also where whoever reads it stops
+            text = "".join(pieces)
+            if is_finished or text.strip():
+                self.messages = [*messages, {"role": "assistant", "content": text}]
+        self.why_ended = self._describe_limit(len(prompt), count)
+        if not self.why_ended and not text:
+            self.why_ended = NO_ANSWER
 
-    def _describe_limit(self, asked: int, count: int) -> str:
-        """Which limit an answer of so many tokens has come to."""
-        if asked + count >= self._spec.max_positions:
+    def _describe_limit(self, prompt_length: int, count: int) -> str:
+        """Return which limit an answer of so many tokens has come to; empty: none."""
+        if prompt_length + count >= self._spec.max_positions:
             return f"all {self._spec.max_positions} positions of the model are taken"
-        most = self._options["max_new_tokens"]
-        return f"stopped after {most} tokens (--max-new-tokens)" if count >= most else ""
+        limit = self._options["max_new_tokens"]
+        return f"stopped after {limit} tokens (--max-new-tokens)" if count >= limit else ""

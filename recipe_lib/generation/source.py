@@ -1,5 +1,7 @@
-"""What a name on the command line stands for: a model, an adapter with its base, or the run that
-wrote one of them.
+"""Find and load what a name on the command line stands for.
+
+That is a model, an adapter with its base, or the run that wrote one of them. `find_source` checks
+headers alone; `load_source` reads the weights.
 """
 
 from dataclasses import dataclass
@@ -32,34 +34,30 @@ from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spe
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec
 
+# torch's names, as config.json has them -> those of the config key `dtype`
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
 class GenerationSource:
-    """A model on the disk, its headers checked.
+    """A model on the disk, its headers checked."""
 
-    folder: of the model, or of the base of an adapter. adapter: its folder, None without one.
-    tokenizer: the folder with the tokenizer. dtype, storage: how the base was kept while the
-    adapter was trained, as its file says; empty and `none` if it does not. spec: of the model with
-    the adapter; base_spec: of the base of one, as it is in the folder.
-    """
-
-    folder: Path
-    config: dict[str, Any]
-    spec: ModelSpec
-    tokenizer: Path
-    adapter: Path | None = None
+    folder: Path  # of the model, or of the base of an adapter
+    config: dict[str, Any]  # its config.json
+    spec: ModelSpec  # of the model with the adapter
+    tokenizer: Path  # the folder with the tokenizer
+    adapter: Path | None = None  # the adapter's folder
+    # How the base was kept while the adapter was trained; empty and `none` if its file does not say
     dtype: str = ""
     storage: str = "none"
-    base_spec: ModelSpec | None = None
+    base_spec: ModelSpec | None = None  # of an adapter's base, as it is in the folder
 
 
 def find_source(name: str, base: str | None = None) -> GenerationSource:
-    """The model that a folder or a hub id names. base: that of an adapter, in place of the one it
-    names.
+    """Return the model that a folder or a hub id names.
 
-    Raises CheckpointError for what is none, or is damaged, by its headers.
+    base: that of an adapter, in place of the one it names. Raises CheckpointError for what is none,
+    or is damaged, by its headers.
     """
     folder = find_exported_folder(find_checkpoint(name))
     if (folder / ADAPTER_CONFIG).is_file():
@@ -67,7 +65,7 @@ def find_source(name: str, base: str | None = None) -> GenerationSource:
     if base is not None:
         raise CheckpointError(f"--base: {show(name)} is a model, not an adapter; leave --base out")
     config, spec = _read_checked_spec(folder)
-    return GenerationSource(folder, config, spec, folder)
+    return GenerationSource(folder=folder, config=config, spec=spec, tokenizer=folder)
 
 
 def _read_checked_spec(
@@ -81,12 +79,13 @@ def _read_checked_spec(
 
 def _find_adapter_source(folder: Path, base: str | None) -> GenerationSource:
     adapter = read_adapter(folder)
-    named = base or adapter.config.base
-    if not named:
+    base_name = base or adapter.config.base
+    if not base_name:
         raise CheckpointError(
             f"{show(str(folder))}: adapter_config.json names no base; give it with --base"
         )
-    base_folder = find_checkpoint(base) if base else find_adapter_base(folder, named)
+    base_folder = find_checkpoint(base) if base else find_adapter_base(folder, base_name)
+    # The base of an adapter cannot be an adapter itself.
     if not (base_folder / "config.json").is_file() and (base_folder / ADAPTER_CONFIG).is_file():
         trained_on = "the model that it was trained on"
         if base:
@@ -94,30 +93,32 @@ def _find_adapter_source(folder: Path, base: str | None) -> GenerationSource:
                 f"--base: {show(base)} is an adapter, not a model; name {trained_on}"
             )
         raise CheckpointError(
-            f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an"
-            f" adapter; give {trained_on} with --base"
+            f"{show(str(folder))}: adapter_config.json names the base {show(base_name)}, which is"
+            f" an adapter; give {trained_on} with --base"
         )
     config, spec = _read_checked_spec(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
-    own = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    # An adapter that was trained with tokens of its own brings its tokenizer.
+    has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
     return GenerationSource(
-        base_folder,
-        config,
-        saved.spec,
-        folder if own else base_folder,
-        folder,
-        adapter.metadata.get(BASE_DTYPE, ""),
-        adapter.metadata.get(BASE_STORAGE, "none"),
-        spec,
+        folder=base_folder,
+        config=config,
+        spec=saved.spec,
+        tokenizer=folder if has_tokenizer else base_folder,
+        adapter=folder,
+        dtype=adapter.metadata.get(BASE_DTYPE, ""),
+        storage=adapter.metadata.get(BASE_STORAGE, "none"),
+        base_spec=spec,
     )
 
 
 def load_source(
     source: GenerationSource, dtype: torch.dtype, device: torch.device, storage: str
 ) -> Decoder:
-    """The model with its weights, ready to generate. storage: how the frozen weights beside an
-    adapter are kept: `none`, `nf4` or `int8`.
+    """Return the model with its weights, ready to generate.
+
+    storage: how the frozen weights beside an adapter are kept: `none`, `nf4` or `int8`.
     """
     if source.adapter is not None:
         spec = source.base_spec or source.spec
@@ -131,7 +132,7 @@ def load_source(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that `--device` means on this machine."""
+    """Return the device that `--device` means on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise SetupError(
             "--device: found cuda, but torch sees no CUDA device here; use --device cpu"
@@ -140,13 +141,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, config: dict[str, Any]) -> torch.dtype:
-    """The dtype that `--dtype` means; `auto`: the one in config.json, fp32 if it names none."""
+    """Return the dtype that `--dtype` means; `auto`: config.json's, fp32 if it names none."""
     if name == "auto":
-        own = {
-            **config,
-            **config.get("text_config", {}),
-        }  # multimodal configs have a part for the text
-        name = DTYPE_NAMES.get(str(own.get("dtype") or own.get("torch_dtype")), "fp32")
+        # Multimodal configs have a part for the text.
+        text_config = config | config.get("text_config", {})
+        dtype = text_config.get("dtype") or text_config.get("torch_dtype")
+        name = DTYPE_NAMES.get(str(dtype), "fp32")
     return {
         "fp32": torch.float32,
         "bf16": torch.bfloat16,

@@ -1,8 +1,9 @@
 """Levers that trade time for memory, and measured peaks."""
 
 from recipe_lib.memory.activation_offload import offload_activations
-from recipe_lib.memory.apply_levers import apply_memory_levers, compile_layers, use_low_precision
+from recipe_lib.memory.apply_levers import apply_memory_levers, compile_layers
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
+from recipe_lib.memory.low_precision import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.peaks import PeakMemory, Peaks, explain_out_of_memory
 

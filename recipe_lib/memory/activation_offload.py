@@ -1,14 +1,12 @@
-"""What layers keep for backward, in pinned host memory in the meantime.
+"""Activation offload: what layers save for backward waits in pinned host memory.
 
-When a layer's forward has ended, what autograd kept of it is copied to the host on a separate
-stream, during the next layer's work; when a layer's backward begins, what the layers before it kept
-is copied back on another stream. On the device there are then, besides what other levers leave
-there, at most `ahead` + 1 layers' kept bytes, where there were those of all layers: the one that
-runs, and `ahead` on their way out (forward) or back already (backward). The last `ahead` layers are
-not sent: backward begins with them. It is the virtual memory of vDNN (arXiv 1602.08124), by layers.
+`offload_activations(model, cfg.memory, device)` wraps each layer's forward. When it has ended, what
+autograd saved of it is copied to the host on a stream of its own, during the next layer's work;
+backward copies it back before it is needed. So the device holds the saved bytes of `ahead` + 1
+layers, not of all (the virtual memory of vDNN, arXiv 1602.08124, by layers).
 
-Copies are of whole storages, bit for bit: losses and gradients are those without the lever. How
-copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
+Whole storages are copied, bit for bit: losses and gradients are those without the lever.
+`recipe_lib/ops/host_copies.py` orders copies and waits.
 """
 
 import sys
@@ -32,176 +30,181 @@ from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
-MIN_OFFLOAD_BYTES = 1024  # bytes; less is not worth a copy
+MIN_OFFLOAD_BYTES = 1024  # a smaller storage is not worth a copy
 
 
 def offload_activations(
     model: nn.Module, memory: MemoryConfig, device: torch.device, *, is_stage: bool = False
-) -> "Window | None":
-    """Sends what each layer keeps for backward to the host, and fetches it before it is needed, in
-    place.
+) -> "OffloadedActivations | None":
+    """Offload what each layer saves for backward to the host, in place.
 
     Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing
-    what a layer keeps is its input. Parameters, buffers, what is gathered of them, and what all
-    layers are given alike (rotations, masks) stay where they are. Without gradients nothing is
-    kept, and nothing happens. On a CPU the model is left as it is. is_stage: the model is a rank's
-    part of a pipeline. Returns what moves the tensors. ConfigError where `ahead` leaves no layer to
-    be sent.
+    a layer saves its input alone. Parameters, buffers, what is gathered of them, and what all
+    layers are given alike (rotations, masks) stay on the device. On a CPU the model is left as it
+    is, and nothing is offloaded where no gradients are computed.
+
+    is_stage: the model is a rank's part of a pipeline. Returns the object that moves the tensors,
+    None without the lever. Raises ConfigError where `ahead` leaves no layer to be offloaded.
     """
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
     names = layer_names(model)
-    # In a pipeline other micro-batches come between the last layer's forward and its backward.
-    resident = 0 if is_stage else memory.activation_offload_prefetch_layers
-    if resident >= len(names):
+    ahead = memory.activation_offload_prefetch_layers
+    # Backward begins with the last layers, which would come back at once. In a pipeline other
+    # micro-batches run between a layer's forward and its backward, so there all of them are sent.
+    num_resident = 0 if is_stage else ahead
+    if num_resident >= len(names):
         raise ConfigError(
-            f"memory.activation_offload_prefetch_layers: found {resident} for a model of"
+            f"memory.activation_offload_prefetch_layers: found {num_resident} for a model of"
             f" {len(names)} layers, of which so many at the end are not sent, expected fewer than"
             f" {len(names)}; set it lower, or remove memory.activation_offload"
         )
-    window = OffloadedActivations(
-        device, memory.activation_offload_prefetch_layers, len(names) - resident
-    )
-    for number, name in enumerate(names):
-        modules[name].forward = _wrap_forward(modules[name], number, window)
-    return window
+    offloaded = OffloadedActivations(device, ahead, len(names) - num_resident)
+    for index, name in enumerate(names):
+        modules[name].forward = _wrap_forward(modules[name], index, offloaded)
+    return offloaded
 
 
-def _wrap_forward(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
-    """The layer's forward, of which the window keeps what autograd would."""
+def _wrap_forward(
+    layer: nn.Module, index: int, offloaded: "OffloadedActivations"
+) -> Callable[..., Any]:
+    """Return the layer's forward with its saved tensors handed to `offloaded`."""
     forward = layer.forward
-    owned: list[
-        tuple[dict[str, Any], str]
-    ] = []  # `module._parameters` or `module._buffers`, and a name there
+    # `module._parameters` or `module._buffers`, and a name there
+    entries: list[tuple[dict[str, Any], str]] = []
     for module in layer.modules():
         for tensors in (module._parameters, module._buffers):
-            owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
+            entries += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # All arguments but the hidden states are the same tensors for every layer.
         shared: set[int] = set()
         for tensor in _iterate_tensors((args[1:], kwargs)):
             shared.update(_list_storages(tensor))
 
-        def is_staying(address: int) -> bool:
-            # Parameters and buffers as they are at the moment: FSDP gathers them, and compiled
-            # layers see their own parts of them, between the begin of a forward and what is saved
-            # in it.
-            held = (tensors.get(name) for tensors, name in owned)
-            return address in shared or any(
-                address in _list_storages(tensor) for tensor in held if tensor is not None
+        def is_resident(storage: int) -> bool:
+            # Parameters are looked up again each time: FSDP gathers them, and compiled layers
+            # exchange them for their local parts, after forward begins and before anything is
+            # saved.
+            current = (tensors.get(name) for tensors, name in entries)
+            return storage in shared or any(
+                storage in _list_storages(tensor) for tensor in current if tensor is not None
             )
 
         tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
-        with window.around_layer(number, is_staying, tokens):
+        with offloaded.around_layer(index, is_resident, tokens):
             return forward(*args, **kwargs)
 
     return run
 
 
 class SavedStorage:
-    """One storage that a layer keeps, as a flat tensor: on the device, on the host, or on its way.
+    """One storage that a layer saves, as a flat tensor on the device, on the host, or on its way.
 
-    `moved` is behind the copy to the host while there is one there, and behind the copy back
-    afterwards. Autograd alone holds these objects: what it drops is gone, after a copy that still
-    reads or writes it.
+    Autograd alone holds these objects. When it drops one, the memory is free once the copy that
+    still reads or writes it is done.
     """
 
-    __slots__ = ("__weakref__", "moved", "on_device", "on_host", "stream")
+    __slots__ = ("__weakref__", "copy", "on_device", "on_host", "stream")
 
-    def __init__(self, whole: Tensor, stream: Any) -> None:
-        self.on_device: Tensor | None = whole
+    def __init__(self, flat: Tensor, stream: Any) -> None:
+        self.on_device: Tensor | None = flat
         self.on_host: Tensor | None = None
-        self.moved: Copy | None = None
-        self.stream = stream  # the one that computes, which the device's memory belongs to
+        # The copy to the host while `on_host` is there, the copy back afterwards.
+        self.copy: Copy | None = None
+        self.stream = stream  # the computing one, to which the device's memory belongs
 
     def free_device_memory(self) -> None:
-        """Gives the device's memory back, when the host has all of it."""
-        if self.on_host is not None and self.on_device is not None and self.moved is not None:
-            self.moved.wait(self.stream)
+        """Free the device's memory if the values are on the host, or on their way there."""
+        if self.on_host is not None and self.on_device is not None and self.copy is not None:
+            # The computing stream waits first: what takes this memory next must not overwrite
+            # what the copy still reads.
+            self.copy.wait(self.stream)
             self.on_device = None
 
     def wait_for_copy(self) -> None:
-        """What is issued from here on finds the values on the device."""
-        if self.on_host is None and self.moved is not None:
-            self.moved.wait(self.stream)
-            self.moved = None
+        """Let the computing stream wait for the copy back to the device, if there is one."""
+        if self.on_host is None and self.copy is not None:
+            self.copy.wait(self.stream)
+            self.copy = None
 
     def __del__(self) -> None:
-        if self.on_device is not None and self.moved is not None and not sys.is_finalizing():
-            self.moved.wait(self.stream)
+        # As in `free_device_memory`; when Python shuts down, torch's streams may be gone already.
+        if self.on_device is not None and self.copy is not None and not sys.is_finalizing():
+            self.copy.wait(self.stream)
 
 
 class LayerCall:
-    """One forward of a layer: what it keeps (known weakly), and the forward of the layer before it,
-    if that came directly before.
-    """
+    """One forward of a layer, with what it saved."""
 
-    __slots__ = ("kept", "number", "previous", "staying")
+    __slots__ = ("index", "is_resident", "previous", "saved")
 
     def __init__(
-        self, number: int, staying: Callable[[int], bool], previous: "Call | None"
+        self, index: int, is_resident: Callable[[int], bool], previous: "LayerCall | None"
     ) -> None:
-        self.number, self.staying = number, staying
-        self.previous = previous if previous is not None and previous.number == number - 1 else None
-        self.kept: list[weakref.ref[SavedStorage]] = []
+        self.index = index
+        self.is_resident = is_resident
+        # The call of the layer before, if it came directly before: backward needs it next.
+        self.previous = previous if previous is not None and previous.index == index - 1 else None
+        # Weak references: a strong one would keep memory that autograd has dropped.
+        self.saved: list[weakref.ref[SavedStorage]] = []
 
-    def alive(self) -> list[SavedStorage]:
-        """What of it autograd still holds."""
-        return [kept for reference in self.kept if (kept := reference()) is not None]
+    def list_alive(self) -> list[SavedStorage]:
+        """Return the storages that autograd still holds."""
+        return [saved for reference in self.saved if (saved := reference()) is not None]
 
 
 @dataclass(slots=True)
 class PackedTensor:
-    """What autograd holds in place of a tensor: where it lies in which storage."""
+    """A view of a saved storage, which autograd holds in place of a saved tensor."""
 
     call: LayerCall
-    kept: SavedStorage
+    saved: SavedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # in elements of dtype
 
 
 class OffloadedActivations:
-    """Moves what layers keep between device and host.
-
-    device: where the layers compute. ahead: layers that may be on their way, or back, besides the
-    present one. sent: layers with this number or a higher one are not sent. host_bytes: sent by the
-    last forward of each layer.
-    """
+    """Moves what layers save for backward between device and host."""
 
     def __init__(self, device: torch.device, ahead: int, sent: int) -> None:
-        self.device, self.ahead, self.sent = device, ahead, sent
-        self.host_bytes: dict[int, int] = {}
+        self.device = device  # where the layers compute
+        self.ahead = ahead  # layers that may be on their way, besides the one that runs
+        self.sent = sent  # layers with this index or a higher one stay on the device
+        self.host_bytes: dict[int, int] = {}  # by layer, sent by its last forward
+        # Called once, with the host bytes that the first layer takes and its tokens, before these
+        # are sent. It may refuse by raising.
+        self.judge: Callable[[int, int], None] | None = None
         self._copies = HostCopies(device)
         self._leaving: deque[LayerCall] = deque()  # calls whose tensors may still be on the device
-        self._last: LayerCall | None = None
-        self._present: LayerCall | None = None  # whose backward runs
-        # Before the first layer's tensors are sent, `judge(bytes of the host that they take,
-        # tokens)` may refuse.
-        self.judge: Callable[[int, int], None] | None = None
-        self._known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._last_call: LayerCall | None = None
+        self._backward_call: LayerCall | None = None  # whose backward runs
+        self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
     @contextmanager
     def around_layer(
-        self, number: int, staying: Callable[[int], bool], tokens: int = 0
+        self, index: int, is_resident: Callable[[int], bool], tokens: int = 0
     ) -> Iterator[None]:
-        """Around a layer's forward. staying: whether a storage (by its address) is none of the
-        layer's to send. tokens: that the layer is given; 0: not known.
+        """Offload what is saved inside the block, which runs the forward of layer `index`.
+
+        is_resident: True for a storage (its address) that stays on the device. tokens: that the
+        layer is given; 0: unknown.
         """
-        call = LayerCall(number, staying, self._last)
-        self._present = None
+        call = LayerCall(index, is_resident, self._last_call)
+        self._backward_call = None
         with saved_tensors_hooks(lambda tensor: self._pack(call, tensor), self._unpack):
             yield
-        self._last = call
-        if number < self.sent:
+        self._last_call = call
+        if index < self.sent:
             self._send(call, tokens)
         self._leaving.append(call)
         while len(self._leaving) > self.ahead:
-            self._let_go(self._leaving.popleft())
+            self._free_device_memory(self._leaving.popleft())
 
     def _pack(self, call: LayerCall, tensor: Tensor) -> Any:
         if (
@@ -209,118 +212,132 @@ class OffloadedActivations:
             or tensor.layout != torch.strided
             or is_traceable_wrapper_subclass(tensor)
         ):
-            return tensor.detach()  # itself, if it is a result, would hold the graph that holds it
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if size < MIN_OFFLOAD_BYTES or size % tensor.element_size() or call.staying(key):
+            # Detached: a result that is saved by its own node would keep its graph alive.
             return tensor.detach()
-        kept = self._known.get(key)
-        if kept is None or kept.on_device is None or kept.on_device.untyped_storage()._cdata != key:
-            whole = tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0)
-            self._known[key] = kept = SavedStorage(whole, self._copies.current_stream())
-        if not any(reference() is kept for reference in call.kept):
-            call.kept.append(weakref.ref(kept))
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        size = storage.nbytes()
+        if size < MIN_OFFLOAD_BYTES or size % tensor.element_size() or call.is_resident(address):
+            return tensor.detach()
+        saved = self._saved.get(address)
+        # An address may have been given to another storage since it was recorded.
+        if (
+            saved is None
+            or saved.on_device is None
+            or saved.on_device.untyped_storage()._cdata != address
+        ):
+            flat = tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0)
+            self._saved[address] = saved = SavedStorage(flat, self._copies.current_stream())
+        if not any(reference() is saved for reference in call.saved):
+            call.saved.append(weakref.ref(saved))
         return PackedTensor(
-            call, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            call=call,
+            saved=saved,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
         )
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, PackedTensor):
             return packed
-        if packed.call is not self._present:
+        if packed.call is not self._backward_call:
             self._begin_backward(packed.call)
-        kept = packed.kept
-        if kept.on_device is None:  # let go again since backward of the layer began
+        saved = packed.saved
+        if saved.on_device is None:  # freed again since the layer's backward began
             self._fetch(packed.call)
-        kept.wait_for_copy()
-        assert kept.on_device is not None
-        flat = (
-            kept.on_device
-            if kept.on_device.dtype == packed.dtype
-            else kept.on_device.view(packed.dtype)
-        )
+        saved.wait_for_copy()
+        flat = saved.on_device
+        assert flat is not None
+        if flat.dtype != packed.dtype:
+            flat = flat.view(packed.dtype)
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _begin_backward(self, call: LayerCall) -> None:
-        """Fetches what this layer and the next ones in backward need, and lets go of everything
-        else.
-        """
-        self._present = call
-        wanted: list[LayerCall] = []
-        one: LayerCall | None = call
-        while one is not None and len(wanted) <= self.ahead:
-            wanted.append(one)
-            one = one.previous
-        for other in self._leaving:
-            if other not in wanted:
-                self._let_go(other)
-        for needed in wanted:
+        """Fetch what this layer and the next ones in backward need, and free all else."""
+        self._backward_call = call
+        needed_calls: list[LayerCall] = []
+        next_call: LayerCall | None = call
+        while next_call is not None and len(needed_calls) <= self.ahead:
+            needed_calls.append(next_call)
+            next_call = next_call.previous
+        # Freed before anything is fetched, so that the two are not on the device together.
+        for leaving in self._leaving:
+            if leaving not in needed_calls:
+                self._free_device_memory(leaving)
+        for needed in needed_calls:
             self._fetch(needed)
 
     def _send(self, call: LayerCall, tokens: int) -> None:
-        """Copies what a call keeps to the host, once; the copies begin when all of the layer's work
-        so far is done.
+        """Begin to copy what a call saved to the host, each storage once.
+
+        The copies run when all of the layer's work so far is done.
         """
-        leaving = [kept for kept in call.alive() if kept.on_host is None and kept.moved is None]
-        sizes = [kept.on_device.nbytes for kept in leaving if kept.on_device is not None]
-        self.host_bytes[call.number] = sum(sizes)
+        leaving = [
+            saved for saved in call.list_alive() if saved.on_host is None and saved.copy is None
+        ]
+        sizes = [saved.on_device.nbytes for saved in leaving if saved.on_device is not None]
+        self.host_bytes[call.index] = sum(sizes)
         if not leaving:
             return
         if self.judge is not None:
             judge, self.judge = self.judge, None
             judge(sum(map(round_up_to_pinned, sizes)), tokens)
 
+        # A generator: host memory must be allocated while the copying stream is the current one.
         def allocate() -> Iterator[Pair]:
-            for kept in leaving:
-                tensor = kept.on_device
-                assert tensor is not None
-                kept.on_host = self._copies.allocate_on_host(tensor.shape, tensor.dtype)
-                yield kept.on_host, tensor
+            for saved in leaving:
+                assert saved.on_device is not None
+                saved.on_host = self._copies.allocate_on_host(
+                    saved.on_device.shape, saved.on_device.dtype
+                )
+                yield saved.on_host, saved.on_device
 
-        sent = self._copies.copy_to_host(allocate())
-        for kept in leaving:
-            kept.moved = sent
+        copy = self._copies.copy_to_host(allocate())
+        for saved in leaving:
+            saved.copy = copy
 
     def _fetch(self, call: LayerCall) -> None:
-        """Copies what of a call is on the host alone back. The memory is the computing stream's,
-        from here on, which waited for the copy to the host before it freed the old one.
-        """
-        away = [kept for kept in call.alive() if kept.on_device is None]
+        """Begin to copy back what of a call is on the host alone."""
+        away = [saved for saved in call.list_alive() if saved.on_device is None]
         if not away:
             return
         pairs: list[Pair] = []
-        for kept in away:
-            host = kept.on_host
+        for saved in away:
+            host = saved.on_host
             assert host is not None
-            kept.on_device = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-            pairs.append((kept.on_device, host))
-            kept.on_host = None
-        fetched = self._copies.copy_to_device(pairs)
-        for kept in away:
-            kept.moved = fetched
+            # Of the computing stream, which has waited for the copy to the host before it freed
+            # the memory that these values had.
+            saved.on_device = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+            pairs.append((saved.on_device, host))
+            saved.on_host = None
+        copy = self._copies.copy_to_device(pairs)
+        for saved in away:
+            saved.copy = copy
 
-    def _let_go(self, call: LayerCall) -> None:
-        for kept in call.alive():
-            kept.free_device_memory()
+    def _free_device_memory(self, call: LayerCall) -> None:
+        for saved in call.list_alive():
+            saved.free_device_memory()
 
 
 def _list_storages(tensor: Tensor) -> list[int]:
-    """Of the storages that a tensor consists of; a wrapper, such as a sharded parameter, has those
-    of what it holds.
+    """Return the addresses of a tensor's storages.
+
+    A wrapper, such as a sharded parameter, has those of its inner tensors.
     """
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        held = [getattr(tensor, name) for name in names]
-        return [
-            address for part in held if isinstance(part, Tensor) for address in _list_storages(part)
-        ]
-    return [tensor.untyped_storage()._cdata]
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.untyped_storage()._cdata]
+    addresses: list[int] = []
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):
+            addresses += _list_storages(inner)
+    return addresses
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments: in sequences, mappings, and objects that hold them as
-    attributes.
-    """
+    """Yield the tensors in sequences, mappings and dataclasses."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -1,12 +1,9 @@
-"""What each layer keeps for backward so that most time is saved with so many bytes.
+"""Choose what each layer keeps for backward, so that a given number of bytes saves most time.
 
-Next to its input, which it always keeps, a layer can keep what matmuls, attention and its sums over
-ranks gave; each of these is so many bytes, and so many seconds less of recomputation. Taken are
-those that save most time a byte, for the first layers if there is not room for all; then layers
-that keep everything, and compute nothing again. The seconds are those of a plain roofline, the same
-for every device, so that every rank and every plan chooses alike: only their order matters, and
-that a matmul is worth more than attention over a short row, and less than over a long one, follows
-from operations alone.
+`memory.activation_checkpointing: budget` comes here: `measure_layer_costs` runs each kind of layer
+on the meta device and records its operators, `choose_kept_operators` picks among them. Next to its
+input a layer can keep the results of matmuls, attention and sums over ranks. Those that save most
+seconds a byte are kept first; with bytes left, layers are not checkpointed at all.
 """
 
 from collections import Counter
@@ -29,61 +26,63 @@ from recipe_lib.memory.mlp_tiles import exchange_parameters, find_parameters, is
 from recipe_lib.ops.fused_kernels import fused_on_meta
 from recipe_lib.units import GIB, format_bytes
 
-FLOPS, BANDWIDTH, LINK = (
-    2e14,
-    1.5e12,
-    2e10,
-)  # a second, of no card in particular: 130 operations a byte is common
+# Of no card in particular, so that every rank and every plan chooses alike: only the order of the
+# operators' seconds a byte matters. 130 operations a byte are common. That a matmul is worth more
+# than attention over a short row, and less than over a long one, follows from operations alone.
+FLOPS = 2e14  # operations a second
+BANDWIDTH = 1.5e12  # bytes of memory a second
+LINK = 2e10  # bytes between ranks a second
 
-KeptOperators = frozenset[
-    tuple[str, int]
-]  # kinds of operators, and which of their kind in the layer, from 0
+# Kinds of operators, each with its index among those of its kind in the layer.
+KeptOperators = frozenset[tuple[str, int]]
+# What may be on the device at once: for each such moment, by stage, the micro-batches whose
+# forward is done and whose backward is not.
+MicroBatchesInFlight = Sequence[dict[int, int]]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One that can be kept. number: which of its kind in its layer. bytes: of its results. seconds:
-    to do it again.
-    """
+    """An operator whose results a layer can keep."""
 
     kind: str
-    number: int
-    bytes: int
-    seconds: float
+    number: int  # its index among those of its kind in the layer
+    bytes: int  # of its results
+    seconds: float  # to compute it again
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return what a set of KeptOperators names it by."""
+        return self.kind, self.number
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer's forward. stage: of a pipeline. input: bytes of its hidden states. operators: those
-    that can be kept and are computed again otherwise. everything: bytes that it keeps without
-    checkpointing, input included. other: seconds of what cannot be kept alone and is computed
-    again.
-    """
+    """The bytes and seconds of one layer's forward."""
 
     name: str
-    stage: int
-    input: int
-    operators: tuple[Operator, ...]
-    everything: int
-    other: float
+    stage: int  # of a pipeline
+    input_bytes: int  # of its hidden states, which a checkpointed layer always keeps
+    operators: tuple[Operator, ...]  # can be kept, and are computed again otherwise
+    unchecked_bytes: int  # kept without checkpointing, input included
+    other_seconds: float  # to compute again what cannot be kept alone
 
 
 @dataclass
 class BudgetChoice:
-    """kept: by layer, the operators that it keeps; None: everything, it is not checkpointed. bytes:
-    at once, at most. seconds: of recomputation in a micro-batch, by the roofline; full: if only
-    inputs were kept.
-    """
+    """The operators that each layer keeps under a budget."""
 
+    # By layer name; None: the layer is not checkpointed, it keeps everything.
     kept: dict[str, KeptOperators | None] = field(default_factory=dict)
-    bytes: int = 0
-    seconds: float = 0.0
-    full: float = 0.0
+    bytes: int = 0  # kept at once, at most
+    seconds: float = 0.0  # of recomputation in a micro-batch
+    full_seconds: float = 0.0  # of recomputation if only inputs were kept
 
     def describe(self) -> str:
-        """`keeps 3.97 of 4.00 GiB ...` in one line."""
-        whole = sum(chosen is None for chosen in self.kept.values())
-        counts = Counter(kind for chosen in self.kept.values() for kind, _ in chosen or ())
+        """Return `layers keep 3.97 GiB: ...` in one line."""
+        num_unchecked = sum(kept is None for kept in self.kept.values())
+        counts: Counter[str] = Counter()
+        for kept in self.kept.values():
+            counts.update(kind for kind, _ in kept or ())
         names = {
             ATTENTION: "attention",
             MATMUL: "matmul",
@@ -91,8 +90,8 @@ class BudgetChoice:
             SUM: "sum over ranks",
         }
         parts = [f"{counts[kind]} x {name}" for kind, name in names.items() if counts[kind]]
-        parts += [f"everything of {whole} layers"] if whole else []
-        share = self.seconds / self.full if self.full else 0.0
+        parts += [f"everything of {num_unchecked} layers"] if num_unchecked else []
+        share = self.seconds / self.full_seconds if self.full_seconds else 0.0
         return (
             f"layers keep {format_bytes(self.bytes)}: their"
             f" inputs{''.join(f', {part}' for part in parts)}; about {share:.0%} of what"
@@ -100,101 +99,89 @@ class BudgetChoice:
         )
 
 
-MicroBatchesInFlight = Sequence[
-    dict[int, int]
-]  # what may be there at once: by stage, the micro-batches that its layers keep
-
-
 def choose_kept_operators(
-    layers: Sequence[LayerCost], budget: float, moments: MicroBatchesInFlight
+    layers: Sequence[LayerCost], budget: float, in_flight: MicroBatchesInFlight
 ) -> BudgetChoice:
-    """What each layer keeps, under `budget` GiB at every moment.
+    """Return what each layer keeps, under `budget` GiB at every moment.
 
     Raises ConfigError for a budget that the layers' inputs alone do not fit in.
     """
-    room = _ByteBudget(int(budget * GIB), moments)
-    least = room.after(_count_input_bytes(layers))
-    if least > room.budget:
+    reserved = _ByteBudget(int(budget * GIB), in_flight)
+    inputs: Counter[int] = Counter()
+    for layer in layers:
+        inputs[layer.stage] += layer.input_bytes
+    if not reserved.try_reserve(inputs):
+        least = reserved.compute_peak(inputs)
         raise ConfigError(
             f"memory.activation_budget_gib: found {budget:g} GiB, expected at least"
             f" {least / GIB:.3g}, which the layers' inputs take (checkpointing `full`); raise it,"
             " or make batch_size or max_seq_len smaller"
         )
-    room.take(_count_input_bytes(layers))
+    operators = [(layer, operator) for layer in layers for operator in layer.operators]
     choice = BudgetChoice(
-        full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers)
-    )
-    choice.seconds = choice.full
-    taken: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
-    pairs = [(layer, one) for layer in layers for one in layer.operators]
-    # What saves most seconds a byte first; of equals, the first layer's.
-    for layer, one in sorted(pairs, key=lambda pair: -pair[1].seconds / pair[1].bytes):
-        if room.take({layer.stage: one.bytes}):
-            taken[layer.name].add((one.kind, one.number))
-            choice.seconds -= one.seconds
-    choice.kept = {name: frozenset(chosen) for name, chosen in taken.items()}
-    for layer in layers:
-        more = (
-            layer.everything
-            - layer.input
-            - sum(
-                one.bytes for one in layer.operators if (one.kind, one.number) in taken[layer.name]
-            )
+        full_seconds=sum(
+            layer.other_seconds + sum(operator.seconds for operator in layer.operators)
+            for layer in layers
         )
-        if room.take({layer.stage: more}):
-            again = sum(
-                one.seconds
-                for one in layer.operators
-                if (one.kind, one.number) not in taken[layer.name]
-            )
+    )
+    choice.seconds = choice.full_seconds
+    kept: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
+    # Most seconds saved a byte first; sorting is stable, so of equals the first layer's.
+    operators.sort(key=lambda pair: -pair[1].seconds / pair[1].bytes)
+    for layer, operator in operators:
+        if reserved.try_reserve({layer.stage: operator.bytes}):
+            kept[layer.name].add(operator.key)
+            choice.seconds -= operator.seconds
+    choice.kept = {name: frozenset(keys) for name, keys in kept.items()}
+    for layer in layers:
+        kept_keys = kept[layer.name]
+        kept_bytes = sum(
+            operator.bytes for operator in layer.operators if operator.key in kept_keys
+        )
+        more_bytes = layer.unchecked_bytes - layer.input_bytes - kept_bytes
+        if reserved.try_reserve({layer.stage: more_bytes}):
             choice.kept[layer.name] = None
-            choice.seconds -= layer.other + again
-    choice.bytes = room.after({})
+            choice.seconds -= layer.other_seconds + sum(
+                operator.seconds for operator in layer.operators if operator.key not in kept_keys
+            )
+    choice.bytes = reserved.compute_peak({})
     return choice
 
 
-def _count_input_bytes(layers: Sequence[LayerCost]) -> dict[int, int]:
-    found: Counter[int] = Counter()
-    for layer in layers:
-        found[layer.stage] += layer.input
-    return found
-
-
 class _ByteBudget:
-    """Bytes of each stage's layers, against the budget at every moment."""
+    """Bytes that the layers of each stage keep, against a budget at every moment."""
 
-    def __init__(self, budget: int, moments: MicroBatchesInFlight) -> None:
-        self.budget, self._moments = budget, moments
-        self._bytes: Counter[int] = Counter()
+    def __init__(self, budget: int, in_flight: MicroBatchesInFlight) -> None:
+        self._budget = budget
+        self._in_flight = in_flight
+        self._bytes: Counter[int] = Counter()  # by stage, of one micro-batch
 
-    def after(self, more: dict[int, int]) -> int:
-        """The most bytes at once if there were more."""
+    def compute_peak(self, more: dict[int, int]) -> int:
+        """Return the most bytes at once if each stage kept so many more."""
+        kept = self._bytes + Counter(more)
         return max(
             (
-                sum(
-                    count * (self._bytes[stage] + more.get(stage, 0))
-                    for stage, count in moment.items()
-                )
-                for moment in self._moments
+                sum(count * kept[stage] for stage, count in moment.items())
+                for moment in self._in_flight
             ),
             default=0,
         )
 
-    def take(self, more: dict[int, int]) -> bool:
-        """Takes it if there is room."""
-        if self.after(more) > self.budget:
+    def try_reserve(self, more: dict[int, int]) -> bool:
+        """Reserve the bytes if they fit; return False, and change nothing, if not."""
+        if self.compute_peak(more) > self._budget:
             return False
         for stage, size in more.items():
             self._bytes[stage] += size
         return True
 
 
-# The operators that checkpointing tells apart, by their name: which of them exist depends on
-# torch's release.
+MATMUL = "matmul"
+INTEGER_MATMUL = "integer matmul"
+ATTENTION = "attention"
+SUM = "sum"
 
-
-MATMUL, INTEGER_MATMUL, ATTENTION, SUM = "matmul", "integer matmul", "attention", "sum"
-
+# By name, as it depends on torch's release which of the operators exist.
 _KINDS = {
     "aten::mm": MATMUL,
     "aten::addmm": MATMUL,
@@ -228,17 +215,15 @@ GROUPED = frozenset(
 
 
 def count_grouped_flops(args: Sequence[Any], result: Tensor) -> int:
-    """Operations of a grouped matmul, each of its rows once: they are the same whatever a row's
-    expert is.
-    """
+    """Return the operations of a grouped matmul: each row counts once, whatever its expert is."""
     left, right = args[:2]
-    if right.dim() == 2:
+    if right.dim() == 2:  # the weight gradient, which sums over rows
         return 2 * int(right.shape[0]) * int(result.shape[-2]) * int(result.shape[-1])
     return 2 * left.numel() * int(right.shape[-1])
 
 
 def get_operator_kind(operator: Any) -> str | None:
-    """The kind of an operator of a dispatch mode; None: one that is never kept."""
+    """Return the kind of an operator that a dispatch mode sees; None: it is never kept."""
     return _KINDS.get(
         operator.name().partition(".")[0]
         if isinstance(operator, torch._ops.OpOverload)
@@ -246,37 +231,28 @@ def get_operator_kind(operator: Any) -> str | None:
     )
 
 
-# What each layer of a meta model keeps and computes in a forward: it is run without numbers, and
-# watched.
-
-
-_RANDOM_STATE = 128  # bytes at most that a GPU's kernel of attention keeps of random numbers
+_RANDOM_STATE = 128  # bytes at most that a GPU's attention kernel keeps of random numbers
 
 
 @dataclass
 class _ForwardRecord:
-    """operators: in order, (kind or None, bytes of the results, seconds). needed: so many of them,
-    from the first on, have begun when the last tensor is kept; a recomputation ends there. kept:
-    bytes by storage.
-    """
+    """The operators that one forward of a layer ran, and the storages that it kept."""
 
+    # In order: kind or None, bytes of the results, seconds.
     operators: list[tuple[str | None, int, float]] = field(default_factory=list)
+    # So many operators had begun when the last tensor was kept; a recomputation ends there.
     needed: int = 0
-    kept: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)  # bytes by the storage's address
     alive: list[Any] = field(default_factory=list)  # so that no storage's address is used twice
 
 
 class PipelineStages(Protocol):
-    """What memory is counted by in a pipeline. layers: by stage of this rank, the numbers of its
-    layers.
-    """
+    """The stages of this rank, as memory is counted by them."""
 
-    layers: dict[int, range]
+    layers: dict[int, range]  # by stage, the indices of its layers
 
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """What this rank may keep at once: by stage, the micro-batches between their forward and
-        their backward.
-        """
+        """Return what this rank may keep at once, see MicroBatchesInFlight."""
 
 
 def measure_layer_costs(
@@ -290,20 +266,23 @@ def measure_layer_costs(
     context_ranks: int = 1,
     fused: bool = False,
 ) -> list[LayerCost]:
-    """The costs of a decoder's layers, in order, for a micro-batch of `num_sequences` rows of `length`
-    tokens.
+    """Return the costs of a decoder's layers, in order, for micro-batches of `[b, s]` tokens.
 
-    model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor,
-    context_ranks: ranks that share its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep
-    other things. pipeline: what runs its stages. fused: whether chains are one kernel each
-    (`recipe_lib.ops.fused_kernels`), which keep less.
+    model: on the meta device, with adapters, sharding and MLP tiles as its layers will run.
+    num_sequences, length: b and s. tensor_ranks, context_ranks: ranks that share the tokens.
+    kernels: `cuda` or `cpu`, whose norms and attention keep different tensors. pipeline: runs the
+    model's stages. fused: True where a chain of operators is one kernel, which keeps less
+    (`recipe_lib.ops.fused_kernels`).
     """
-    trunk, width = cast(Any, model.model), cast(Any, model.spec).width
-    own = length // context_ranks
-    shape = (num_sequences * own // tensor_ranks,) if tensor_ranks > 1 else (num_sequences, own)
+    trunk = cast(Any, model.model)
+    width = cast(Any, model.spec).width
+    local_length = length // context_ranks
+    shape = (num_sequences, local_length)
+    if tensor_ranks > 1:  # sequence parallel: tokens are flattened before they are divided
+        shape = (num_sequences * local_length // tensor_ranks,)  # type: ignore[assignment]
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
-    watched: dict[Any, _ForwardRecord] = {}
-    found = []
+    records: dict[Any, _ForwardRecord] = {}
+    costs = []
     parameters = find_parameters(model.modules(), lambda parameter: True)
     with (
         _disable_current_modes(),
@@ -313,53 +292,60 @@ def measure_layer_costs(
         dtype = next(
             parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point()
         )
-        for stage, numbers in stages.items():
-            first = () if stage or trunk.embed_tokens is None else trunk.embed_tokens.parameters()
-            for number in numbers:
-                layer = trunk.layers.get_submodule(str(number))
-                trained = (
-                    stage > 0 or number > 0 or any(parameter.requires_grad for parameter in first)
-                )
+        trains_embedding = trunk.embed_tokens is not None and any(
+            parameter.requires_grad for parameter in trunk.embed_tokens.parameters()
+        )
+        for stage, layer_indices in stages.items():
+            for index in layer_indices:
+                layer = trunk.layers.get_submodule(str(index))
+                # The first layer's input needs no gradient where the embedding is frozen.
+                trained = stage > 0 or index > 0 or trains_embedding
                 hidden = torch.empty(
                     *shape, width, dtype=dtype, device="meta", requires_grad=trained
                 )
-                # Equal for layers that keep and compute the same.
-                own_parameters = [
-                    (name, p.shape, p.dtype, p.requires_grad)
-                    for name, p in layer.named_parameters()
-                ]
-                attend = getattr(getattr(layer, "self_attn", None), "attend", None)
-                kind = (
-                    trained,
-                    repr(layer),
-                    tuple(own_parameters),
-                    repr(getattr(attend, "keywords", None)),
+                key = (trained, *_describe_layer(layer))
+                if key not in records:
+                    with _record_forward(layer, kernels) as records[key]:
+                        tokens = torch.Size((num_sequences, length))
+                        trunk.run_layers(hidden, tokens, None, None, layers=[index])
+                costs.append(
+                    _build_layer_cost(f"model.layers.{index}", stage, hidden.nbytes, records[key])
                 )
-                if kind not in watched:
-                    with _record_forward(layer, kernels) as watched[kind]:
-                        trunk.run_layers(
-                            hidden, torch.Size((num_sequences, length)), None, None, layers=[number]
-                        )
-                found.append(
-                    _build_layer_cost(f"model.layers.{number}", stage, hidden.nbytes, watched[kind])
-                )
-    return found
+    return costs
 
 
-def _build_layer_cost(name: str, stage: int, inputs: int, watched: _ForwardRecord) -> LayerCost:
+def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for layers that keep and compute the same."""
+    parameters = tuple(
+        (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in layer.named_parameters()
+    )
+    attend = getattr(getattr(layer, "self_attn", None), "attend", None)
+    return repr(layer), parameters, repr(getattr(attend, "keywords", None))
+
+
+def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardRecord) -> LayerCost:
     counts: Counter[str] = Counter()
-    operators, other = [], 0.0
-    for kind, size, seconds in watched.operators[: watched.needed]:
+    operators = []
+    other_seconds = 0.0
+    for kind, size, seconds in record.operators[: record.needed]:
         if kind is None:
-            other += seconds
+            other_seconds += seconds
             continue
         operators.append(Operator(kind, counts[kind], size, seconds))
         counts[kind] += 1
-    return LayerCost(name, stage, inputs, tuple(operators), sum(watched.kept.values()), other)
+    return LayerCost(
+        name=name,
+        stage=stage,
+        input_bytes=input_bytes,
+        operators=tuple(operators),
+        unchecked_bytes=sum(record.kept.values()),
+        other_seconds=other_seconds,
+    )
 
 
 def _make_plain(parameter: Tensor) -> Tensor:
-    """Return a parameter of a meta tensor and nothing else: in a simulation they are more."""
+    """Return a parameter of a plain meta tensor: in a simulation it is a subclass of Tensor."""
     return nn.Parameter(_make_plain_meta(parameter.detach()), parameter.requires_grad)
 
 
@@ -372,34 +358,36 @@ def _make_plain_meta(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
-    """Inside, the layer's forward is noted."""
-    note, forward = _ForwardRecord(), layer.forward
+    """Record the forward that the layer runs inside the block."""
+    record = _ForwardRecord()
+    forward = layer.forward
     parameters = {_get_storage(parameter)._cdata for parameter in layer.parameters()}
 
-    def run(hidden: Tensor, *others: Any) -> Any:
-        given = parameters | {
-            _get_storage(leaf)._cdata for leaf in tree_leaves(others) if isinstance(leaf, Tensor)
+    def run(hidden: Tensor, *arguments: Any) -> Any:
+        # What all layers share (rotations, masks) is no layer's own to keep.
+        shared = parameters | {
+            _get_storage(leaf)._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)
         }
-        counter = _OperatorRecorder(note)
+        recorder = _OperatorRecorder(record)
 
         def pack(tensor: Tensor) -> Tensor:
-            note.needed = len(note.operators)
+            record.needed = len(record.operators)
             storage = _get_storage(tensor)
-            if storage._cdata not in given:
-                note.kept[storage._cdata] = storage.nbytes()
-                note.alive.append(storage)
+            if storage._cdata not in shared:
+                record.kept[storage._cdata] = storage.nbytes()
+                record.alive.append(storage)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, _DeviceKernels(counter, kernels), counter:
-            return forward(hidden, *others)
+        with hooks, _DeviceKernels(recorder, kernels), recorder:
+            return forward(hidden, *arguments)
 
     layer.forward = run
     try:
-        yield note
+        yield record
     finally:
         layer.forward = forward
-        note.alive.clear()
+        record.alive.clear()
 
 
 def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -407,51 +395,51 @@ def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 class _OperatorRecorder(TorchDispatchMode):
-    """Notes operators, their results' bytes and their seconds."""
+    """Records operators, their results' bytes and their seconds."""
 
-    def __init__(self, note: _ForwardRecord) -> None:
+    def __init__(self, record: _ForwardRecord) -> None:
         super().__init__()
-        self.note, self.muted = note, 0
+        self.record = record
+        self.muted = 0  # above 0 nothing is recorded
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = operator(*args, **(kwargs or {}))
-        if self.muted:
-            return found
-        results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if operator.is_view or not results:
-            return found
-        made, kind = sum(leaf.nbytes for leaf in results), get_operator_kind(operator)
-        flops = _count_flops(operator, args, kwargs or {}, found)
-        moved = made + sum(leaf.nbytes for leaf in given)
-        link = moved / LINK if kind == SUM else 0.0
-        self.note.operators.append(
-            (
-                None if is_computing_piece() else kind,
-                made,
-                max(flops / FLOPS, moved / BANDWIDTH, link),
-            )
+        output = operator(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if self.muted or operator.is_view or not results:
+            return output
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kind = get_operator_kind(operator)
+        written_bytes = sum(leaf.nbytes for leaf in results)
+        moved_bytes = written_bytes + sum(leaf.nbytes for leaf in read)
+        flops = _count_flops(operator, args, kwargs or {}, output)
+        seconds = max(flops / FLOPS, moved_bytes / BANDWIDTH)
+        if kind == SUM:
+            seconds = max(seconds, moved_bytes / LINK)
+        # A piece of a tiled MLP is computed again in any case.
+        self.record.operators.append(
+            (None if is_computing_piece() else kind, written_bytes, seconds)
         )
-        return found
+        return output
 
 
-def _count_flops(operator: Any, args: Any, kwargs: Any, found: Any) -> int:
+def _count_flops(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
     if operator._schema.name in GROUPED:
-        return count_grouped_flops(args, found)
+        return count_grouped_flops(args, output)
     count = flop_registry.get(operator.overloadpacket)
-    return int(count(*args, **kwargs, out_val=found)) if count else 0
+    return int(count(*args, **kwargs, out_val=output)) if count else 0
 
 
 class _DeviceKernels(TorchFunctionMode):
-    """Attention, and on a GPU norms, as the kernels of a device do them; a meta tensor has
-    others.
-    """
+    """Runs attention, and on a GPU norms, as one kernel that keeps what the device's would."""
 
-    def __init__(self, counter: _OperatorRecorder, kernels: str) -> None:
+    # On the meta device torch takes other paths, which keep other tensors.
+
+    def __init__(self, recorder: _OperatorRecorder, kernels: str) -> None:
         super().__init__()
-        self.counter, self.kernels = counter, kernels
+        self.recorder = recorder
+        self.kernels = kernels
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -460,29 +448,36 @@ class _DeviceKernels(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             q, k, v = args[:3]
             pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-            return self._run(
-                _Attention, ATTENTION, 2 * pairs * q.shape[3], q, k, v
-            )  # causal: half of the pairs
+            # Two products of 2 operations a pair and channel; causal: half of the pairs.
+            return self._run(_Attention, (q, k, v), ATTENTION, 2 * pairs * q.shape[3])
         if function is F.rms_norm and self.kernels != "cpu":
-            return self._run(
-                _FusedNorm, None, 0, args[0], kwargs["weight"] if "weight" in kwargs else args[2]
-            )
+            weight = kwargs["weight"] if "weight" in kwargs else args[2]
+            return self._run(_FusedNorm, (args[0], weight))
         return function(*args, **kwargs)
 
-    def _run(self, function: Any, kind: str | None, flops: float, *tensors: Tensor) -> Tensor:
-        note = self.counter.note
-        self.counter.muted += 1
+    def _run(
+        self,
+        function: Any,
+        tensors: tuple[Tensor, ...],
+        kind: str | None = None,
+        flops: float = 0.0,
+    ) -> Tensor:
+        record = self.recorder.record
+        self.recorder.muted += 1
         try:
             out, statistics = function.apply(*tensors)
         finally:
-            self.counter.muted -= 1
-        made = out.nbytes + statistics.nbytes
+            self.recorder.muted -= 1
+        written_bytes = out.nbytes + statistics.nbytes
         if kind == ATTENTION and self.kernels != "cpu":
-            made += _RANDOM_STATE
-            note.kept[-len(note.operators)] = _RANDOM_STATE
-        moved = made + sum(tensor.nbytes for tensor in tensors)
-        note.operators.append((kind, made, max(flops / FLOPS, moved / BANDWIDTH)))
-        note.needed = len(note.operators) if out.requires_grad else note.needed
+            written_bytes += _RANDOM_STATE
+            # No tensor here has that storage: a negative key is no storage's address.
+            record.kept[-len(record.operators)] = _RANDOM_STATE
+        moved_bytes = written_bytes + sum(tensor.nbytes for tensor in tensors)
+        seconds = max(flops / FLOPS, moved_bytes / BANDWIDTH)
+        record.operators.append((kind, written_bytes, seconds))
+        if out.requires_grad:  # the results are kept when the operator is done, not when it begins
+            record.needed = len(record.operators)
         return out
 
 
@@ -491,20 +486,19 @@ def _make_statistics(tensor: Tensor, *shape: int) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """What a flash kernel keeps: q, k, v, its output, and the log-sum-exp of each query `[b, h,
-    s]`.
-    """
+    """Keeps what a flash kernel keeps: q, k, v, its output, and log-sum-exps `[b, h, s]`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, statistics = torch.empty_like(q), _make_statistics(q, *q.shape[:3])
+        out = torch.empty_like(q)
+        statistics = _make_statistics(q, *q.shape[:3])
         ctx.save_for_backward(q, k, v, out, statistics)
         ctx.mark_non_differentiable(statistics)
         return out, statistics
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What a fused norm keeps: its input, its weight, and one number for each row."""
+    """Keeps what a fused norm keeps: its input, its weight, and one number for each token."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

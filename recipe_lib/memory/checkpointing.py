@@ -1,12 +1,12 @@
-"""Activation checkpointing: what a layer keeps for backward, against what it computes again (arXiv
-1604.06174).
+"""Activation checkpointing: keep less for backward, and compute it again (arXiv 1604.06174).
 
-For a layer of a Llama-like decoder it keeps, besides the log-sum-exp of attention, elements a
-token:
+`apply_activation_checkpointing(model, mode, ...)` wraps the forward of each layer. A layer of a
+Llama-like decoder then keeps, besides the log-sum-exp of attention, elements a token:
 
     none       every intermediate result that some gradient needs
-    selective  2 d + h e + k e + f: its input, and what attention, the key, output and up projections gave
-    budget     between full and none, layer by layer, what saves most time under `memory.activation_budget_gib`
+    selective  2 d + h e + k e + f: its input, and the results of attention and of the key, output
+               and up projections
+    budget     between full and none, what saves most time under `memory.activation_budget_gib`
     full       d: its input
 """
 
@@ -54,74 +54,75 @@ def apply_activation_checkpointing(
     device: torch.device | None = None,
     pipeline: PipelineStages | None = None,
 ) -> str | None:
-    """Makes each layer keep less for backward, in place; call it before layers are compiled and
-    sharded.
+    """Let each layer keep less for backward, in place; call it before compiling and sharding.
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also
-    keeps the outputs of attention, of its own sums over ranks and of every second matmul, so that
-    about half is computed again. `budget`: what `memory.activation_budget_gib` of `cfg` has room
-    for, for micro-batches of its longest rows; `device` is the one that layers will run on,
-    `pipeline` what runs the model's stages. `none`: nothing changes. Layers are the elements of the
-    model's module lists. A layer's forward is wrapped, the module is not: parameter names stay as
-    they are. Random numbers (dropout) come out the same the second time.
+    keeps the results of attention, of sums over ranks and of every second matmul, so that about
+    half is computed again. `budget`: what `memory.activation_budget_gib` of `cfg` has room for, for
+    micro-batches of its longest sequences. `none`: nothing changes.
 
-    Returns what a budget chose, for the log. Raises ConfigError for a budget that inputs alone do
-    not fit in.
+    Layers are the elements of the model's module lists. device: that layers will run on. pipeline:
+    runs the model's stages. Returns what a budget chose, for the log. Raises ConfigError for a
+    budget that inputs alone do not fit in.
     """
     if mode == "none":
         return None
-    described = None
-    names, modules = layer_names(model), dict(model.named_modules())
+    description = None
+    names = layer_names(model)
+    options: dict[str, dict[str, Any]] = {}  # of `checkpoint`, by layer; none: not checkpointed
     if mode == "budget":
         assert cfg is not None
         choice = _choose_within_budget(model, cfg, device or torch.device("cpu"), pipeline)
-        described = choice.describe()
-        alike: dict[
-            KeptOperators | None, dict[str, Any]
-        ] = {  # layers that keep the same share one compilation
-            chosen: {"context_fn": partial(_make_contexts, partial(_is_chosen, chosen))}
-            for chosen in choice.kept.values()
-            if chosen
+        description = choice.describe()
+        # Equal options are the same object, so that layers that keep the same operators share one
+        # compilation.
+        shared_options = {
+            kept: {"context_fn": partial(_make_contexts, partial(_is_kept, kept))}
+            for kept in choice.kept.values()
+            if kept
         }
-        options = {
-            name: alike.get(chosen, {})
-            for name, chosen in choice.kept.items()
-            if chosen is not None
-        }
+        for name, kept in choice.kept.items():
+            if kept is not None:
+                options[name] = shared_options.get(kept, {})
     else:
-        kept: dict[str, Any] = (
-            {"context_fn": partial(_make_contexts, _is_selected)} if mode == "selective" else {}
-        )
-        options = dict.fromkeys(names, kept)
+        selective = {"context_fn": partial(_make_contexts, _is_selected)}
+        options = dict.fromkeys(names, selective if mode == "selective" else {})
+    modules = dict(model.named_modules())
     for name in names:
         if name in options:
+            # The forward is wrapped, not the module, which would rename parameters.
             modules[name].forward = _wrap_in_checkpoint(modules[name].forward, options[name])
-    return described
+    return description
 
 
 @contextmanager
 def suspend_selective_checkpointing() -> Iterator[None]:
-    """Inside, operators are none of those that selective checkpointing counts: their number may be
-    another in backward.
+    """Let selective checkpointing not count the operators that run inside the block.
 
-    For what is not part of the layer's computation, as copies that are begun ahead.
+    For what is not part of the layer's computation, such as copies that are begun ahead: forward
+    and backward may run different numbers of such operators, and later ones would be mistaken.
     """
-    taken = []
+    suspended = []
     while isinstance(
         _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
     ):
-        taken.append(_pop_mode())
+        suspended.append(_pop_mode())
     try:
         yield
     finally:
-        for mode in reversed(taken):
+        for mode in reversed(suspended):
             _push_mode(mode)
 
 
 def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,  # dropout drops the same elements the second time
+            **options,
+            **kwargs,
         )
 
     return run
@@ -130,59 +131,57 @@ def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) ->
 def _choose_within_budget(
     model: nn.Module, cfg: FullFinetuneConfig, device: torch.device, pipeline: PipelineStages | None
 ) -> BudgetChoice:
-    """What each layer of this rank keeps under the config's budget."""
+    """Choose what each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
-    rows, count = micro_batches(cfg)
-    rows *= cfg.sequences_per_item
+    batch_size, num_micro_batches = micro_batches(cfg)
     multiple = padded_multiple(cfg)
-    length = -(-cfg.max_seq_len // multiple) * multiple
     costs = measure_layer_costs(
         model,
-        rows,
-        length,
-        cfg.parallel.tensor,
-        kernels_of(device),
-        pipeline,
+        num_sequences=batch_size * cfg.sequences_per_item,
+        length=-(-cfg.max_seq_len // multiple) * multiple,
+        tensor_ranks=cfg.parallel.tensor,
         context_ranks=cfg.parallel.context,
+        kernels=kernels_of(device),
+        pipeline=pipeline,
+        # Inside a compiled layer the compiler sees the chain itself, no fused operator.
         fused=fuses(device) and not cfg.compile,
     )
-    moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
-    return choose_kept_operators(costs, cfg.memory.activation_budget_gib, moments)
+    in_flight = [{0: 1}] if pipeline is None else pipeline.in_flight(num_micro_batches)
+    return choose_kept_operators(costs, cfg.memory.activation_budget_gib, in_flight)
 
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-
-def _is_chosen(chosen: KeptOperators, kind: str, number: int) -> bool:
-    return (kind, number) in chosen
+def _is_kept(kept: KeptOperators, kind: str, number: int) -> bool:
+    return (kind, number) in kept
 
 
 def _is_selected(kind: str, number: int) -> bool:
-    # The second matmul, the fourth, ...: a layer's last (down) is the seventh, and no gradient
-    # needs its output.
+    # Matmuls are query, key, value, output, gate, up and down. Of the second, fourth, ... the last
+    # is left out, down being the seventh: no gradient needs its result.
     return kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1)
 
 
-def _make_contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
-    """The contexts of one layer's forward and of its recomputation, which count operators from the
-    start each.
+def _make_contexts(
+    is_kept: Callable[[str, int], bool],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a layer's forward and of its recomputation.
 
-    is_kept: of the kind of an operator, and which of its kind in the layer it is.
+    is_kept: True for an operator to keep, given its kind and its index among those of its kind in
+    the layer.
     """
+    # By `is_recompute`: forward and recomputation each count operators from the start.
     counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def choose_policy(
         context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         kind = get_operator_kind(operator)
-        if kind is None or is_computing_piece():  # pieces are computed again in any case
+        # A piece of a tiled MLP is computed again in any case.
+        if kind is None or is_computing_piece():
             return CheckpointPolicy.PREFER_RECOMPUTE
         number = counts[context.is_recompute][kind]
         counts[context.is_recompute][kind] += 1
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if is_kept(kind, number)
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        if is_kept(kind, number):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose_policy)

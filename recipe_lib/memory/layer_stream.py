@@ -1,19 +1,14 @@
-"""Layers in pinned host memory, on the device only while they run: each is copied there while the
-one before computes.
+"""Layer streaming: layers in pinned host memory, on the device only while they run.
 
-A unit is a decoder layer, or the embedding or output head, if these are two matrices or frozen; or,
-of a mixture, the experts of a layer alone, which are most of its weights. Between its uses a unit's
-parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For
-its forward, and again for its backward, they change places with tensors on the device. There is one
-such tensor a parameter, whose memory is given and taken (as FSDP2 does it), so that what autograd
-saved of a weight in forward has its values again in backward. On the device there are two units at
-most: the one that computes, and the next, or in backward the one before.
+`stream_layers(model, cfg.memory, device)` marks the parameters and wraps the forwards. A unit is a
+decoder layer; the embedding or output head, if these are two matrices or frozen; or the experts of
+a layer alone, which are most of a mixture's weights. The device holds at most two units: the one
+that computes, and the next (in backward the one before), whose copy is under way.
 
-What is frozen is never copied back. A trained parameter is stepped when backward has made its
-gradient, on the device; then its new values go back to the host, and its memory is free: neither is
-its gradient ever in host memory, nor are there two layers' gradients at a time.
-
-How copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
+Between its uses a unit's parameters are those in host memory, which checkpoints, exports and
+optimizers see. Frozen ones are never copied back. A trained one is stepped on the device when
+backward has made its gradient, and only its new values go back: gradients are never in host memory.
+`recipe_lib/ops/host_copies.py` orders copies and waits.
 """
 
 from collections import Counter
@@ -39,183 +34,186 @@ from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import counted, format_bytes
 
-EXPERTS = "experts"  # value of the key that streams these alone
+EXPERTS = "experts"  # value of `memory.stream_layers` that streams these alone
 
-StepParameter = Callable[
-    [nn.Parameter, nn.Parameter], None
-]  # of a parameter in host memory, with the one on the device
+# Steps a parameter in host memory, given it and its stand-in on the device, which has the gradient.
+StepParameter = Callable[[nn.Parameter, nn.Parameter], None]
 
 
 class StreamedUnit:
-    """Parameters that are on the device at the same time. places: by name, `(module._parameters,
-    name there)`.
+    """Parameters that are on the device at the same time.
+
+    Each parameter in host memory has one stand-in on the device, as in FSDP2: its memory is given
+    and taken, the tensor stays, so that what autograd saved of it in forward has its values again
+    in backward.
     """
 
     def __init__(
-        self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool
+        self, name: str, entries: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool
     ) -> None:
-        self.name, self.is_layer = name, is_layer
-        self.names, self.places = list(places), list(places.values())
-        self.in_use = False  # the tensors on the device are in their places
-        self._hosts: list[nn.Parameter] = []
-        self._on_device: list[nn.Parameter | None] = [None] * len(self.places)
+        """entries: by parameter name, `module._parameters` and the name there."""
+        self.name = name
+        self.is_layer = is_layer
+        self.names = list(entries)
+        self.in_use = False  # the stand-ins are the module's parameters
+        self._entries = list(entries.values())
+        self._hosts: list[nn.Parameter] = []  # while in use
+        self._on_device: list[nn.Parameter | None] = [None] * len(entries)
 
-    def hosts(self) -> list[nn.Parameter]:
-        """The parameters in host memory."""
-        return self._hosts if self.in_use else [place[name] for place, name in self.places]
+    def list_host_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters in host memory."""
+        if self.in_use:
+            return self._hosts
+        return [parameters[name] for parameters, name in self._entries]
 
-    def on_device(self, number: int, device: torch.device) -> nn.Parameter:
-        """The tensor that stands for a parameter on the device; it has memory when it is made."""
-        found = self._on_device[number]
-        if found is None:
-            host = self.hosts()[number]
-            local = torch.empty(local_of(host).shape, dtype=host.dtype, device=device)
-            whole = (
-                DTensor(local, host._spec, requires_grad=False)
-                if isinstance(host, DTensor)
-                else local
-            )  # type: ignore[call-arg]
-            found = self._on_device[number] = nn.Parameter(whole, requires_grad=host.requires_grad)
-        return found
+    def get_device_parameter(self, index: int, device: torch.device) -> nn.Parameter:
+        """Return a parameter's stand-in on the device, made, with memory, at the first call."""
+        parameter = self._on_device[index]
+        if parameter is None:
+            host = self.list_host_parameters()[index]
+            tensor = torch.empty(local_of(host).shape, dtype=host.dtype, device=device)
+            if isinstance(host, DTensor):
+                tensor = DTensor(tensor, host._spec, requires_grad=False)  # type: ignore[call-arg]
+            parameter = nn.Parameter(tensor, requires_grad=host.requires_grad)
+            self._on_device[index] = parameter
+        return parameter
+
+    def get_device_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the stand-ins made so far, by the parameters' names."""
+        pairs = zip(self.names, self._on_device, strict=True)
+        return {name: parameter for name, parameter in pairs if parameter is not None}
 
     def trains(self) -> bool:
-        """Return whether there are trained parameters, which backward has to have here for their
-        step.
-        """
-        return any(host.requires_grad for host in self.hosts())
-
-    def made(self) -> dict[str, nn.Parameter]:
-        """Those tensors on the device that there are, with memory or without, by their parameters'
-        names.
-        """
-        return {
-            name: one
-            for name, one in zip(self.names, self._on_device, strict=True)
-            if one is not None
-        }
+        """Return True if a parameter is trained: backward then needs the unit for its step."""
+        return any(host.requires_grad for host in self.list_host_parameters())
 
     def begin_use(self) -> None:
-        """The module computes with the tensors on the device, which have their values."""
+        """Make the stand-ins, which have their values, the module's parameters."""
         if not self.in_use:
-            self._hosts, self.in_use = self.hosts(), True
-            for (place, name), parameter in zip(self.places, self._on_device, strict=True):
-                place[name] = parameter
+            self._hosts = self.list_host_parameters()
+            self.in_use = True
+            for (parameters, name), parameter in zip(self._entries, self._on_device, strict=True):
+                parameters[name] = parameter
 
     def end_use(self) -> None:
-        """The module's parameters are those in host memory."""
+        """Make those in host memory the module's parameters again."""
         if self.in_use:
-            for (place, name), host in zip(self.places, self._hosts, strict=True):
-                place[name] = host
-            self._hosts, self.in_use = [], False
+            for (parameters, name), host in zip(self._entries, self._hosts, strict=True):
+                parameters[name] = host
+            self._hosts = []
+            self.in_use = False
 
 
 class LayerStream:
-    """Copies units to the device, each before it is needed. See the module's text."""
+    """Copies units to the device, each before it is needed."""
 
-    def __init__(self, units: Sequence[StreamedUnit], device: torch.device, what: str = "") -> None:
-        """units: in the order of forward. what: what of a layer is streamed; "": all of it."""
+    def __init__(self, units: Sequence[StreamedUnit], device: torch.device, part: str = "") -> None:
+        """units: in the order of forward. part: what of a layer is streamed; "": all of it."""
         self.units = list(units)
-        self._what = what
+        self._part = part
         self._backward_units = [
-            number for number, unit in enumerate(self.units) if unit.is_layer or unit.trains()
+            index for index, unit in enumerate(self.units) if unit.is_layer or unit.trains()
         ]
         self._copies = HostCopies(device)
         self._prefetch = Prefetch(self._copies, self._allocate, self._free)
-        self._stepped: dict[nn.Parameter, nn.Parameter] = {}
-        self._backward = -1  # the backward whose end is awaited
+        self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # host parameter -> its stand-in
+        self._backward = -1  # autograd's id of the backward whose end is awaited
         # The unit that stays on the device from backward to the next forward: frozen experts
         # of the first layer.
-        self._first = 0 if what and not self.trains() else None
+        self._first = 0 if part and not self.trains() else None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that lie on the host, each once."""
-        return list({id(host): host for unit in self.units for host in unit.hosts()}.values())
+        """Return those in host memory, each once."""
+        hosts = {id(host): host for unit in self.units for host in unit.list_host_parameters()}
+        return list(hosts.values())
 
     def num_bytes(self) -> int:
-        """Of this rank's parameters on the host."""
+        """Return the bytes of this rank's parameters in host memory."""
         return sum(local_of(parameter).nbytes for parameter in self.parameters())
 
-    def on_device(self) -> dict[str, nn.Parameter]:
-        """What has stood for parameters on the device so far, with memory or without, by their
-        names.
-        """
-        return {name: one for unit in self.units for name, one in unit.made().items()}
+    def get_device_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the stand-ins on the device made so far, by the parameters' names."""
+        stand_ins: dict[str, nn.Parameter] = {}
+        for unit in self.units:
+            stand_ins |= unit.get_device_parameters()
+        return stand_ins
 
     def trains(self) -> bool:
-        """Whether there are trained parameters among them."""
+        """Return True if there are trained parameters among them."""
         return any(unit.trains() for unit in self.units)
 
     def describe(self) -> str:
-        """For the log, after the units of FSDP."""
-        others = [unit.name for unit in self.units if not unit.is_layer]
-        layers = counted(len(self.units) - len(others), "layer")
-        *first, last = [f"{self._what} of {layers}" if self._what else layers, *others]
-        what = f"{', '.join(first)} and {last}" if first else last
+        """Return what is streamed, for the log, where it follows the units of FSDP."""
+        names = [unit.name for unit in self.units if not unit.is_layer]
+        layers = counted(len(self.units) - len(names), "layer")
+        *first, last = [f"{self._part} of {layers}" if self._part else layers, *names]
+        streamed = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
         return (
-            f"; {what} in host memory ({format_bytes(self.num_bytes())}), copied to the device one"
-            f" ahead{stepped}"
+            f"; {streamed} in host memory ({format_bytes(self.num_bytes())}), copied to the device"
+            f" one ahead{stepped}"
         )
 
     def set_step(self, step: StepParameter) -> None:
-        """What steps a trained parameter when its gradient is there, on the device. Call it once,
-        when parameters have memory.
+        """Let `step` step a trained parameter when its gradient is on the device.
+
+        Call it once, when parameters have memory.
         """
         for unit in self.units:
-            for number, host in enumerate(unit.hosts()):
+            for index, host in enumerate(unit.list_host_parameters()):
                 if host.requires_grad:
-                    there = self._stepped[host] = unit.on_device(number, self._copies.device)
-                    local_of(there).untyped_storage().resize_(0)
-                    there.register_post_accumulate_grad_hook(
+                    stand_in = unit.get_device_parameter(index, self._copies.device)
+                    self._stepped[host] = stand_in
+                    # Only the tensor is needed for the hook, its memory not before the first use.
+                    local_of(stand_in).untyped_storage().resize_(0)
+                    stand_in.register_post_accumulate_grad_hook(
                         partial(self._step_and_send, step, host)
                     )
 
     def get_stepped_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What is stepped for a parameter, and has its gradient: the one on the device for one that
-        is trained here.
-        """
+        """Return what has the gradient of a parameter: its stand-in, or itself if not streamed."""
         return self._stepped.get(parameter, parameter)
-
-    # Uses
 
     def run(
         self,
-        number: int,
+        index: int,
         forward: Callable[..., Any],
-        needed_again: Callable[..., bool],
+        is_needed_in_backward: Callable[..., bool],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A unit's forward. needed_again: by the call's arguments, whether backward needs the
-        parameters.
+        """Run a unit's forward with the unit on the device.
+
+        is_needed_in_backward: True if backward needs the parameters, given the call's arguments.
         """
-        if torch._C._current_graph_task_id() != -1:  # in backward: computed again
-            self._use(number, backward=True)
+        if torch._C._current_graph_task_id() != -1:  # in backward: recomputed by checkpointing
+            self._use(index, backward=True)
             return forward(*args, **kwargs)
-        self._use(number)
+        self._use(index)
         stays = False
         try:
             output = forward(*args, **kwargs)
-            wanted = [
-                one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad
+            differentiable = [
+                leaf
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
-            if wanted and needed_again(*args, **kwargs):
-                for tensor in wanted:
-                    tensor.register_hook(partial(self._begin_backward, number))
-                stays = number >= max(
-                    self._backward_units, default=number
-                )  # backward begins with these
+            if differentiable and is_needed_in_backward(*args, **kwargs):
+                for tensor in differentiable:
+                    tensor.register_hook(partial(self._begin_backward, index))
+                # Backward begins with the last unit, which need not be copied twice.
+                stays = index >= max(self._backward_units, default=index)
             return output
         finally:
             if not stays:
-                self._prefetch.drop(number)
+                self._prefetch.drop(index)
 
-    def _begin_backward(self, number: int, _: Tensor) -> None:
+    def _begin_backward(self, index: int, _: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._use(number, backward=True)
+        self._use(index, backward=True)
 
     def _end_backward(self) -> None:
         self._backward = -1
@@ -223,45 +221,41 @@ class LayerStream:
         if self._first is not None:
             self.units[self._first].end_use()
 
-    def _use(self, number: int, *, backward: bool = False) -> None:
-        """What is issued from here on finds a unit on the device; the next one is on its way."""
-        self._prefetch.use(number, self._following(number, backward))
-        self.units[number].begin_use()
+    def _use(self, index: int, *, backward: bool = False) -> None:
+        """Let what is issued from here on find a unit on the device, and begin to copy the next."""
+        self._prefetch.use(index, self._find_next(index, backward))
+        self.units[index].begin_use()
 
-    def _following(self, number: int, backward: bool) -> int | None:
-        """The unit that is needed next, if a rank's units run in their order. Backward begins with
-        its last one.
-        """
-        before = [unit for unit in self._backward_units if unit < number]
+    def _find_next(self, index: int, backward: bool) -> int | None:
+        """Return the unit that is needed next, if a rank's units run in their order."""
+        before = [unit for unit in self._backward_units if unit < index]
         if backward:
             return before[-1] if before else None
-        if number + 1 < len(self.units):
-            return number + 1
-        stays = bool(before) and before[-1] in self._prefetch.on_device  # for backward
+        if index + 1 < len(self.units):
+            return index + 1
+        # Forward has ended. Backward begins with the last layer, if that stayed on the device.
+        stays = bool(before) and before[-1] in self._prefetch.on_device
         return before[-1] if stays else None
 
-    # Copies
-
     @torch.no_grad()
-    def _allocate(self, number: int) -> list[Pair]:
-        """Gives a unit memory on the device, and returns what is copied there."""
+    def _allocate(self, index: int) -> list[Pair]:
+        """Give a unit memory on the device, and return what is copied there."""
         pairs = []
-        for index, host in enumerate(self.units[number].hosts()):
-            target = local_of(self.units[number].on_device(index, self._copies.device))
+        for number, host in enumerate(self.units[index].list_host_parameters()):
+            stand_in = self.units[index].get_device_parameter(number, self._copies.device)
+            target = local_of(stand_in)
             target.untyped_storage().resize_(local_of(host).nbytes)
             pairs.append((target, local_of(host)))
         return pairs
 
-    def _free(self, number: int) -> None:
-        unit = self.units[number]
+    def _free(self, index: int) -> None:
+        unit = self.units[index]
         unit.end_use()
-        for parameter in unit.made().values():
+        for parameter in unit.get_device_parameters().values():
             local_of(parameter).untyped_storage().resize_(0)
 
     def _step_and_send(self, step: StepParameter, host: nn.Parameter, parameter: Tensor) -> None:
-        """Steps a parameter on the device, and sends it to the host, where it is free when the one
-        after it is sent.
-        """
+        """Step a parameter on the device, and send it to the host."""
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
@@ -269,6 +263,8 @@ class LayerStream:
         stepped = local_of(parameter)
         free = partial(stepped.untyped_storage().resize_, 0)
         self._copies.copy_to_host([(local_of(host), stepped)], free)
+        # The one before is freed, by now it has most likely arrived; waiting for this one would
+        # hold up the computing stream.
         self._copies.free_sent(keep=1)
 
 
@@ -280,18 +276,16 @@ def stream_layers(
     *,
     is_stage: bool = False,
 ) -> LayerStream | None:
-    """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them
-    there.
+    """Mark each layer's parameters as lying on the host, in place; `materialize` puts them there.
 
-    Of a unit all frozen parameters are streamed, or those of its experts alone, and with
-    `memory.optimizer_in_backward` and `memory.optimizer_offload` the trained ones that are no
-    adapter's and used once. Call it when layers are checkpointed and compiled, before FSDP wraps
-    what it leaves. On a CPU the model is left as it is.
+    All frozen parameters of a unit are streamed, or those of its experts alone. With
+    `memory.optimizer_in_backward` and `memory.optimizer_offload` so are the trained ones, but for
+    an adapter's and those that are used twice. Call it when layers are checkpointed and compiled,
+    before FSDP wraps the rest. On a CPU the model is left as it is.
 
     ranks: that have tokens of their own. is_stage: the model is a rank's part of a pipeline, which
     may have no layer with experts. Raises ConfigError for a model without experts whose experts are
-    to be streamed, and for trained layers on several ranks, which would each step a layer by the
-    gradient of theirs.
+    to be streamed, and for trained layers on several ranks.
     """
     only_experts = memory.stream_layers == EXPERTS
     if only_experts and not is_stage and not any(map(_is_expert, model.modules())):
@@ -306,6 +300,7 @@ def stream_layers(
     if not units:
         return None
     stream = LayerStream(units, device, EXPERTS if only_experts else "")
+    # Each rank would step a layer by the gradient of its own tokens.
     if ranks > 1 and stream.trains():
         raise ConfigError(
             f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that"
@@ -313,10 +308,10 @@ def stream_layers(
             " use memory.cpu_offload, or start one process"
         )
     model.on_host = frozenset(name for unit in units for name in unit.names)
-    for number, unit in enumerate(units):
+    for index, unit in enumerate(units):
         module = model.get_submodule(unit.name)
-        needed_again = _make_needed_in_backward(module, unit.is_layer or unit.trains())
-        module.forward = partial(stream.run, number, module.forward, needed_again)
+        is_needed = _make_needed_in_backward(module, always=unit.is_layer or unit.trains())
+        module.forward = partial(stream.run, index, module.forward, is_needed)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
                 owner.computes_on = device
@@ -326,28 +321,34 @@ def stream_layers(
 def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit]:
     """Return what is streamed, in the order of forward."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    stepped = memory.optimizer_in_backward and memory.optimizer_offload
+    streams_trained = memory.optimizer_in_backward and memory.optimizer_offload
 
     def is_streamed(name: str, parameter: nn.Parameter) -> bool:
-        trained = (
-            stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
+        if not parameter.requires_grad:
+            return True
+        # A matrix that is used twice has its gradient after the second use, not in one unit's
+        # backward.
+        return (
+            streams_trained
+            and not is_adapter(name)
+            and uses[id(parameter)] == 1
+            and parameter.dim() > 0
         )
-        return trained if parameter.requires_grad else True
 
     only_experts = memory.stream_layers == EXPERTS
     layers = layer_names(model)
     units = []
     for name in layers if only_experts else _find_unit_names(model, layers, is_streamed):
-        places: dict[str, tuple[dict[str, Any], str]] = {}
+        entries: dict[str, tuple[dict[str, Any], str]] = {}
         for inner, owner in model.get_submodule(name).named_modules():
             if only_experts and not _is_expert(owner):
                 continue
             for local, parameter in owner._parameters.items():
                 full = ".".join(part for part in (name, inner, local) if part)
                 if parameter is not None and is_streamed(full, parameter):
-                    places[full] = (owner._parameters, local)
-        if places:
-            units.append(StreamedUnit(name, places, is_layer=name in layers))
+                    entries[full] = (owner._parameters, local)
+        if entries:
+            units.append(StreamedUnit(name, entries, is_layer=name in layers))
     return units
 
 
@@ -356,43 +357,42 @@ def _is_expert(module: nn.Module) -> bool:
 
 
 def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of streamed units, when none of these runs."""
+    """Return the parameters of streamed units; call it when none of these runs."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
-    return (
-        [parameter for name, parameter in model.named_parameters() if name in names]
-        if names
-        else []
-    )
+    if not names:
+        return []
+    return [parameter for name, parameter in model.named_parameters() if name in names]
 
 
 def _find_unit_names(
     model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]
 ) -> list[str]:
-    """The layers, and what owns matrices outside of them that are all streamed, in module order."""
-    found: list[str] = []
+    """Return the layers, and the modules outside of them whose matrices are all streamed."""
+    units: list[str] = []
     for name, module in model.named_modules():
-        inside = name.startswith(tuple(f"{outer}." for outer in found))
-        elsewhere = name.startswith(tuple(model.other_parts)) if model.other_parts else False
+        is_inside = name.startswith(tuple(f"{unit}." for unit in units))
+        # Text does not run through the other parts of a multimodal model.
+        is_elsewhere = name.startswith(tuple(model.other_parts)) if model.other_parts else False
+        if not name or is_inside or is_elsewhere:
+            continue
         matrices = [
-            (f"{name}.{local}", one)
-            for local, one in module.named_parameters(recurse=False)
-            if one.dim() > 1 and not is_adapter(local)
+            (f"{name}.{local}", parameter)
+            for local, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() > 1 and not is_adapter(local)
         ]
-        outside = bool(matrices) and all(is_streamed(full, one) for full, one in matrices)
-        if name and not inside and not elsewhere and (name in layers or outside):
-            found.append(name)
-    return found
+        all_streamed = bool(matrices) and all(is_streamed(*matrix) for matrix in matrices)
+        if name in layers or all_streamed:
+            units.append(name)
+    return units
 
 
-def _make_needed_in_backward(module: nn.Module, always: bool) -> Callable[..., bool]:
-    """By the arguments of a call, whether backward needs a unit's parameters: that of a frozen
-    embedding reads tokens, and a frozen output head makes its gradients in forward if it is to sum
-    losses.
-    """
+def _make_needed_in_backward(module: nn.Module, *, always: bool) -> Callable[..., bool]:
+    """Return a predicate of a call's arguments: True if backward needs the unit's parameters."""
     if always:
         return lambda *args, **kwargs: True
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding):  # its backward reads tokens alone
         return lambda *args, **kwargs: False
+    # A frozen output head that sums losses makes its gradients in forward.
     return lambda *args, **kwargs: (
         kwargs.get("labels") is None or not makes_gradients_in_forward(kwargs.get("head_loss"))
     )

@@ -1,11 +1,10 @@
-"""MLPs that take a row's tokens in pieces, so that their inner width exists for one piece at a
-time.
+"""MLPs that take a batch's tokens in pieces, so that their inner width exists for one piece alone.
 
-A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and about six in
-backward; with c pieces they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece
-is computed again in backward, whatever `memory.activation_checkpointing` says. A layer that is
-computed again itself stops before its MLP where nothing after that is kept, so that with `full` a
-piece is still computed twice, not three times. (Chunks of a feed-forward layer: arXiv 2001.04451.)
+`chunk_mlps(model, chunks)` exchanges the forward of each layer's MLP. A gated MLP of n tokens and f
+channels has three tensors `[n, f]` in forward and about six in backward; with c pieces they are
+`[n / c, f]`. Only its input `[n, d]` is kept: each piece is computed again in backward, whatever
+`memory.activation_checkpointing` says. (Chunks of a feed-forward layer: arXiv 2001.04451.)
+
 Bytes are those of the simulated device; values are compared on a CPU and a GPU
 (docs/measurements/on_a_gpu.md).
 """
@@ -29,15 +28,18 @@ from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = deferred.Switch(False)
 
+# `module._parameters`, a name there, and the parameter
+ParameterEntry = tuple[dict[str, Any], str, Tensor]
+
 
 def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
-    """Lets each layer's MLP compute `chunks` pieces of the tokens one after the other, in place; 1:
-    nothing changes.
+    """Let each layer's MLP compute `chunks` pieces of the tokens in turn, in place.
 
-    Called after whatever changes what an MLP computes (adapters, sharing, low precision) and before
-    layers are checkpointed and sharded. Pieces are even to within a token; fewer tokens than pieces
-    are a piece each. The sum of the pieces' weight gradients is made in the weights' dtype, and
-    handed to each weight once. Raises ConfigError for a model without MLPs of the decoder's.
+    Call it after whatever changes what an MLP computes (adapters, sharding, low precision) and
+    before layers are checkpointed and sharded. Pieces are even to within a token; fewer tokens than
+    pieces are a piece each. The sum of the pieces' weight gradients is made in the weights' dtype,
+    and handed to each weight once. 1: nothing changes. Raises ConfigError for a model without MLPs
+    of the decoder's.
     """
     if chunks == 1:
         return
@@ -49,109 +51,103 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
         )
     for mlp in mlps:
         forward = cast(MethodType, mlp.forward).__func__
-        mlp.forward = MethodType(_make_chunked_forward(forward, chunks), mlp)  # type: ignore[method-assign]
+        chunked = _make_chunked_forward(forward, chunks)
+        mlp.forward = MethodType(chunked, mlp)  # type: ignore[method-assign]
 
 
 def is_computing_piece() -> bool:
-    """Whether what is computed now is a piece, of which selective checkpointing is to keep
-    nothing.
-    """
+    """Return True while a piece is computed, of which selective checkpointing keeps nothing."""
     return _in_pieces.value
 
 
 def _make_chunked_forward(forward: Any, chunks: int) -> Any:
-    """`forward(mlp, hidden [..., d], *others)` in pieces; modules among the others belong to it, as
-    the norm before.
-    """
+    """Return an MLP's forward that computes at most `chunks` pieces."""
 
     def run(mlp: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
         flat = hidden.flatten(0, -2)
-        pieces = min(chunks, flat.shape[0])
-        modules = [
-            module
-            for each in (mlp, *others)
-            if isinstance(each, nn.Module)
-            for module in each.modules()
-        ]
-        places = find_parameters(modules, lambda parameter: parameter.requires_grad)
-        trained = [parameter for _, _, parameter in places]
-        whole = (forward, (mlp, *others), modules, pieces)
+        num_tokens = flat.shape[0]
+        num_pieces = min(chunks, num_tokens)
+        modules = list(mlp.modules())
+        for other in others:  # such as the norm before the MLP
+            if isinstance(other, nn.Module):
+                modules += other.modules()
+
+        # Must not hold the hidden states: it lives until backward.
+        def compute_piece(piece: Tensor, part: slice) -> Tensor:
+            taken = [
+                other.take(part, num_tokens) if isinstance(other, RealTokens) else other
+                for other in others
+            ]
+            return cast(Tensor, forward(mlp, piece, *taken))
+
+        trained = [parameter for _, _, parameter in find_parameters(modules, _is_trained)]
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
-            return _compute_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
-        # A separate autograd node keeps the input: a layer that is computed again for it ends here,
-        # before the pieces.
-        kept = (
-            _SaveInput.apply(torch.empty(0, requires_grad=True), flat),
-        )  # a tuple, so that it is no input of the next
-        found = cast(Tensor, _ChunkedForward.apply(whole, kept, flat, *trained))
-        return found.view(*hidden.shape[:-1], -1)
+            return _compute_pieces(compute_piece, flat, num_pieces).view(*hidden.shape[:-1], -1)
+        # A separate autograd node keeps the input. A checkpointed layer recomputes only until all
+        # that is kept is there: it ends here, and a piece is not computed a third time.
+        saved = _SaveInput.apply(torch.empty(0, requires_grad=True), flat)
+        # `saved` is in a tuple, so that autograd does not see it as an input of the next node.
+        settings = (compute_piece, modules, num_pieces, saved)
+        out = cast(Tensor, _ChunkedForward.apply(settings, flat, *trained))
+        return out.view(*hidden.shape[:-1], -1)
 
     return run
 
 
-ParameterEntry = tuple[
-    dict[str, Any], str, Tensor
-]  # `module._parameters`, a name there, and the parameter
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def find_parameters(
-    modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], bool]
+    modules: Iterable[nn.Module], is_selected: Callable[[Tensor], bool]
 ) -> list[ParameterEntry]:
-    """Return the places of parameters in modules, those of a shared one all."""
-    places = [(module._parameters, name) for module in modules for name in module._parameters]
-    return [
-        (own, name, one)
-        for own, name in places
-        if (one := own[name]) is not None and is_wanted(one)
-    ]
+    """Return the entries of the selected parameters; a shared parameter has several."""
+    entries = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_selected(parameter):
+                entries.append((module._parameters, name, parameter))
+    return entries
 
 
 @contextmanager
 def exchange_parameters(
-    places: Sequence[ParameterEntry], replace: Callable[[Any], Tensor]
+    entries: Sequence[ParameterEntry], replace: Callable[[Any], Tensor]
 ) -> Iterator[list[Tensor]]:
-    """Inside, modules have in these places what `replace` makes of their parameters."""
-    replacements = [replace(parameter) for _, _, parameter in places]
+    """Put what `replace` makes of these parameters in their places, inside the block."""
+    replacements = [replace(parameter) for _, _, parameter in entries]
     with replaced_entries(
-        (own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)
+        (parameters, name, replacement)
+        for (parameters, name, _), replacement in zip(entries, replacements, strict=True)
     ):
         yield replacements
 
 
 def _compute_pieces(
-    hidden: Tensor, forward: Any, others: tuple[Any, ...], modules: Sequence[nn.Module], pieces: int
+    compute_piece: Callable[[Tensor, slice], Tensor], hidden: Tensor, num_pieces: int
 ) -> Tensor:
-    """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
-    found: Tensor | None = None
+    """Return the MLP's output `[n, d]` of hidden states `[n, d]`, computed piece by piece."""
+    out: Tensor | None = None
     with _in_pieces.set(True):
-        for part in row_pieces(hidden.shape[0], pieces):
-            piece = forward(others[0], hidden[part], *_take_rows(others[1:], part, hidden.shape[0]))
-            if found is None:
-                found = piece.new_empty(hidden.shape[0], piece.shape[-1])
-            found[part] = piece
-            del piece
-    assert found is not None
-    return found
-
-
-def _take_rows(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
-    """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each
-    has the same piece.
-    """
-    return [
-        argument.take(part, rows) if isinstance(argument, RealTokens) else argument
-        for argument in arguments
-    ]
+        for part in row_pieces(hidden.shape[0], num_pieces):
+            piece = compute_piece(hidden[part], part)
+            if out is None:  # only the first piece tells the output's dtype and width
+                out = piece.new_empty(hidden.shape[0], piece.shape[-1])
+            out[part] = piece
+            del piece  # before the next one is made
+    assert out is not None
+    return out
 
 
 class _SaveInput(torch.autograd.Function):
-    """Keeps a tensor for somebody else's backward, under the hooks that are in force:
-    checkpointing's, offloading's.
+    """Saves a tensor for another node's backward.
+
+    Saved here, it goes through the saved-tensor hooks in force: checkpointing's, offloading's.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
         return anchor.new_empty(0)
 
     @staticmethod
@@ -160,54 +156,47 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _ChunkedForward(torch.autograd.Function):
-    """Forward without a graph; backward makes the graph of one piece at a time."""
+    """Runs forward without a graph; backward makes the graph of one piece at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, whole: tuple[Any, ...], kept: tuple[Tensor], hidden: Tensor, *trained: Tensor
-    ) -> Tensor:
-        ctx.whole, ctx.kept = whole, kept[0]
-        ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
-        return _compute_pieces(hidden, *whole)
+    def forward(ctx: Any, settings: tuple[Any, ...], hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.compute_piece, ctx.modules, ctx.num_pieces, ctx.saved = settings
+        ctx.random_state = (torch.get_rng_state(), *get_device_states(hidden))
+        return _compute_pieces(ctx.compute_piece, hidden, ctx.num_pieces)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), (forward, others, modules, pieces) = ctx.kept.grad_fn.saved_tensors, ctx.whole
-        ctx.kept = None
-        hidden = hidden.detach()
-        total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
+        hidden = ctx.saved.grad_fn.saved_tensors[0].detach()
+        ctx.saved = None
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[1] else None
         with (
-            # Leaves of the same memory, whose gradients nobody else watches: the parameters' own
-            # would get each piece's gradient, and step or reduce what is a part of the sum.
+            # Leaves of the same memory, which have no hooks: the parameters themselves would get
+            # each piece's gradient, and step or reduce what is a part of the sum.
             exchange_parameters(
-                find_parameters(modules, lambda parameter: parameter.requires_grad),
+                find_parameters(ctx.modules, _is_trained),
                 lambda parameter: parameter.detach().requires_grad_(),
             ) as leaves,
-            _replay_random_state(hidden, ctx.random),
+            _replay_random_state(hidden, ctx.random_state),
             deferred.weight_gradients_at_once(),
             _in_pieces.set(True),
         ):
-            for part in row_pieces(hidden.shape[0], pieces):
-                piece = hidden[part].requires_grad_(total is not None)
+            for part in row_pieces(hidden.shape[0], ctx.num_pieces):
+                piece = hidden[part].requires_grad_(hidden_grad is not None)
                 with torch.enable_grad():
-                    found = forward(
-                        others[0], piece, *_take_rows(others[1:], part, hidden.shape[0])
-                    )
-                wanted = [*leaves, piece] if total is not None else leaves
-                torch.autograd.backward(found, gradients[0][part], inputs=wanted)
-                del found
-                if total is not None:
-                    total[part] = piece.grad
+                    out = ctx.compute_piece(piece, part)
+                inputs = leaves if hidden_grad is None else [*leaves, piece]
+                torch.autograd.backward(out, gradients[0][part], inputs=inputs)
+                del out
+                if hidden_grad is not None:
+                    hidden_grad[part] = piece.grad
                 del piece
-        return (None, None, total, *(leaf.grad for leaf in leaves))
+        return (None, hidden_grad, *(leaf.grad for leaf in leaves))
 
 
 @contextmanager
 def _replay_random_state(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, random numbers (dropout) come as they came from that state; after it, as if none had
-    been drawn.
-    """
+    """Draw random numbers (dropout) from that state inside the block; restore the present after."""
     host, devices, states = state
     kind = hidden.device.type
     with torch.random.fork_rng(

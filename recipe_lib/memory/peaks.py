@@ -1,5 +1,8 @@
-"""The most memory a process has held since it was last asked: on its device, or its resident set on
-a CPU.
+"""Peaks of memory, errors that explain running out of it, and limits of host memory.
+
+`PeakMemory(device)` gives the most bytes since its last reset, on a GPU or, on a CPU, of the
+process's resident set. `explain_out_of_memory` turns torch's error into one line with the levers
+that are left. `check_host_needs` refuses offloading that the host has no memory for.
 """
 
 import os
@@ -17,49 +20,44 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import OutOfMemoryError, SetupError
 from recipe_lib.units import GIB, format_bytes
 
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): writing it resets the peak resident set
 
 
 class Peaks(TypedDict):
-    """Bytes since the last reset.
+    """Bytes since the last reset."""
 
-    active: in blocks handed out, and in freed ones that a stream still uses. allocated: in blocks
-    handed out. reserved: taken from the device by the caching allocator. kind: `device`; or
-    `resident set`, where all three are the process's resident set; or `resident set since start`,
-    where the system does not let that be reset.
-    """
-
-    active: int
-    allocated: int
-    reserved: int
+    active: int  # in blocks handed out, and in freed ones that a stream still uses
+    allocated: int  # in blocks handed out
+    reserved: int  # taken from the device by the caching allocator
+    # `device`; or `resident set`, where all three are the process's resident set; or `resident set
+    # since start`, where the system does not let that be reset.
     kind: str
 
 
 class PeakMemory:
-    """Peaks of the memory of `device`; `reset` starts a new measurement, `read` gives the peaks
-    since then.
-    """
+    """Measures the peaks of a device's memory from one reset to the next."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.reset()
 
     def reset(self) -> None:
-        """Peaks are counted from what is held now."""
+        """Begin a new measurement, at what is allocated now."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
         self.resettable = False
-        with suppress(
-            OSError
-        ):  # no such file (macOS), or not allowed: the peak since the start is all there is
+        # No such file (macOS), or not allowed: then there is only the peak since the start.
+        with suppress(OSError):
             _CLEAR.write_text(_RESET_PEAK)
             self.resettable = True
 
     def read(self) -> Peaks:
-        """The peaks, in bytes."""
+        """Return the peaks since the last reset, in bytes."""
         if self.device.type != "cpu":
             stats = torch.get_device_module(self.device).memory_stats(self.device)
             active, allocated, reserved = (
@@ -67,20 +65,19 @@ class PeakMemory:
                 for kind in ("active", "allocated", "reserved")
             )
             return Peaks(active=active, allocated=allocated, reserved=reserved, kind="device")
-        unit = (
-            1 if sys.platform == "darwin" else 1024
-        )  # ru_maxrss is in bytes there, in KiB elsewhere
-        peak = (
-            _read_proc_bytes(_STATUS, "VmHWM:")
-            or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        )
+        peak = _read_proc_bytes(_STATUS, "VmHWM:")
+        if not peak:
+            # In bytes on macOS, in KiB elsewhere
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         kind = "resident set" if self.resettable else "resident set since start"
         return Peaks(active=peak, allocated=peak, reserved=peak, kind=kind)
 
 
 def _read_proc_bytes(path: Path, name: str) -> int | None:
-    """Return the bytes of the line of a file under /proc that begins so; None: not Linux, or no
-    such line.
+    """Return the bytes in the line of a file under /proc that begins with `name`.
+
+    None: no such line, or no such file, as the system is not Linux.
     """
     try:
         lines = path.read_text().splitlines()
@@ -89,38 +86,33 @@ def _read_proc_bytes(path: Path, name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
-# Out of memory as one line: where, how much was held, and which levers are left.
-
-
 @contextmanager
 def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory) -> Iterator[None]:
-    """Turns the device's refusal inside the block into an OutOfMemoryError that names phase, peak
-    and levers.
-    """
+    """Raise an OutOfMemoryError with phase, peak and levers for torch's, inside the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        held = peak.read()
-        where = ", ".join(
-            [phase, *getattr(error, "__notes__", [])]
-        )  # of a pipeline: stage, micro-batch and action
+        peaks = peak.read()
+        # A pipeline notes its stage, micro-batch and action.
+        where = ", ".join([phase, *getattr(error, "__notes__", [])])
         raise OutOfMemoryError(
-            f"{where}: out of memory on {peak.device} with {format_bytes(held['allocated'])}"
-            f" allocated and {format_bytes(held['reserved'])} reserved; next lever:"
+            f"{where}: out of memory on {peak.device} with {format_bytes(peaks['allocated'])}"
+            f" allocated and {format_bytes(peaks['reserved'])} reserved; next lever:"
             f" {'; '.join(list_levers(cfg)) or 'more ranks'}"
         ) from error
 
 
 def list_levers(cfg: FullFinetuneConfig) -> list[str]:
-    """The config keys that would still lower the peak, the cheapest first."""
-    memory, parallel = cfg.memory, cfg.parallel
+    """Return the config keys that would still lower the peak, the cheapest first."""
+    memory = cfg.memory
+    parallel = cfg.parallel
     rows, count = micro_batches(cfg)
-    cuts = parallel.pipeline_microbatches is not None
+    splits_batch = parallel.pipeline_microbatches is not None
     helps = {
-        # In a pipeline smaller micro-batches, a schedule that keeps fewer, layers divided by
+        # Of a pipeline: smaller micro-batches, a schedule that keeps fewer, layers divided by
         # memory.
         f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}": (
-            parallel.pipeline > 1 and cuts and rows > 1
+            parallel.pipeline > 1 and splits_batch and rows > 1
         ),
         "parallel.pipeline_schedule=1f1b": (
             parallel.pipeline > 1 and parallel.pipeline_schedule == "gpipe"
@@ -131,7 +123,7 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
             and parallel.pipeline_layers_per_stage is None
         ),
         f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2": (
-            cfg.batch_size > 1 and not cuts
+            cfg.batch_size > 1 and not splits_batch
         ),
         "memory.activation_checkpointing=full": memory.activation_checkpointing != "full",
         "parallel.fsdp_wrap_policy=memory_efficient": parallel.fsdp_wrap_policy == "layers",
@@ -147,12 +139,12 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     return [lever for lever, is_left in helps.items() if is_left]
 
 
-# Host memory that offloading takes: how much, how much there is, and a refusal before the model
-# takes any of it.
-
-
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# By a key of the section `memory`, what else than more memory helps.
+# By version of control groups: the files with a group's limit and usage in bytes.
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+# By key of the section `memory`: what helps besides more host memory.
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
     "stream_layers": (
@@ -164,8 +156,10 @@ _REMEDIES = {
 
 
 def round_up_to_pinned(num_bytes: int) -> int:
-    """What torch takes for so many bytes of pinned memory: the next power of two, so that blocks
-    can be used again (ATen/core/CachingHostAllocator.h). It keeps what was freed for itself.
+    """Return the bytes that torch takes for so many bytes of pinned memory: a power of two.
+
+    Blocks of such sizes can be used again (ATen/core/CachingHostAllocator.h); torch keeps what was
+    freed.
     """
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
@@ -173,82 +167,81 @@ def round_up_to_pinned(num_bytes: int) -> int:
 def check_host_needs(
     needs: Mapping[str, int], allowed: float | None, ranks: int, free: tuple[int, str]
 ) -> None:
-    """SetupError, one line, where offloading needs more host memory than there is.
+    """Raise SetupError, in one line, where offloading needs more host memory than there is.
 
-    needs: key of the section `memory`, such as `cpu_offload`, -> bytes of one rank. allowed: GiB
-    that the config allows all ranks of this machine, None: what is free. ranks: of this machine.
-    free: as `free_host_memory` found it before any of it was taken.
+    needs: bytes of one rank by key of the section `memory`, such as `cpu_offload`. allowed: GiB
+    that the config allows all ranks of this machine; None: what is free. ranks: of this machine.
+    free: what `find_free_host_memory` returned before any of it was taken.
     """
     total = ranks * sum(needs.values())
     if not total:
         return
-    room, what = free
-    if allowed is not None and allowed * GIB < room:
-        room, what = int(allowed * GIB), "allowed by memory.host_memory_limit_gib"
-    if total <= room:
+    available, source = free
+    remedy = "use a machine with more"
+    if allowed is not None and allowed * GIB < available:
+        available = int(allowed * GIB)
+        source = "allowed by memory.host_memory_limit_gib"
+        remedy = "raise memory.host_memory_limit_gib"
+    if total <= available:
         return
     keys = [key for key, size in needs.items() if size]
     parts = ", ".join(f"memory.{key} {format_bytes(needs[key])}" for key in keys)
     rank = f"{ranks} ranks" if ranks > 1 else "one rank"
-    more = "raise memory.host_memory_limit_gib" if "allowed" in what else "use a machine with more"
-    remedies = [_REMEDIES[key] for key in keys if key in _REMEDIES]
+    remedies = [remedy, *(_REMEDIES[key] for key in keys if key in _REMEDIES)]
     raise SetupError(
-        f"host memory: found {format_bytes(room)} {what}, expected {format_bytes(total)} for {rank}"
-        f" on this machine (each: {parts}); {', or '.join([more, *remedies])}"
+        f"host memory: found {format_bytes(available)} {source}, expected {format_bytes(total)}"
+        f" for {rank} on this machine (each: {parts}); {', or '.join(remedies)}"
     )
 
 
 def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """Bytes that can still be taken, and what limits them: the machine, or a control group (a
-    container's, a job's) whose limit is nearer.
+    """Return the bytes that can still be taken, and what limits them, for a message.
+
+    The limit is the machine's, or that of a control group (a container's, a job's) if it is nearer.
     """
     free = _read_proc_bytes(proc / "meminfo", "MemAvailable:")
     if free is None:  # not Linux: all there is
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = [(free, "free on this machine")]
-    found += [
-        (limit, "left in this process's control group")
-        for limit in _read_control_group_limits(proc, groups)
+    limits = [(free, "free on this machine")]
+    limits += [
+        (left, "left in this process's control group")
+        for left in _read_control_group_limits(proc, groups)
     ]
-    return min(found)
+    return min(limits)
 
 
 def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
-    """What the process's groups of version 2 and 1, and those around them, leave; none without
-    limits. Pages of files, which the kernel gives back, count as free.
+    """Return what the process's control groups, and those around them, leave, in bytes.
+
+    Groups are of version 2 or 1; those without a limit give nothing.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
-    for kinds, name in (line.split(":", 2)[1:] for line in lines):
-        if kinds == "":
-            root, limit, used = groups, "memory.max", "memory.current"
-        elif "memory" in kinds.split(","):
-            root, limit, used = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
+    limits = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        version = 1 if controllers else 2
+        if version == 1 and "memory" not in controllers.split(","):
             continue
-        place = root / name.strip("/")
-        while True:
-            try:
-                left = (
-                    int((place / limit).read_text())
-                    - int((place / used).read_text())
-                    + _read_file_cache_bytes(place)
-                )
-                found.append(max(left, 0))
-            except (OSError, ValueError):  # no such file, or the word `max`
-                pass
-            if place == root or root not in place.parents:
+        root = groups / "memory" if version == 1 else groups
+        limit_file, usage_file = _GROUP_FILES[version]
+        group = root / name.strip("/")
+        # A limit of any group around this one holds for it too.
+        for folder in (group, *group.parents):
+            if folder != root and root not in folder.parents:
                 break
-            place = place.parent
-    return found
+            with suppress(OSError, ValueError):  # no such file, or the word `max`
+                limit = int((folder / limit_file).read_text())
+                usage = int((folder / usage_file).read_text())
+                limits.append(max(limit - usage + _read_file_cache_bytes(folder), 0))
+    return limits
 
 
 def _read_file_cache_bytes(group: Path) -> int:
-    lines = (
-        (group / "memory.stat").read_text().split("\n") if (group / "memory.stat").exists() else []
-    )
+    """Return the bytes of cached files that count as used, and that the kernel gives back."""
+    statistics = group / "memory.stat"
+    lines = statistics.read_text().split("\n") if statistics.exists() else []
     sizes = {name: int(size) for name, _, size in (line.partition(" ") for line in lines if line)}
     return sum(sizes.get(name, 0) for name in ("inactive_file", "active_file"))

@@ -1,26 +1,18 @@
-"""Quantization-aware training: linears compute with weights rounded as an export will round them
-(arXiv 1712.05877).
+"""Quantization-aware training: linears compute with the weights of a later export (arXiv
+1712.05877).
 
-`qat` names the export: what torchao's `quantize_` makes of a linear by the config that
-`base_config` gives. Forward rounds the weight by torchao's own fake quantizer for that config;
-backward treats rounding as the identity (the straight-through estimator, arXiv 1308.3432), but for
-weights that were clipped, which get no gradient.
+`qat` names the export: what torchao's `quantize_` makes of a linear by `build_torchao_config`.
+Forward rounds the weight by torchao's own fake quantizer for that config; backward treats rounding
+as the identity (the straight-through estimator, arXiv 1308.3432), but for weights that were
+clipped, which get no gradient.
 
     int4   weights, symmetric, a scale for each `qat_group_size` of a row
     int8   weights, symmetric, a scale for each row
     fp8    weights and inputs in e4m3, a scale for each row of either
 
-What trains, and is saved, is the weight before rounding. Rounding it again gives the same codes,
-which rounding what was rounded does not: torchao's scale is 2/15 of a group's largest magnitude,
-and the largest code is 7.
-
 A linear with an adapter rounds `W + scaling * B A` (arXiv 2406.06385), as the merged weight will be
-rounded. An adapter next to a rounded base would compute something else than the two merged and
-rounded.
-
-Nothing but the weight and the input is kept for backward, which rounds again. Embedding and output
-head stay as they are. This is the one module that calls torchao's quantization; it imports it only
-when `qat` is set.
+rounded. Embedding and output head stay as they are. This is the one module that calls torchao's
+quantization; it imports it only when `qat` is set.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,27 +40,24 @@ KINDS = ("int4", "int8", "fp8")
 
 @dataclass
 class FakeQuantization:
-    """What the linears of a model are rounded to, and whether they are at this step.
+    """The rounding of a model's linears, which may be off at this step."""
 
-    kind: of KINDS. start_step: optimizer steps before rounding begins. linears: how many there are.
-    """
-
-    kind: str
-    group_size: int
-    start_step: int
-    linears: int = 0
+    kind: str  # of KINDS
+    group_size: int  # weights that share a scale, of int4
+    start_step: int  # optimizer steps before rounding begins
+    linears: int = 0  # how many there are
     is_on: bool = True
 
     def begin(self, step: int | None) -> None:
-        """Before a step; step: optimizer steps done. None: of nobody's run, as a plan's, which
-        takes the dearer.
+        """Set whether the next step rounds.
+
+        step: optimizer steps done; None: of no run, such as a plan's step, which counts rounding as
+        the dearer case.
         """
         self.is_on = step is None or step >= self.start_step
 
     def describe(self) -> str:
-        """For the log: `qat: 14 linears computed in int4, a scale for 32 weights, from step 11
-        on`.
-        """
+        """Return `qat: 14 linears computed in int4, a scale for 32 weights, from step 11 on`."""
         scales = f"{self.group_size} weights" if self.kind == "int4" else "each row"
         begins = f", from step {self.start_step + 1} on" if self.start_step else ""
         inputs = ", inputs too" if self.kind == "fp8" else ""
@@ -79,23 +68,26 @@ class FakeQuantization:
 
 
 def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
-    """For the log, what is saved, and what makes of it the model that was trained."""
-    made_by = {
+    """Return how to make the trained model from what is saved, for the log."""
+    configs = {
         "int4": f"IntxWeightOnlyConfig(torch.int4, PerGroup({group_size}))",
         "int8": "IntxWeightOnlyConfig(torch.int8, PerAxis(0))",
         "fp8": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
     }
-    what = (
+    # Rounding rounded weights again would not give the same codes: torchao's scale is 2/15 of a
+    # group's largest magnitude, and the largest code is 7. So the weight before rounding is saved.
+    action = (
         "merge the adapter, then quantize the model"
         if is_adapter
         else "weights are those before rounding: quantize"
     )
-    return f"qat: {what} by torchao's {made_by[kind]}, all but the output head"
+    return f"qat: {action} by torchao's {configs[kind]}, all but the output head"
 
 
 def build_torchao_config(kind: str, group_size: int) -> Any:
-    """torchao's config for a kind of KINDS, which `quantize_`, and transformers' TorchAoConfig,
-    export by.
+    """Return torchao's config for a kind of KINDS.
+
+    `quantize_`, and transformers' TorchAoConfig, export by it.
     """
     silence_torchao()
     from torchao.quantization import (
@@ -115,20 +107,21 @@ def build_torchao_config(kind: str, group_size: int) -> Any:
 def fake_quantize_linears(
     model: nn.Module, kind: str | None, group_size: int, start: int
 ) -> FakeQuantization | None:
-    """Lets the layers' linears compute with rounded weights, in place, on a meta model; None: as
-    they did.
+    """Let the layers' linears compute with rounded weights (kind None: as they did), in place.
 
-    Names and types of parameters stay. Called after the adapters and before layers are checkpointed
-    and compiled. start: optimizer steps before it begins. Raises ConfigError for weights that are
-    quantized already, for mixtures of experts, for rows that are no multiple of the group, and
-    where there is no linear to change.
+    Names and types of parameters stay. Call it on a meta model, after the adapters and before
+    layers are checkpointed and compiled. start: optimizer steps before rounding begins. Raises
+    ConfigError for weights that are quantized already, for mixtures of experts, for rows that are
+    no multiple of the group, and where there is no linear to change.
     """
     if kind is None:
         return None
     linears = find_plain_linears(
         model, "qat", kind, "whose weights are stacked and no linears to torchao"
     )
-    scheme = FakeQuantization(kind, group_size, start, len(linears))
+    scheme = FakeQuantization(
+        kind=kind, group_size=group_size, start_step=start, linears=len(linears)
+    )
     _get_quantizer_configs(kind, group_size)  # imports torchao before a step is timed
     forward = _make_rounded_forward(scheme)
     for name, module in linears.items():
@@ -145,11 +138,11 @@ def fake_quantize_linears(
 def find_plain_linears(
     model: nn.Module, key: str, value: str, mixtures: str
 ) -> dict[str, nn.Linear]:
-    """Return the layers' linears whose weights are in `dtype`, adapted ones among them, for a lever
-    that rounds these.
+    """Return the layers' linears with weights in `dtype`, for a lever that rounds these.
 
-    key, value: the lever's in the config. mixtures: what keeps it from mixtures of experts. Raises
-    ConfigError for one, for weights that are quantized, and where there is no linear.
+    Adapted ones are among them. key, value: the lever's in the config. mixtures: what keeps the
+    lever from mixtures of experts, for the message. Raises ConfigError for a mixture, for quantized
+    weights, and where there is no linear.
     """
     if any(isinstance(module, Mixture) for module in model.modules()):
         raise ConfigError(
@@ -158,6 +151,7 @@ def find_plain_linears(
     inside = tuple(f"{name}." for name in layer_names(model))
     linears = {}
     for name, module in model.named_modules():
+        # The adapters themselves stay in `dtype`.
         if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):
             continue
         if isinstance(module, QuantizedLinear):
@@ -165,6 +159,7 @@ def find_plain_linears(
                 f"{key}: found {value} for weights that are kept in {module.kind}, expected weights"
                 f" in dtype; set lora.quantize_base=none, or remove {key}"
             )
+        # Not isinstance: a subclass has a forward of its own.
         if type(module) in (nn.Linear, AdaptedLinear):
             linears[name] = cast(nn.Linear, module)
     if not linears and inside:
@@ -183,12 +178,13 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
             return AdaptedMatrix.forward(module, hidden)
         if not scheme.is_on:
             return linear(hidden, module.weight, module.bias)
-        parts = (
-            (module.weight, module.lora_A.weight, module.lora_B.weight)
-            if is_adapted
-            else (module.weight,)
-        )
-        scaling = module.settings.scaling if is_adapted else 1.0
+        parts: tuple[Tensor, ...] = (module.weight,)
+        scaling = 1.0
+        if is_adapted:
+            # An adapter next to a rounded base would compute something else than the two merged
+            # and rounded, which is what is exported.
+            parts = (module.weight, module.lora_A.weight, module.lora_B.weight)
+            scaling = module.settings.scaling
         out = cast(
             Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts)
         )
@@ -198,13 +194,14 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """Keeps what a plain linear keeps, and rounds again in backward."""
+    """A linear with a rounded weight; parts: the weight, or weight, A and B of an adapted one."""
 
     @staticmethod
     def forward(
         ctx: Any, kind: str, group_size: int, scaling: float, hidden: Tensor, *parts: Tensor
     ) -> Tensor:
-        ctx.settings = scaling, kind, group_size
+        ctx.settings = (scaling, kind, group_size)
+        # Only what a plain linear saves: backward rounds the weight again.
         ctx.save_for_backward(hidden if any(ctx.needs_input_grad[4:]) else None, *parts)
         return F.linear(round_inputs(hidden, kind), round_weight(parts, *ctx.settings))
 
@@ -213,7 +210,8 @@ class _RoundedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         hidden, *parts = ctx.saved_tensors
         scaling, kind, _ = ctx.settings
-        (gradient,), wants, hidden_grad = gradients, ctx.needs_input_grad[4:], None
+        gradient = gradients[0]
+        hidden_grad = None
         weight, unclipped = round_weight_with_mask(parts, *ctx.settings)
         if ctx.needs_input_grad[3]:
             hidden_grad = gradient @ weight
@@ -226,64 +224,76 @@ class _RoundedLinear(torch.autograd.Function):
         if kind != "fp8":
             weight_grad = weight_grad.mul_(unclipped)
         del unclipped
-        return None, None, None, hidden_grad, *_split_gradient(parts, weight_grad, scaling, wants)
+        return (
+            None,
+            None,
+            None,
+            hidden_grad,
+            *_split_gradient(parts, weight_grad, scaling, ctx.needs_input_grad[4:]),
+        )
 
 
 def _split_gradient(
-    parts: list[Tensor], whole: Tensor, scaling: float, wants: Sequence[bool]
+    parts: list[Tensor], gradient: Tensor, scaling: float, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the weight, or of weight, A and B, from that of their sum `[o, i]`."""
+    """Return the gradients of the weight, or of weight, A and B, from that of their sum `[o, i]`.
+
+    needs_grad: of each part.
+    """
     if len(parts) == 1:
-        return [whole]
-    _, first, second = parts
-    wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-    first_grad = (
-        (second.to(wide.dtype).t() @ wide).mul_(scaling).to(first.dtype) if wants[1] else None
-    )
-    second_grad = (
-        (wide @ first.to(wide.dtype).t()).mul_(scaling).to(second.dtype) if wants[2] else None
-    )
-    return [whole if wants[0] else None, first_grad, second_grad]
+        return [gradient]
+    _, lora_a, lora_b = parts
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    grads: list[Tensor | None] = [gradient if needs_grad[0] else None, None, None]
+    if needs_grad[1]:
+        grads[1] = (lora_b.to(wide.dtype).t() @ wide).mul_(scaling).to(lora_a.dtype)
+    if needs_grad[2]:
+        grads[2] = (wide @ lora_a.to(wide.dtype).t()).mul_(scaling).to(lora_b.dtype)
+    return grads
 
 
-# What rounds, by torchao. Compiled code calls each as one operator: fused, what is rounded would
-# not first be a number of its own type, and the codes of every hundredth weight in bf16 would be
-# others than those of the export.
+# Compiled code calls each of these three as one operator. Fused into it, what is rounded would not
+# be cast to its own type first, and the codes of every hundredth weight in bf16 would differ from
+# those of the export.
 
 
 def round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
-    """The weight `[o, i]`, with the adapter if parts have one, on its grid."""
+    """Return the weight `[o, i]`, with the adapter if parts have one, rounded."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _WEIGHT(list(parts), scaling, kind, group_size))
-    with suspend_selective_checkpointing():  # which counts the layer's own products
+    # The matmul that merges an adapter is none of the layer's that checkpointing counts.
+    with suspend_selective_checkpointing():
         return _round_weight(parts, scaling, kind, group_size)
 
 
 def round_weight_with_mask(
     parts: Sequence[Tensor], scaling: float, kind: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The same, and a mask `[o, i]` of what was not clipped; empty for fp8, which clips nothing."""
-    again = _AGAIN if torch.compiler.is_compiling() else _round_weight_with_mask
-    return cast(tuple[Tensor, Tensor], again(list(parts), scaling, kind, group_size))
+    """Return the rounded weight, and a mask `[o, i]` of what was not clipped.
+
+    The mask is empty for fp8, which clips nothing.
+    """
+    operator = _WEIGHT_WITH_MASK if torch.compiler.is_compiling() else _round_weight_with_mask
+    return cast(tuple[Tensor, Tensor], operator(list(parts), scaling, kind, group_size))
 
 
 def round_inputs(hidden: Tensor, kind: str) -> Tensor:
-    """Hidden `[.., i]`, each row on its grid for fp8; else as it came."""
-    rounded = _INPUTS if torch.compiler.is_compiling() else _round_inputs
-    return cast(Tensor, rounded(hidden, kind)) if kind == "fp8" else hidden
+    """Return hidden `[.., i]`, each row rounded for fp8; else as it came."""
+    operator = _INPUTS if torch.compiler.is_compiling() else _round_inputs
+    return cast(Tensor, operator(hidden, kind)) if kind == "fp8" else hidden
 
 
 def _merge_weight(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
-    """The weight as `recipe_lib.checkpoint.adapter_merging` merges it: in fp32, then in the weight's
-    type.
+    """Return the weight merged with the adapter: in fp32, then in the weight's type.
+
+    The same to the bit as `recipe_lib.checkpoint.adapter_merging`, which an export is made by.
     """
     if not adapter:
         return weight
-    first, second = adapter
+    lora_a, lora_b = adapter
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(wide), second.to(wide), first.to(wide), alpha=scaling).to(
-        weight.dtype
-    )
+    merged = torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scaling)
+    return merged.to(weight.dtype)
 
 
 def _round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
@@ -299,10 +309,9 @@ def _round_inputs(hidden: Tensor, kind: str) -> Tensor:
 def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
     from torchao.quantization.qat import FakeQuantizerBase
 
+    # A new one each time: a quantizer that is kept would keep its scales.
     with torch.no_grad():
-        return cast(
-            Tensor, FakeQuantizerBase.from_config(config)(tensor)
-        )  # one that is kept would keep its scales
+        return cast(Tensor, FakeQuantizerBase.from_config(config)(tensor))
 
 
 def _round_weight_with_mask(
@@ -312,26 +321,34 @@ def _round_weight_with_mask(
     from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS as BOUNDS
     from torchao.quantization.quant_primitives import _fake_quantize_affine
 
-    config, merged = _get_quantizer_configs(kind, group_size)[0], _merge_weight(scaling, *parts)
+    config = _get_quantizer_configs(kind, group_size)[0]
+    merged = _merge_weight(scaling, *parts)
     if kind == "fp8":
         weight = _fake_quantize(merged, config)
         return weight, weight.new_empty(0, dtype=torch.bool)
     quantizer = cast(Any, FakeQuantizerBase.from_config(config))
     with torch.no_grad():
         weight = quantizer(merged)
-        # The largest of a group is at code 7.5 of 7, which rounds to 8: with that code nothing is
-        # clipped.
+        # The largest magnitude of a group is at code 7.5 of 7, which rounds to 8. With a code more
+        # nothing is clipped, and what differs is what was.
         least, largest = BOUNDS[config.dtype]
-        block = (1, group_size if kind == "int4" else merged.shape[1])
-        scales = quantizer.scale, quantizer.zero_point
-        wider = _fake_quantize_affine(merged, block, *scales, torch.int32, least, largest + 1)
-        return weight, wider.eq(weight)
+        unclipped = _fake_quantize_affine(
+            merged,
+            (1, group_size if kind == "int4" else merged.shape[1]),
+            quantizer.scale,
+            quantizer.zero_point,
+            torch.int32,
+            least,
+            largest + 1,
+        )
+        return weight, unclipped.eq(weight)
 
 
 @cache
 def _get_quantizer_configs(kind: str, group_size: int) -> tuple[Any, Any]:
-    """Configs of what torchao itself puts into a linear for its weight and for its inputs (None: as
-    they come).
+    """Return the configs of torchao's fake quantizers for a linear's weight and its inputs.
+
+    The second is None where inputs stay as they are.
     """
     silence_torchao()
     from torchao.quantization import quantize_
@@ -340,14 +357,14 @@ def _get_quantizer_configs(kind: str, group_size: int) -> tuple[Any, Any]:
     sample = nn.Sequential(nn.Linear(group_size, 1, device="meta"))
     quantize_(sample, QATConfig(build_torchao_config(kind, group_size), step="prepare"))
     prepared = cast(Any, sample[0])
-    of_inputs = prepared.activation_fake_quantizer
-    return prepared.weight_fake_quantizer.config, None if of_inputs is None else of_inputs.config
+    inputs = prepared.activation_fake_quantizer
+    return prepared.weight_fake_quantizer.config, None if inputs is None else inputs.config
 
 
 _WEIGHT = make_operator(
     "rounded_weight", _round_weight, lambda parts, *_: torch.empty_like(parts[0])
 )
-_AGAIN = make_operator(
+_WEIGHT_WITH_MASK = make_operator(
     "rounded_again",
     _round_weight_with_mask,
     lambda parts, scaling, kind, group_size: (

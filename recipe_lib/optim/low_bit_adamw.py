@@ -1,20 +1,10 @@
-"""AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or rounding by chance, a
-piece at a time.
+"""AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or stochastic rounding.
 
-A step computes in fp32 (fp64 for fp64 parameters) on runs of rows of a bounded number of elements,
-in place, so that its temporaries have a fixed size whatever that of the model; each element's
-numbers depend on nothing but its own block, so that they are the same on any number of ranks. Made
-of torch's own operators, one kernel each; what a GPU's time for them is has not been measured
-(docs/measurements/on_a_gpu.md).
-
-Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
-them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
-steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of the
-flattened part of a rank. So the states of Qwen2.5 0.5B take 270 MiB on each of 5 ranks, where ours
-take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of ranks), and what 3
-ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with block
-boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks, they load the same
-codes. Figures by docs/measurements/torchao.md, torchao 0.18. They also need torch.compile.
+`ChunkedOptimizer` steps a rank's part of each parameter by chunks: runs of rows of a bounded number
+of elements, computed in fp32 (fp64 for fp64 parameters), in place. So its temporaries have a fixed
+size whatever that of the model. Each element's values depend on its own block alone: they are the
+same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's time for
+them is has not been measured (docs/measurements/on_a_gpu.md).
 """
 
 import math
@@ -37,10 +27,17 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.dtensor_shards import local_of, local_part
 
-# Numbers in 8 or 4 bits, in blocks with a scale each; and rounding to bf16 by chance that every
-# rank agrees on.
-#
-# A block of consecutive numbers is divided by its largest absolute value, and each becomes the
+# Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
+# them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
+# steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of
+# the flattened part of a rank. So the states of Qwen2.5 0.5B take 270 MiB on each of 5 ranks, where
+# ours take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of ranks), and
+# what 3 ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with
+# block boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks, they load
+# the same codes. Figures by docs/measurements/torchao.md, torchao 0.18. They also need
+# torch.compile.
+
+# A block of consecutive elements is divided by its largest absolute value, and each becomes the
 # index of the nearest of 2^bits levels between -1 (or 0) and 1. The levels are the dynamic ones of
 # Dettmers (arXiv:1511.04561, arXiv:2110.02861), whose spacing grows with the number; unsigned 4-bit
 # levels are evenly spaced without a zero (Li, Chen and Zhu, arXiv:2309.01507), since a second
@@ -48,10 +45,9 @@ from recipe_lib.ops.dtensor_shards import local_of, local_part
 # the zero of the unsigned 8-bit levels, but the level above it. Levels, the longest blocks and all
 # other rounding are torchao's, bit for bit, which tests hold. Its functions are not called:
 # importing them takes a start 2 s of CPU more, as much again as torch, and its levels are made of
-# tensors, which have no numbers on a simulated device.
+# tensors, which have no values on a simulated device.
 
-
-BLOCKS = {8: 256, 4: 128}  # numbers that share a scale, at most
+BLOCKS = {8: 256, 4: 128}  # elements that share a scale, at most
 _SMALLEST_SCALE = 1e-12
 _EXPONENTS = {8: 7, 4: 3}  # of signed levels, and of unsigned ones of 8 bits: powers of ten
 _WORD = 2**32
@@ -59,24 +55,23 @@ _WORD = 2**32
 
 @dataclass(frozen=True)
 class Code:
-    """How numbers become codes on one device. levels: `[2^bits]` fp32, rising; borders: `[2^bits -
-    1]` fp32.
-    """
+    """A code of 8 or 4 bits: its tables on one device."""
 
     bits: int
-    levels: Tensor
-    borders: Tensor
+    levels: Tensor  # `[2^bits]` fp32, rising
+    borders: Tensor  # `[2^bits - 1]` fp32: from each of these on the next level is the nearer
 
-    def encode(self, numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 `[.., n]` (4 bits: `[.., n / 2]`, the first of two in the upper half), and
-        scales `[.., n / block]` fp32, of numbers `[.., n]` fp32, of which each `block` share a
-        scale.
+    def encode(self, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of fp32 values `[.., n]`, of which each `block` share a scale.
+
+        Codes are uint8 `[.., n]` (4 bits: `[.., n / 2]`, the first of two in the upper half),
+        scales fp32 `[.., n / block]`.
         """
-        blocks = numbers.unflatten(-1, (-1, block))
+        blocks = values.unflatten(-1, (-1, block))
         scales = blocks.abs().amax(-1).clamp_(min=_SMALLEST_SCALE)
         scaled = (blocks / scales.unsqueeze(-1)).flatten(-2)
         codes = torch.bucketize(scaled, self.borders, out_int32=True, right=True)
-        del scaled
+        del scaled  # before the codes are copied
         codes = codes.to(torch.uint8)
         if self.bits == 4:
             pairs = codes.unflatten(-1, (-1, 2))
@@ -84,17 +79,18 @@ class Code:
         return codes, scales
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The numbers `[.., n]`, fp32, that codes and scales stand for."""
+        """Return the values `[.., n]`, fp32, that codes and scales stand for."""
         if self.bits == 4:
             codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
-        numbers = self.levels.index_select(0, codes.int().flatten()).view(codes.shape)
-        numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
-        return numbers
+        values = self.levels.index_select(0, codes.int().flatten()).view(codes.shape)
+        values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+        return values
 
 
 def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
-    """The code of 8 or 4 bits, for numbers of both signs or for those from 0 on; its tables take at
-    most 2 KiB.
+    """Return the code of 8 or 4 bits, for values of both signs or for those from 0 on.
+
+    Its tables take at most 2 KiB.
     """
     levels, borders = _make_tables(bits, signed)
     return Code(
@@ -106,111 +102,105 @@ def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
 
 @lru_cache
 def _make_tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Levels, and from which fp32 number on each next one is the nearer; numbers, which no
-    simulation can take.
-    """
+    """Return levels and borders, as Python's numbers, which a simulation does not take away."""
     if bits == 4 and not signed:
         levels = np.arange(1, 17, dtype=np.float32) / np.float32(16)
     else:
         levels = _make_dynamic_levels(bits, signed)
     borders = _find_borders(levels)
     if not signed and levels[0] == 0:
-        borders[0] = np.nextafter(
-            np.float32(0), np.float32(1)
-        )  # whatever is more than zero has the next level
+        # Whatever is more than zero has the next level.
+        borders[0] = np.nextafter(np.float32(0), np.float32(1))
     return tuple(levels.tolist()), tuple(borders.tolist())
 
 
 def _make_dynamic_levels(bits: int, signed: bool) -> np.ndarray:
-    """For each power of ten up to 1 the middles of equal parts of [0.1, 1], twice as many as for
-    the power below it.
+    """Return the dynamic levels: for each power of ten up to 1 the middles of parts of [0.1, 1].
+
+    The parts are equal, and twice as many as for the power below.
     """
-    found: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
+    levels: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
     exponents = _EXPONENTS[bits]
     for exponent in range(exponents):
         parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
         step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(parts))
-        at = np.arange(
-            parts + 1
-        )  # rounded once, from the nearer end: torch.linspace differs by CPU in the last bit
-        ends = np.where(
-            at < (parts + 1) // 2, np.float64(np.float32(0.1)) + step * at, 1 - step * (parts - at)
-        )
-        ends = ends.astype(np.float32)
-        middles = np.float32(10.0 ** (exponent - exponents + 1)) * (
-            (ends[1:] + ends[:-1]) / np.float32(2)
-        )
-        found += [middles, -middles] if signed else [middles]
-    return np.sort(np.concatenate(found))
+        index = np.arange(parts + 1)
+        # Rounded once, from the nearer end: torch.linspace differs by CPU in the last bit.
+        from_left = np.float64(np.float32(0.1)) + step * index
+        from_right = 1 - step * (parts - index)
+        ends = np.where(index < (parts + 1) // 2, from_left, from_right).astype(np.float32)
+        power = np.float32(10.0 ** (exponent - exponents + 1))
+        middles = power * ((ends[1:] + ends[:-1]) / np.float32(2))
+        levels += [middles, -middles] if signed else [middles]
+    return np.sort(np.concatenate(levels))
 
 
 def _find_borders(levels: np.ndarray) -> np.ndarray:
-    """The first fp32 number between each two levels whose distance to the lower one is half of
-    theirs or more.
-
-    In fp32 arithmetic that is next to the middle, on one side or the other.
-    """
-    lower, half = levels[:-1], (levels[1:] - levels[:-1]) * np.float32(0.5)
+    """Return the first fp32 number that is at least half way from each level to the next."""
+    lower = levels[:-1]
+    half = (levels[1:] - lower) * np.float32(0.5)
+    # In fp32 arithmetic that is next to the middle, on one side or the other.
     border = lower + half
-    down, up = np.float32(-np.inf), np.float32(np.inf)
     for _ in range(4):
-        before = np.nextafter(border, down)
+        before = np.nextafter(border, np.float32(-np.inf))
         border = np.where(before - lower >= half, before, border)
-        border = np.where(border - lower >= half, border, np.nextafter(border, up))
+        after = np.nextafter(border, np.float32(np.inf))
+        border = np.where(border - lower >= half, border, after)
     return border
 
 
-def round_stochastically(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Tensor:
-    """bf16 of fp32 numbers: up or down, each with a probability by which the mean over keys is the
-    number itself.
+def round_stochastically(values: Tensor, indices: Tensor, key: tuple[int, int]) -> Tensor:
+    """Return fp32 values as bf16, up or down, so that the mean over keys is the value itself.
 
-    places: int32 of the same shape, by which each draws its own, used up; key: two words for all of
-    them (`chance_key`). Numbers that are not finite stay what they are.
+    indices: int32 of the same shape, by which each element draws its own number, used up. key: two
+    words for all of them (`compute_rounding_key`). What is not finite stays what it is.
     """
-    drawn = _mix(places.bitwise_xor_(_wrap_word(key[0]))).bitwise_xor_(_wrap_word(key[1]))
-    bits = (
-        _mix(drawn).bitwise_and_(0xFFFF).add_(numbers.view(torch.int32)).bitwise_and_(-65536)
-    )  # what fp32 has beyond bf16 is 0 now
+    drawn = _mix(indices.bitwise_xor_(_wrap_word(key[0]))).bitwise_xor_(_wrap_word(key[1]))
+    # A number below 2^16 is added to the bits that bf16 lacks, then what these hold is cut off.
+    bits = _mix(drawn).bitwise_and_(0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-65536)
     rounded = bits.view(torch.float32)
-    return torch.where(numbers.isfinite(), rounded, numbers, out=rounded).to(torch.bfloat16)
+    return torch.where(values.isfinite(), rounded, values, out=rounded).to(torch.bfloat16)
 
 
 def compute_rounding_key(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Two words of 32 bits that no other seed, step or name has."""
+    """Return two words of 32 bits that no other seed, step or name has."""
     digest = sha256(f"{seed}\0{step}\0{name}".encode()).digest()
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
 
 def compute_element_indices(
-    shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...], device: torch.device
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    full_shape: tuple[int, ...],
+    device: torch.device,
 ) -> Tensor:
-    """Row-major numbers, modulo 2^32 as int32, of a part's elements in the whole tensor.
+    """Return the row-major indices, modulo 2^32 as int32, of a part's elements in its tensor.
 
-    shape: of the part; start: where it begins in the tensor of shape `whole`. So a number that is
-    drawn for an element does not depend on how many ranks the tensor is cut among.
+    shape: of the part. start: where it begins in the tensor of shape `full_shape`. So a number that
+    is drawn for an element does not depend on how many ranks the tensor is sharded over.
     """
-    places = torch.zeros((), dtype=torch.int32, device=device)
+    indices = torch.zeros((), dtype=torch.int32, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
-        words = (
-            (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2).to(torch.int32)
-        )
-        places = places + words.view(-1, *(1,) * (len(shape) - 1 - dim))
-        stride = stride * whole[dim] % _WORD
-    return places
+        words = (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2)
+        words = words.to(torch.int32)
+        indices = indices + words.view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride = stride * full_shape[dim] % _WORD
+    return indices
 
 
 def _wrap_word(word: int) -> int:
+    """Return the int32 with the bits of an unsigned word."""
     return word - _WORD if word >= _WORD // 2 else word
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Scrambles int32 words in place, each to another one: the last mixing of MurmurHash3 (Appleby,
-    public domain).
+    """Scramble int32 words in place, each to another one, and return them.
 
-    Shifts of int32 fill with the sign, which is masked away; products wrap.
+    The last mixing of MurmurHash3 (Appleby, public domain).
     """
+    # Shifts of int32 fill with the sign, which is masked away; products wrap.
     words ^= (words >> 16).bitwise_and_(0xFFFF)
     words *= _wrap_word(0x85EBCA6B)
     words ^= (words >> 13).bitwise_and_(0x7FFFF)
@@ -219,56 +209,53 @@ def _mix(words: Tensor) -> Tensor:
     return words
 
 
-# The tensors that an optimizer keeps next to a parameter: their types and bytes, read and written
-# in pieces.
-#
 # Whatever its bits, a state lies on the ranks as its parameter does: a DTensor on the same mesh
-# with the same placements, whose last dimension may be shorter. Blocks of numbers that share a
-# scale lie within a row, so that neither the numbers nor what is saved depend on how many ranks
-# there are.
-
+# with the same placements, whose last dimension may be shorter. Blocks that share a scale lie
+# within a row, so that neither the values nor what is saved depend on how many ranks there are.
 
 CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
 MIN_BLOCKWISE_ELEMENTS = 4096  # elements of a parameter whose states are kept in blocks
-MIN_BLOCK_SIZE = 16  # numbers of a block: with fewer the scales would weigh as much as the codes
-MASTER = "master"
-_LAYER_INDEX = re.compile(r"\.\d+\.")  # one of a list of modules
+MIN_BLOCK_SIZE = 16  # elements of a block: with fewer the scales would weigh as much as the codes
+MASTER = "master"  # the key of the master weights in a parameter's state
+ADAMW_STATES = ("exp_avg", "exp_avg_sq")
+_LAYER_INDEX = re.compile(r"\.\d+\.")  # in the name of what is in a list of modules
 _FLOATS = {16: torch.bfloat16, 32: torch.float32}
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One tensor of a state: type, and numbers for each `per` of the parameter's last dimension."""
+    """One tensor of a state."""
 
     dtype: torch.dtype
-    per: int = 1
+    per: int = 1  # elements of the parameter's last dimension for each element of the tensor
 
 
 def get_compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a step computes in: fp32, for fp64 parameters fp64."""
+    """Return the type that a step computes in: fp32, for fp64 parameters fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def get_state_bits(parameter: Tensor, bits: int | None) -> int | None:
-    """The bits in which a parameter's states are kept; None: those of its own dtype.
+    """Return the bits in which a parameter's states are kept; None: those of its own dtype.
 
     8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements
-    whose rows are whole blocks of at least `MIN_BLOCK_SIZE`; all others, together a small part of a
+    whose rows are whole blocks of at least `MIN_BLOCK_SIZE`. All others, together a small part of a
     model, have 32.
     """
     if bits not in BLOCKS:
         return bits
-    fits = (
+    is_blockwise = (
         parameter.dim() >= 2
         and parameter.numel() >= MIN_BLOCKWISE_ELEMENTS
         and get_block_size(parameter, bits) >= MIN_BLOCK_SIZE
     )
-    return bits if fits else 32
+    return bits if is_blockwise else 32
 
 
 def get_block_size(parameter: Tensor, bits: int) -> int:
-    """Numbers that share a scale: the longest block that rows are made of, 256 (8 bits) or 128 and
-    less by halves.
+    """Return how many elements share a scale: the longest block that rows are made of.
+
+    It is 256 (8 bits) or 128, or less by halves.
     """
     return math.gcd(parameter.shape[-1], BLOCKS[bits])
 
@@ -276,76 +263,76 @@ def get_block_size(parameter: Tensor, bits: int) -> int:
 def build_state_layouts(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> dict[str, StateLayout]:
-    """The tensors that keep the states `names` of a parameter, and its master weights, by their
-    keys.
-    """
-    kept = get_state_bits(parameter, bits)
-    found: dict[str, StateLayout] = {}
+    """Return the tensors of a parameter's states `names`, and of its master weights, by key."""
+    state_bits = get_state_bits(parameter, bits)
+    layouts: dict[str, StateLayout] = {}
     for name in names:
-        if kept in BLOCKS:
-            found[f"{name}_codes"] = StateLayout(torch.uint8, 8 // kept)
-            found[f"{name}_scales"] = StateLayout(torch.float32, get_block_size(parameter, kept))
+        if state_bits in BLOCKS:
+            block = get_block_size(parameter, state_bits)
+            layouts[f"{name}_codes"] = StateLayout(torch.uint8, 8 // state_bits)
+            layouts[f"{name}_scales"] = StateLayout(torch.float32, block)
         else:
-            found[name] = StateLayout(parameter.dtype if kept is None else _FLOATS[kept])
+            dtype = parameter.dtype if state_bits is None else _FLOATS[state_bits]
+            layouts[name] = StateLayout(dtype)
     if master:
-        found[MASTER] = StateLayout(torch.float32)
-    return found
+        layouts[MASTER] = StateLayout(torch.float32)
+    return layouts
 
 
 def is_layer_matrix(parameter: Tensor, name: str) -> bool:
-    """Whether a parameter is a matrix of a layer, an adapter's two among them.
+    """Return True for a matrix of a layer, an adapter's two among them.
 
-    Not embedding and output head, nor their adapters, nor anything that is no matrix.
+    Not for embedding and output head, nor their adapters, nor anything that is no matrix.
     """
     return parameter.dim() == 2 and _LAYER_INDEX.search(f".{name}") is not None
 
 
 def list_state_sizes(
-    parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool
+    parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> list[int]:
-    """Bytes of each of a parameter's state tensors on this rank."""
+    """Return the bytes of each of a parameter's state tensors on this rank."""
     elements = local_of(parameter).numel()
-    found = build_state_layouts(parameter, names, bits, master=master)
-    return [elements // layout.per * layout.dtype.itemsize for layout in found.values()]
+    layouts = build_state_layouts(parameter, names, bits, master=master)
+    return [elements // layout.per * layout.dtype.itemsize for layout in layouts.values()]
 
 
 def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
-    """Zeros that lie on the ranks, and on the device, as the parameter does."""
+    """Return zeros that lie on the ranks, and on the device, as the parameter does."""
     local = local_of(parameter)
     part = torch.zeros(_compute_state_shape(local, layout), dtype=layout.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return part
     # Not DTensor.from_local, which would take what is on the host to the mesh's device.
-    whole = torch.empty(_compute_state_shape(parameter, layout), dtype=layout.dtype, device="meta")
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    full = torch.empty(_compute_state_shape(parameter, layout), dtype=layout.dtype, device="meta")
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(part, spec, requires_grad=False)
 
 
 def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
-    return (
-        (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
-        if layout.per > 1
-        else tuple(tensor.shape)
-    )
+    if layout.per == 1:  # perhaps without dimensions
+        return tuple(tensor.shape)
+    return (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
 
 
 def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
-    """ConfigError where ranks share a matrix by its columns and a block would lie on two of
-    them.
-    """
-    kept = get_state_bits(parameter, bits)
-    if kept in BLOCKS and local_of(parameter).shape[-1] % get_block_size(parameter, kept):
-        columns = parameter.shape[-1] // local_of(parameter).shape[-1]
+    """Raise ConfigError where a matrix is sharded by its columns within a block."""
+    state_bits = get_state_bits(parameter, bits)
+    if state_bits not in BLOCKS:
+        return
+    local_columns = local_of(parameter).shape[-1]
+    block = get_block_size(parameter, state_bits)
+    if local_columns % block:
+        parts = parameter.shape[-1] // local_columns
         raise ConfigError(
-            f"optimizer.state_bits: found {kept} with {name or 'a matrix'} of {parameter.shape[-1]}"
-            f" columns cut in {columns}, expected blocks of {get_block_size(parameter, kept)} within each"
+            f"optimizer.state_bits: found {state_bits} with {name or 'a matrix'} of"
+            f" {parameter.shape[-1]} columns cut in {parts}, expected blocks of {block} within each"
             " part; use a smaller parallel.tensor, or state_bits=16"
         )
 
 
 def iterate_chunks(local: Tensor) -> Iterator[slice]:
-    """Runs of rows of a rank's part, of at most PIECE elements (one row, if that is longer)."""
+    """Yield runs of rows of a rank's part, of at most CHUNK_ELEMENTS (or one longer row)."""
     if not local.numel():
         return
     rows = max(1, CHUNK_ELEMENTS * len(local) // local.numel())
@@ -355,45 +342,32 @@ def iterate_chunks(local: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class ChunkValues:
-    """Rows of the weights or of a state, as numbers to compute with: `values` to be changed in
-    place, then `keep()`.
+    """A chunk of the weights or of a state: change `values` in place, then `write_back()`."""
 
-    stored: where they are kept, which may be `values` itself; of codes with their scales. round_to:
-    rounds numbers to where they are kept.
-    """
-
-    values: Tensor
-    stored: Tensor
-    scales: Tensor | None
+    values: Tensor  # in the type that is computed in
+    stored: Tensor  # where they are kept, which may be `values` itself, or their codes
+    scales: Tensor | None  # of codes
     code: Code | None
-    round_to: Callable[[Tensor, Tensor], None]
+    round_to: Callable[[Tensor, Tensor], None]  # rounds values to where they are kept
 
     @property
     def is_copy(self) -> bool:
-        """Whether `values` is not what is kept, and may be used up after `keep()`."""
+        """Return True if `values` is not what is kept, and free to use after `write_back()`."""
         return self.values is not self.stored
 
-    def keep(self) -> None:
-        """Writes the values back."""
+    def write_back(self) -> None:
+        """Write the values to where they are kept."""
         if self.code is not None and self.scales is not None:
-            codes, scales = self.code.encode(
-                self.values, self.values.shape[-1] // self.scales.shape[-1]
-            )
+            block = self.values.shape[-1] // self.scales.shape[-1]
+            codes, scales = self.code.encode(self.values, block)
             self.stored.copy_(codes)
             self.scales.copy_(scales)
         elif self.is_copy:
             self.round_to(self.values, self.stored)
 
 
-ADAMW_STATES = ("exp_avg", "exp_avg_sq")
-
-
 class TrainedParameters(list[nn.Parameter]):
-    """The parameters that are trained, and what a builder may need to know besides.
-
-    names: a parameter's name, where it has one. device: the one that computes. seed: of what is
-    drawn by chance.
-    """
+    """The parameters that are trained, and what a builder may need to know besides."""
 
     def __init__(
         self,
@@ -403,154 +377,160 @@ class TrainedParameters(list[nn.Parameter]):
         seed: int,
     ):
         super().__init__(parameters)
-        self.names, self.device, self.seed = names, device, seed
+        self.names = names  # of those that have one
+        self.device = device  # the one that computes
+        self.seed = seed  # of stochastic rounding
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter's own part on this rank, in a step: with its gradient and states, their parts
-    too.
-
-    start, whole: where the part begins in the parameter, and that one's shape. chance: seed, step
-    and parameter's name, which tell apart what is drawn by chance; None: all is rounded to the
-    nearest.
-    """
+    """A parameter's part on this rank, in a step, with its gradient and states."""
 
     weights: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
-    start: tuple[int, ...]
-    whole: tuple[int, ...]
-    chance: tuple[int, int, str] | None
+    start: tuple[int, ...]  # where the part begins in the parameter
+    full_shape: tuple[int, ...]  # the parameter's
+    # Seed, step and parameter's name, which tell apart what is drawn; None: rounded to the nearest
+    rounding: tuple[int, int, str] | None
     dtype: torch.dtype  # that is computed in
 
     def take(self, rows: slice, name: str = "", code: Code | None = None) -> ChunkValues:
-        """Return rows of a state, or without a name of the weights, in the type that is computed
-        in.
-        """
+        """Return rows of a state, or without a name of the weights, to compute with."""
         round_to = partial(self._round_to, rows, name)
         if code is not None:
             codes = self.state[f"{name}_codes"][rows]
             scales = self.state[f"{name}_scales"][rows]
-            return ChunkValues(code.decode(codes, scales), codes, scales, code, round_to)
+            return ChunkValues(
+                values=code.decode(codes, scales),
+                stored=codes,
+                scales=scales,
+                code=code,
+                round_to=round_to,
+            )
         stored = (self.state[name] if name else self.weights)[rows]
         master = None if name else self.state.get(MASTER)
         values = stored.to(self.dtype) if master is None else master[rows]
-        return ChunkValues(values, stored, None, None, round_to)
+        return ChunkValues(values=values, stored=stored, scales=None, code=None, round_to=round_to)
 
     def _round_to(self, rows: slice, name: str, values: Tensor, stored: Tensor) -> None:
-        """Write values to rows of a state or the weights; bf16 by chance where there is any."""
-        if self.chance is None or stored.dtype != torch.bfloat16:
+        """Write values to rows of a state or the weights, rounded as the config says."""
+        if self.rounding is None or stored.dtype != torch.bfloat16:
             stored.copy_(values)
             return
         start = (self.start[0] + rows.start, *self.start[1:])
-        places = compute_element_indices(tuple(stored.shape), start, self.whole, stored.device)
-        seed, step, parameter = self.chance
+        indices = compute_element_indices(
+            tuple(stored.shape), start, full_shape=self.full_shape, device=stored.device
+        )
+        seed, step, parameter = self.rounding
         # No parameter's name has a zero byte: weights and states draw apart.
         key = compute_rounding_key(seed, step, f"{parameter}\0{name}" if name else parameter)
-        stored.copy_(round_stochastically(values.float(), places, key))
+        stored.copy_(round_stochastically(values.float(), indices, key))
 
 
 class ChunkedOptimizer(Optimizer):
-    """An optimizer whose step goes through a rank's part of each parameter piece by piece.
+    """An optimizer whose step goes through a rank's part of each parameter chunk by chunk.
 
-    `optimizer.state[parameter]` has `step`, a number, and the tensors of `make_states`; a step for
-    any of the parameters alone is as good as one for all.
+    `optimizer.state[parameter]` has `step`, a Python number, and the tensors of `new_states`. A
+    step for any of the parameters alone is as good as one for all.
     """
 
-    def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, numbers: dict[str, Any]):
-        # The last two say of a saved state what it is made of; what counts is the config.
-        made_of = {"state_bits": kept_bits(cfg), "master_weights": cfg.master_weights}
-        self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
+    def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, defaults: dict[str, Any]):
+        self.cfg = cfg
+        self.names = params.names
+        self.device = params.device
+        self.seed = params.seed
         self.state_bits = kept_bits(cfg)
-        self._codes: dict[tuple[torch.device, bool], Code] = {}  # tables, where they are asked for
-        super().__init__(
-            list(params) or [{"params": []}],
-            {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of,
-        )
+        # By device and `signed`, made when first asked for
+        self._codes: dict[tuple[torch.device, bool], Code] = {}
+        # The last two tell of a saved state what it is made of; what counts is the config.
+        defaults = {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | defaults
+        defaults |= {"state_bits": self.state_bits, "master_weights": cfg.master_weights}
+        # torch refuses an empty list of parameters, but not an empty group.
+        super().__init__(list(params) or [{"params": []}], defaults)
         for parameter in params:
             check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
-        chosen = params if cfg.stochastic_rounding else ()
-        self._starts = {
-            parameter: local_part(parameter)[1] for parameter in chosen
-        }  # torch takes long to find them
+        # Found once, as torch takes long to find them.
+        rounded = params if cfg.stochastic_rounding else ()
+        self._starts = {parameter: local_part(parameter)[1] for parameter in rounded}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The names of the states that the rule keeps of a parameter."""
+        """Return the names of the states that the rule keeps of a parameter."""
         return ADAMW_STATES
 
     def add_stand_in(self, parameter: nn.Parameter, owner: nn.Parameter) -> None:
-        """Let a parameter on the device be stepped for one of ours that is on the host, under its
-        name.
-        """
+        """Let a parameter on the device be stepped for its owner on the host, under its name."""
         self.names[parameter] = self.names.get(owner, "")
         if owner in self._starts:
             self._starts[parameter] = self._starts[owner]
 
     def make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zeros for every state tensor of a parameter, by their keys; sharded as it is."""
-        found = build_state_layouts(
+        """Return zeros for every state tensor of a parameter, by key, sharded as it is."""
+        layouts = build_state_layouts(
             parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
         )
-        return {key: make_state_tensor(parameter, layout) for key, layout in found.items()}
+        return {key: make_state_tensor(parameter, layout) for key, layout in layouts.items()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         for group in self.param_groups:
-            self._step_group(
-                group, [parameter for parameter in group["params"] if parameter.grad is not None]
-            )
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._step_group(group, parameters)
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             self._step_adamw(parameter, group)
 
     def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
+        """Step AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
 
-        The update is made of the means before they are rounded to their bits, as torchao's is.
+        The update is made of the moments before they are rounded to their bits, as torchao's is.
         """
-        part = self._begin(parameter)
+        shard = self._begin(parameter)
         step = self.state[parameter]["step"]
         beta1, beta2 = group["betas"]
-        rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
-        first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        signed = self.find_code(parameter, part.weights.device, signed=True)
-        unsigned = self.find_code(parameter, part.weights.device, signed=False)
-        for rows in iterate_chunks(part.weights):
-            gradient = part.gradient[rows].to(part.dtype)
-            mean = part.take(rows, "exp_avg", signed)
-            mean.values.lerp_(gradient, 1 - beta1)
-            mean.keep()
-            square = part.take(rows, "exp_avg_sq", unsigned)
-            square.values.lerp_(gradient.square(), 1 - beta2)
+        lr = group["lr"]
+        bias_correction1 = 1 - beta1**step
+        bias_correction2_sqrt = math.sqrt(1 - beta2**step)
+        signed = self.find_code(parameter, shard.weights.device, signed=True)
+        unsigned = self.find_code(parameter, shard.weights.device, signed=False)
+        for rows in iterate_chunks(shard.weights):
+            gradient = shard.gradient[rows].to(shard.dtype)
+            exp_avg = shard.take(rows, "exp_avg", signed)
+            exp_avg.values.lerp_(gradient, 1 - beta1)
+            exp_avg.write_back()
+            exp_avg_sq = shard.take(rows, "exp_avg_sq", unsigned)
+            exp_avg_sq.values.lerp_(gradient.square(), 1 - beta2)
             del gradient
-            square.keep()
-            width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
-            width.div_(second).add_(epsilon)
-            weights = part.take(rows)
-            weights.values.add_(weights.values, alpha=-rate * decay)
-            weights.values.addcdiv_(mean.values, width, value=-rate / first)
-            del mean, square, width  # so that they are gone when the next piece begins
-            weights.keep()
+            exp_avg_sq.write_back()
+            values = exp_avg_sq.values
+            denominator = values.sqrt_() if exp_avg_sq.is_copy else values.sqrt()
+            denominator.div_(bias_correction2_sqrt).add_(group["eps"])
+            weights = shard.take(rows)
+            weights.values.add_(weights.values, alpha=-lr * group["weight_decay"])
+            weights.values.addcdiv_(exp_avg.values, denominator, value=-lr / bias_correction1)
+            # Gone before the next chunk's temporaries are made
+            del exp_avg, exp_avg_sq, values, denominator
+            weights.write_back()
             del weights
 
     def find_code(
         self, parameter: nn.Parameter, device: torch.device, *, signed: bool
     ) -> Code | None:
-        """The code of a parameter's states, for steps on a device; None: they are floating-point
-        numbers.
+        """Return the code of a parameter's states, for steps on a device.
+
+        None: they are floating-point numbers.
         """
-        kept = get_state_bits(parameter, self.state_bits)
-        if kept not in BLOCKS:
+        state_bits = get_state_bits(parameter, self.state_bits)
+        if state_bits not in BLOCKS:
             return None
         if (device, signed) not in self._codes:
-            self._codes[device, signed] = make_code(kept, signed=signed, device=device)
+            self._codes[device, signed] = make_code(state_bits, signed=signed, device=device)
         return self._codes[device, signed]
 
     def _begin(self, parameter: nn.Parameter) -> ParameterShard:
-        """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
+        """Count the step, make the states if it is the first one, and return this rank's part."""
         state = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -559,9 +539,9 @@ class ChunkedOptimizer(Optimizer):
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
-        chance = (
-            None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
-        )
+        rounding = None
+        if start is not None:
+            rounding = (self.seed, state["step"], self.names.get(parameter, ""))
         tensors = {
             name: _view_as_rows(local_of(value))
             for name, value in state.items()
@@ -574,12 +554,12 @@ class ChunkedOptimizer(Optimizer):
             gradient=_view_as_rows(local_of(gradient)),
             state=tensors,
             start=start or (0,),
-            whole=tuple(parameter.shape) or (1,),
-            chance=chance,
+            full_shape=tuple(parameter.shape) or (1,),
+            rounding=rounding,
             dtype=get_compute_dtype(parameter.dtype),
         )
 
 
 def _view_as_rows(local: Tensor) -> Tensor:
-    """A number alone as a row."""
+    """Return a tensor that has rows: a scalar as one."""
     return local if local.dim() else local.view(1)

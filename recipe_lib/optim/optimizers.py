@@ -1,11 +1,13 @@
-"""Optimizers: built by registered name, the bytes of their states, when they step, clipping, the
-learning rate.
+"""Optimizers: built by registered name, the bytes of their states, clipping, the learning rate.
+
+A run calls `build_optimizer`, once `apply_optimizer_levers`, and each step `clip_grad_norm` and
+`set_learning_rate(optimizer, compute_learning_rate(...))`. Nothing here waits for the device.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,13 @@ from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import LrSchedulerConfig, MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.device import has_host, kernels_of
-from recipe_lib.ops.dtensor_shards import local_of, with_local
-from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.low_bit_adamw import (
-    ChunkedOptimizer,
     TrainedParameters,
     is_layer_matrix,
     list_state_sizes,
 )
+from recipe_lib.optim.offloaded_states import OffloadedStates, step_parameter
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import derive_seed
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
 
-# Of parameters that are trained (`Trained` knows their names too), and torch's arguments for its
-# kernels.
+# Builds an optimizer of trained parameters (TrainedParameters, which knows their names), given
+# torch's arguments for its implementations.
 Builder = Callable[[OptimizerConfig, list[nn.Parameter], dict[str, bool]], Optimizer]
 Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
@@ -48,31 +49,36 @@ def build_optimizer(
     world: "World | None" = None,
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer `cfg.name` over the parameters that require a gradient, in one group.
+    """Return the optimizer `cfg.name` over the parameters that require a gradient, in one group.
 
-    params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the
-    host. Alone, or with their names, by which Muon chooses and which tell apart what is drawn by
-    chance. seed: the root of that. device: the device that computes; `implementation: auto` takes
-    fused kernels where torch has right ones. The implementations agree to rounding in fp32 and
-    fp64, and differ in time and in the temporary memory of a step (`foreach` takes up to one more
-    copy of the parameters, `fused` and `single` next to nothing). In bf16 `fused` rounds a second
-    moment once a step, the others twice, and `foreach` on a CPU takes the betas in bf16 too: with
-    betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones, with 0.999 they stand
-    still at different values, for a gradient of 1 at 0.25 and 0.5
-    (`recipe_lib/config/stalled_means.py` tells of it). ConfigError when there is nothing to train,
-    for Muon without names, for a fused SGD that torch lacks or has wrong, and where ranks share a
-    matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
-    nothing, if others do.
+    params: plain or sharded (DTensor), alone or with their names, by which Muon chooses and which
+    tell apart what is rounded stochastically. States will be where the parameters are, under CPU
+    offload on the host. device: the one that computes. world: in a pipeline a rank may have
+    nothing, if others do. seed: of stochastic rounding.
+
+    `implementation: auto` takes fused kernels where torch has right ones. Implementations agree to
+    rounding in fp32 and fp64, and differ in time and in the temporary memory of a step (`foreach`
+    takes up to one more copy of the parameters, `fused` and `single` next to nothing). In bf16
+    `fused` rounds a second moment once a step, the others twice, and `foreach` on a CPU takes the
+    betas in bf16 too: with betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones,
+    with 0.999 they stand still at different values, for a gradient of 1 at 0.25 and 0.5
+    (`recipe_lib/config/stalled_means.py` tells of it).
+
+    Raises ConfigError when there is nothing to train, for Muon without names, for a fused SGD that
+    torch lacks or has wrong, and where ranks share a matrix so that blocks of `state_bits` would be
+    cut.
     """
-    found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
-    named = {parameter: name for name, parameter in found if parameter.requires_grad}
+    pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    named = {parameter: name for name, parameter in pairs if parameter.requires_grad}
     if not named and (world is None or world.pipeline is None):
         raise ConfigError(
             "optimizer: found no parameter that requires a gradient; leave at least one unfrozen"
         )
-    drawn = derive_seed(seed, "rounding")
     trained = TrainedParameters(
-        list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn
+        list(named),
+        names={parameter: name for parameter, name in named.items() if name},
+        device=device,
+        seed=derive_seed(seed, "rounding"),
     )
     build: Builder = registered("optimizer.name", cfg.name)
     kernels = cfg.implementation
@@ -83,92 +89,69 @@ def build_optimizer(
     return optimizer
 
 
-def step_parameter(
-    optimizer: Optimizer,
-    parameter: nn.Parameter,
-    step: Callable[[], Any] | None = None,
-    instead: nn.Parameter | None = None,
-) -> None:
-    """Step one of the optimizer's parameters.
-
-    step: the optimizer's own, where `optimizer.step` is another. instead: what is stepped in the
-    parameter's place, by the numbers of its group.
-    """
-    groups = optimizer.param_groups
-    held = [group["params"] for group in groups]
-    stepped = parameter if instead is None else instead
-    try:
-        for group, parameters in zip(groups, held, strict=True):
-            group["params"] = [stepped] if any(one is parameter for one in parameters) else []
-        (step or optimizer.step)()
-    finally:
-        for group, parameters in zip(groups, held, strict=True):
-            group["params"] = parameters
-
-
 def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
-    """Puts the config's numbers, with which the optimizer was built, over those that a saved state
-    has brought back.
+    """Put the config's hyperparameters over those that a saved state has brought back.
 
-    The learning rate is set before every step. Of a plugin's optimizer without facts nothing is
-    touched: what its groups hold may be what it has learned.
+    The learning rate is set before every step.
     """
+    # Of a plugin's optimizer without facts nothing is touched: what its groups hold may be what it
+    # has learned.
     facts = optimizer_facts(cfg.name)
-    read = (*facts.keys, "weight_decay") if facts is not None else ()
-    numbers = {key: optimizer.defaults[key] for key in read if key in optimizer.defaults}
+    keys = (*facts.keys, "weight_decay") if facts is not None else ()
+    values = {key: optimizer.defaults[key] for key in keys if key in optimizer.defaults}
     for group in optimizer.param_groups:
-        group.update(numbers)
+        group.update(values)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the rate that the next step trains with, in every group."""
+    """Set the rate that the next step trains with, in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def count_optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
-    """Bytes that the states will take on this rank, known before the first step makes them; see
-    `optimizer_state_sizes`."""
+    """Return the bytes that the states will take on this rank, before the first step makes them.
+
+    None: not known, see `list_optimizer_state_sizes`.
+    """
     sizes = list_optimizer_state_sizes(cfg, params)
     return None if sizes is None else sum(sizes)
 
 
 def list_optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
-    """Bytes of each state tensor on this rank.
+    """Return the bytes of each state tensor on this rank.
 
     params: alone or, as Muon needs them, with their names; those that are not trained have none.
-    States as the optimizer's facts name them; of the parameter's dtype or, in `state_bits`, codes
-    and scales; and master weights. None: not known, as for an optimizer of a plugin that gives no
-    facts.
+    States are those of the optimizer's facts, of the parameter's dtype or, in `state_bits`, codes
+    and scales; and master weights. None: not known, as for a plugin's optimizer without facts.
     """
     facts = optimizer_facts(cfg.name)
     if facts is None:
         return None
-    found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
-    trained = {parameter: name for name, parameter in found if parameter.requires_grad}
-    kept = {
-        parameter: facts.states_of(cfg, layer_matrix=is_layer_matrix(parameter, name))
-        for parameter, name in trained.items()
-    }
-    made_of = facts.state_bits(cfg), facts.keeps_master(cfg)
-    return [
-        size
-        for parameter, names in kept.items()
-        for size in list_state_sizes(parameter, names, *made_of)
-    ]
+    pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    trained = {parameter: name for name, parameter in pairs if parameter.requires_grad}
+    sizes: list[int] = []
+    for parameter, name in trained.items():
+        states = facts.states_of(cfg, layer_matrix=is_layer_matrix(parameter, name))
+        sizes += list_state_sizes(
+            parameter, states, facts.state_bits(cfg), master=facts.keeps_master(cfg)
+        )
+    return sizes
 
 
 def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors on this rank: of a sharded one (DTensor) its own part. The same tensor
-    counts once.
+    """Return the bytes of the tensors on this rank: of a sharded one (DTensor) its own part.
+
+    The same tensor counts once.
     """
     distinct = {id(tensor): tensor for tensor in tensors}
     return sum(local_of(tensor).nbytes for tensor in distinct.values())
 
 
 def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
-    """Takes torch's SGD, also a plugin's, off the fused kernel where that is missing or wrong:
-    ConfigError if the config asks for it by name.
+    """Take torch's SGD, also a plugin's, off the fused kernel where that is missing or wrong.
+
+    Raises ConfigError if the config asks for the kernel by name.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -185,16 +168,13 @@ def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
 
 
 def _find_fused_sgd_fault(params: Iterable[torch.Tensor]) -> str | None:
-    """The parameters that torch's fused SGD cannot step, and why; None: it is right for all of
-    them.
-
-    On a CPU torch 2.13 and before compute the update of 16-bit parameters in vectors and never
-    store it, so that only what is left over of the last vector moves
-    (docs/upstream/sgd_fused_cpu_bf16.md).
-    """
+    """Return which parameters torch's fused SGD cannot step, and why; None: it steps them all."""
     for parameter in params:
         if isinstance(parameter, DTensor):
             return "sharded parameters, for which torch has no such kernel"
+        # On a CPU torch 2.13 and before compute the update of 16-bit parameters in vectors and
+        # never store it, so that only what is left over of the last vector moves
+        # (docs/upstream/sgd_fused_cpu_bf16.md).
         if parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
             kind = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
             return (
@@ -204,13 +184,10 @@ def _find_fused_sgd_fault(params: Iterable[torch.Tensor]) -> str | None:
     return None
 
 
-# The learning rate as a pure function of the step.
-
-
 def compute_learning_rate(
     cfg: LrSchedulerConfig, peak: float, step: int, total_steps: int
 ) -> float:
-    """The rate to train step `step` with; steps count from 0 and there are `total_steps` of them.
+    """Return the rate to train step `step` with, of `total_steps` steps that count from 0.
 
     The first w = `warmup_steps` steps rise linearly: step 0 trains with peak / w, step w - 1 with
     `peak`. Then the rate falls, by half a cosine or a line, towards `min_lr_ratio * peak`, which it
@@ -221,96 +198,79 @@ def compute_learning_rate(
         return peak * (step + 1) / warmup
     if cfg.type == "constant":
         return peak
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    left = 1 - done if cfg.type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    left = 1 - progress if cfg.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left)
 
 
 def count_warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
-    """Steps of the warm-up: `warmup_steps`, or the share `warmup_ratio` of all steps, rounded up
-    (as transformers).
-    """
-    return (
-        cfg.warmup_steps if cfg.warmup_ratio is None else math.ceil(cfg.warmup_ratio * total_steps)
-    )
-
-
-# When parameters are stepped, and where the optimizer's states are in the meantime.
-#
-# Of AdamW's memory gradients and states are three times the parameters. A gradient can go as soon
-# as it is there, if its parameter is stepped at once (as LOMO does, arXiv 2306.09782), and states
-# can wait in host memory, if each parameter's are fetched for its step (ZeRO-Offload, arXiv
-# 2101.06840, sends gradients to the host instead, and steps there).
-
-
-# The global gradient norm and clipping by it, over sharded and plain gradients, without waiting for
-# the device.
+    """Return the steps of the warm-up: `warmup_steps`, or the share `warmup_ratio` of all steps."""
+    if cfg.warmup_ratio is None:
+        return cfg.warmup_steps
+    return math.ceil(cfg.warmup_ratio * total_steps)  # rounded up, as in transformers
 
 
 # Added to the norm before dividing by it, so that a norm of zero gives a factor of 1 and not a
 # division by zero.
 _TINY = 1e-6
 
-# torch sums squares in one fp32 number on a CPU, which is off by 1e-3 at 20 M elements; pieces of
-# this length by 1e-7.
+# torch sums squares in one fp32 number on a CPU, which is off by 1e-3 at 20 M elements; by pieces
+# of this length it is off by 1e-7.
 _CPU_PIECE = 16384
-_CPU_PIECES = 1024  # at a time: as many as are turned to fp32 together
+_CPU_PIECES = 1024  # at a time: as many as are converted to fp32 together
 
-
-_Key = tuple[
-    tuple[tuple[DeviceMesh, int], ...], torch.device
-]  # dimensions that a gradient is cut over, and its device
+# The mesh dimensions that a gradient is sharded over, and its device
+_Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]
 
 
 class GradNormsInBackward:
-    """Squared norms of this rank's gradients that were used and freed before the others are there,
-    by kind.
-    """
+    """Squared norms of this rank's gradients that were used and freed in backward, by kind."""
 
     def __init__(self) -> None:
         self._squares: dict[_Key, Tensor] = {}
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter) -> None:
-        """Counts a parameter's gradient, on the stream that has it."""
+        """Count a parameter's gradient, on the stream that has it."""
         ((key, group),) = _group([parameter]).items()
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         square = group.compute_local_square(dtype)
         self._squares[key] = square if key not in self._squares else self._squares[key] + square
 
     def take(self) -> dict[_Key, Tensor]:
-        """All that was counted since the last call, `[]` fp64 each."""
-        squares, self._squares = self._squares, {}
+        """Return the sums since the last call, `[]` fp64 each."""
+        squares = self._squares
+        self._squares = {}
         return squares
 
 
 @dataclass
 class _Group:
-    """Gradients on one device that are cut over the same dimensions of the same mesh."""
+    """Gradients on one device that are sharded over the same dimensions of the same mesh."""
 
     sharded_over: tuple[tuple[DeviceMesh, int], ...]
     device: torch.device
     grads: list[Tensor] = field(default_factory=list)
-    copies: list[Tensor] = field(
-        default_factory=list
-    )  # scaled with the others, and counted on another rank
+    # Scaled with the others, and counted on another rank
+    copies: list[Tensor] = field(default_factory=list)
 
     def compute_local_square(self, dtype: torch.dtype) -> Tensor:
-        """Sum of squares of this rank's part in fp64, `[]` on the group's device."""
+        """Return the sum of squares of this rank's part, fp64 `[]` on the group's device."""
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        on_cpu = kernels_of(self.device) == "cpu"
-        norms = (
-            _compute_piece_norms(self.grads, dtype)
-            if on_cpu
-            else torch._foreach_norm(self.grads, 2, dtype=dtype)
-        )
-        together = torch.cat(norms) if on_cpu else torch.stack(norms)
-        return torch.linalg.vector_norm(together, dtype=torch.float64).square()
+        norms: Sequence[Tensor]
+        if kernels_of(self.device) == "cpu":
+            norms = _compute_piece_norms(self.grads, dtype)
+            joined = torch.cat(norms)
+        else:
+            norms = torch._foreach_norm(self.grads, 2, dtype=dtype)
+            joined = torch.stack(norms)
+        return torch.linalg.vector_norm(joined, dtype=torch.float64).square()
 
     def compute_squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
-        """Sum of squares over the whole group in fp64, the same on every rank. earlier: of
-        gradients that are gone.
+        """Return the sum of squares over the whole group, fp64 `[]`, the same on every rank.
+
+        earlier: that of gradients that are gone.
         """
         total = self.compute_local_square(dtype)
         if earlier is not None:
@@ -321,19 +281,17 @@ class _Group:
 
 
 def _compute_piece_norms(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Norms of pieces of _CPU_PIECE elements, many at a time `[n]`; what is left of a gradient is
-    one shorter piece.
-    """
+    """Return the norms of pieces of _CPU_PIECE elements, `[n]` each, made many at a time."""
     norms = []
     for grad in grads:
         for part in grad.reshape(-1).split(_CPU_PIECE * _CPU_PIECES):
-            whole = len(part) - len(part) % _CPU_PIECE
-            if whole:
-                norms.append(
-                    torch.linalg.vector_norm(part[:whole].view(-1, _CPU_PIECE), dim=1, dtype=dtype)
-                )
-            if whole < len(part) or not len(part):
-                norms.append(torch.linalg.vector_norm(part[whole:], dtype=dtype).view(1))
+            # What is left of a gradient is one shorter piece.
+            full = len(part) - len(part) % _CPU_PIECE
+            if full:
+                pieces = part[:full].view(-1, _CPU_PIECE)
+                norms.append(torch.linalg.vector_norm(pieces, dim=1, dtype=dtype))
+            if full < len(part) or not len(part):
+                norms.append(torch.linalg.vector_norm(part[full:], dtype=dtype).view(1))
     return norms
 
 
@@ -345,27 +303,23 @@ def clip_grad_norm(
     parallel: Parallel,
     earlier: GradNormsInBackward | None,
 ) -> Tensor:
-    """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm
-    before that.
+    """Scale all gradients so that their global L2 norm is at most `max_norm`.
+
+    Return the norm before that: fp32 (fp64 where a parameter is), `[]` where gradients are. Nothing
+    is read back: the factor, at most 1, is made and applied on the gradients' device. A norm that
+    is not finite makes the gradients so too.
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device
-    or several (CPU offload); those without a gradient are left out. Each element counts once: sums
-    run over the mesh dimensions a gradient is cut along, not over those it is copied along, and
-    over the stages of a pipeline. max_norm None: only the norm is taken. parallel: says which
-    parameter is a copy of another rank's. earlier: what parameters without a gradient had before
-    they were stepped, in backward.
-
-    The norm is fp32 (fp64 where a parameter is), `[]` where gradients are. Nothing is read back:
-    the factor, at most 1, is made and applied on the gradients' device. A norm that is not finite
-    makes the gradients so too.
+    or several (CPU offload); those without a gradient are left out. max_norm None: only the norm is
+    taken. parallel: says which parameter is a copy of another rank's. earlier: what parameters had
+    before they were stepped in backward.
     """
+    # Each element counts once: sums run over the mesh dimensions a gradient is sharded over, not
+    # over those it is replicated over, and over the stages of a pipeline.
     parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    dtype = (
-        torch.float64
-        if any(parameter.dtype == torch.float64 for parameter in parameters)
-        else torch.float32
-    )
+    has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    dtype = torch.float64 if has_double else torch.float32
     squares = earlier.take() if earlier is not None else {}
     groups = {key: _Group(*key) for key in squares} | _group(trained, parallel.tied_copy)
     groups = {
@@ -391,13 +345,14 @@ def clip_grad_norm(
 def _group(
     parameters: Iterable[nn.Parameter], copy: nn.Parameter | None = None
 ) -> dict[_Key, _Group]:
-    """Local gradients by mesh, sharded dimensions and device.
+    """Return the local gradients by mesh, sharded dimensions and device.
 
-    A parameter without a gradient still makes its group: another rank may have one and wait for
-    this rank in the sum.
+    copy: the parameter whose gradient is counted on another rank.
     """
     groups: dict[_Key, _Group] = {}
     for parameter in parameters:
+        # A parameter without a gradient still makes its group: another rank may have one, and wait
+        # for this rank in the sum.
         grad = parameter.grad
         tensor = parameter if grad is None else grad
         sharded_over = _find_sharded_dims(tensor)
@@ -409,7 +364,7 @@ def _group(
 
 
 def _find_sharded_dims(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
-    """The mesh dimensions of more than one rank that a tensor is cut along."""
+    """Return the mesh dimensions of more than one rank that a tensor is sharded over."""
     if not isinstance(tensor, DTensor):
         return ()
     if any(placement.is_partial() for placement in tensor.placements):
@@ -425,13 +380,11 @@ def _find_sharded_dims(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
 
 @dataclass(frozen=True)
 class OptimizerLevers:
-    """What `memory.optimizer_in_backward` and `memory.optimizer_offload` came to.
+    """The results of `memory.optimizer_in_backward` and `memory.optimizer_offload`."""
 
-    norms: of gradients that are gone when `clip_grad_norm` is called; None: none are. place_state:
-    a state's memory where it waits, without values; None: next to its parameter.
-    """
-
+    # Of gradients that are gone when `clip_grad_norm` is called; None: none are
     norms: GradNormsInBackward | None = None
+    # Gives a state's memory where it waits, without values; None: next to its parameter
     place_state: Callable[[Tensor], Tensor] | None = None
 
 
@@ -442,202 +395,66 @@ def apply_optimizer_levers(
     memory: MemoryConfig,
     device: torch.device,
 ) -> OptimizerLevers:
-    """Says when the optimizer steps each parameter, and where its states wait; call it once, after
-    `build_optimizer`.
+    """Let the optimizer step parameters, and keep its states, as these levers say.
+
+    Call it once, after `build_optimizer`.
 
     `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the
     parameters one after the other, each with its states on the device. On a CPU nothing changes.
 
-    `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient,
-    which is freed. A sharded parameter's is there when FSDP has summed it. Parameters whose
-    gradients are not whole at that moment are left for `optimizer.step()` after backward: a tied
-    embedding's come twice, and those that every rank of a tensor-parallel group has are summed once
-    a step. There may be one backward a step.
+    `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient (a
+    sharded one when FSDP has summed it), which is then freed, as in LOMO (arXiv 2306.09782).
+    Parameters whose gradients are not whole at that moment are left for `optimizer.step()` after
+    backward: a tied embedding's come twice, and those that every rank of a tensor-parallel group
+    has are summed once a step. There may be one backward a step.
     """
     streamed = parallel.levers.layers
-    instead = streamed.get_stepped_parameter if streamed is not None else None
-    offloaded = (
-        OffloadedStates(optimizer, device, instead)
-        if memory.optimizer_offload and has_host(device)
-        else None
-    )
-    place = offloaded.placed if offloaded is not None else None
+    get_stand_in = streamed.get_stepped_parameter if streamed is not None else None
+    offloaded = None
+    if memory.optimizer_offload and has_host(device):
+        offloaded = OffloadedStates(optimizer, device, get_stand_in)
+    place_state = offloaded.allocate_state if offloaded is not None else None
     if not memory.optimizer_in_backward:
-        return OptimizerLevers(place_state=place)
+        return OptimizerLevers(place_state=place_state)
     norms = GradNormsInBackward()
-    step_one: Callable[[nn.Parameter], Any] = (
-        offloaded.step_one if offloaded else lambda one: step_parameter(optimizer, one)
-    )
 
     def step(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:  # torch calls hooks also where backward has given none
-            step_in_place_of(parameter, parameter)
+            step_and_free(parameter, parameter)
 
-    def step_in_place_of(owner: nn.Parameter, parameter: nn.Parameter) -> None:
+    # parameter: has the gradient, and is `owner` or its stand-in on the device.
+    def step_and_free(owner: nn.Parameter, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        if (
-            parameter.grad.device.type != device.type
-        ):  # offloaded by FSDP: torch 2.11 does not wait for the copy
+        # Offloaded by FSDP: torch 2.11 does not wait for the copy.
+        if parameter.grad.device.type != device.type:
             torch.get_device_module(device).current_stream().synchronize()
         norms.add(parameter)
-        step_one(owner)
+        if offloaded is not None:
+            offloaded.step_one(owner)
+        else:
+            step_parameter(optimizer, owner)
         parameter.grad = None
 
     if streamed is not None:
-        streamed.set_step(step_in_place_of)
+        streamed.set_step(step_and_free)
     for parameter in _find_stepped_in_backward(optimizer, model, parallel.tensor_gradients):
-        if instead is None or instead(parameter) is parameter:
+        if get_stand_in is None or get_stand_in(parameter) is parameter:
             parameter.register_post_accumulate_grad_hook(step)
-    return OptimizerLevers(norms, place)
+    return OptimizerLevers(norms, place_state)
 
 
 def _find_stepped_in_backward(
     optimizer: Optimizer, model: nn.Module, tensor_gradients: Mapping[str, str]
 ) -> Sequence[nn.Parameter]:
-    """The optimizer's parameters whose gradient is whole when backward gives it, once."""
+    """Return the optimizer's parameters whose gradient is whole when backward gives it, once."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if len(names[id(parameter)]) == 1
-        and tensor_gradients.get(names[id(parameter)][0]) != "partial"
-    ]
-
-
-# Offloaded optimizer states: in pinned host memory, on the device for their parameter's step.
-
-
-_SMALL = 1024  # bytes: step counters and the like stay where the optimizer put them
-
-
-class OffloadedStates:
-    """Takes over `optimizer.step`: the states of a parameter come before its step, during the step
-    of the one before, and go back after it.
-
-    What has been sent back is freed when the step after the next begins, so that the states of
-    three parameters are on the device at most: one leaving, one stepped, one arriving. In the first
-    step, in which states are made, nothing arrives; and which parameter follows which is known from
-    the second one on. What has run on a GPU: docs/measurements/on_a_gpu.md.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        device: torch.device,
-        instead: Callable[[nn.Parameter], nn.Parameter] | None = None,
-    ) -> None:
-        """device: the one that computes; states that are elsewhere are on the host.
-
-        instead: what is stepped in a parameter's place, itself or one on the device for one that is
-        on the host.
-        """
-        self._optimizer = optimizer
-        self._step = optimizer.step
-        self._instead = instead or (lambda parameter: parameter)
-        self._copies = HostCopies(device)
-        self._on_device: dict[
-            nn.Parameter, dict[str, Tensor]
-        ] = {}  # states for the steps that come next
-        self._prefetch = Prefetch(self._copies, self._allocate, self._on_device.pop)
-        self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came after whose
-        self._last: nn.Parameter | None = None
-        optimizer.step = self.step  # type: ignore[method-assign]
-
-    def placed(self, value: Tensor) -> Tensor:
-        """A state's memory where it waits, without values: of one that is being read from a
-        checkpoint.
-        """
-        return self._allocate_on_host(value) if _is_large(value) else value
-
-    def step(self, closure: None = None) -> None:
-        """A step of every parameter that has a gradient; then nothing is on its way, and nothing on
-        the device.
-        """
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.step_one(parameter)
-        self._last = None
-        self._prefetch.drop_all()  # states of parameters that had no gradient in this step, too
-
-    @torch.no_grad()
-    def step_one(self, parameter: nn.Parameter) -> None:
-        """Step one parameter, whose states change places with those on the device for as long as
-        that takes.
-        """
-        stepped, states = self._instead(parameter), self._optimizer.state
-        on_device = self._take(parameter)
-        hosts = states.get(parameter, {})
-        moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
-        counts = {key: value for key, value in hosts.items() if key not in on_device}
-        if self._optimizer.defaults.get(
-            "fused"
-        ):  # wants a count on the device, where one that was read is not
-            device = self._copies.device
-            counts = {
-                key: value.to(device) if isinstance(value, Tensor) else value
-                for key, value in counts.items()
-            }
-        if hosts:
-            states[stepped] = counts | moved
-        if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
-            self._optimizer.add_stand_in(stepped, parameter)
-        step_parameter(self._optimizer, parameter, self._step, stepped)
-        after = states.get(stepped, {})
-        if stepped is not parameter:
-            states.pop(stepped, None)
-        places = {
-            key: hosts[key] if key in on_device else self._allocate_on_host(value)
-            for key, value in after.items()
-            if self._waits(parameter, value)
-        }
-        if after:
-            states[parameter] = after | places
-        pairs = [(local_of(place), local_of(after[key])) for key, place in places.items()]
-        self._copies.copy_to_host(pairs, free=pairs.clear)
-
-    def _waits(self, parameter: nn.Parameter, value: Any) -> bool:
-        """Return whether a state is on the host between steps; for a stand-in, whatever has its
-        shape.
-        """
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return False
-        return _is_large(value) or self._instead(parameter) is not parameter
-
-    def _take(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's states on the device; those of the next one are on their way
-        then.
-        """
-        if self._last is not None:
-            self._next[self._last] = parameter
-        self._last = parameter
-        self._copies.free_sent(keep=1)
-        self._prefetch.use(parameter, self._next.get(parameter))
-        self._prefetch.on_device.pop(parameter, None)  # freed when it has been sent back
-        return self._on_device.pop(parameter, {})
-
-    def _allocate(self, parameter: nn.Parameter) -> list[Pair]:
-        """Give the states of a parameter memory on the device; return what is copied there."""
-        states = self._optimizer.state.get(parameter, {})
-        hosts = {
-            key: local_of(value) for key, value in states.items() if self._waits(parameter, value)
-        }
-        if not hosts:
-            return []
-        on_device = {
-            key: torch.empty_like(host, device=self._copies.device) for key, host in hosts.items()
-        }
-        self._on_device[parameter] = on_device
-        return [(on_device[key], host) for key, host in hosts.items()]
-
-    def _allocate_on_host(self, like: Tensor) -> Tensor:
-        local = local_of(like)
-        return with_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() * value.element_size() >= _SMALL
+    stepped = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name, *other_names = names[id(parameter)]
+            if not other_names and tensor_gradients.get(name) != "partial":
+                stepped.append(parameter)
+    return stepped

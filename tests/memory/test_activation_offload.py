@@ -100,13 +100,13 @@ def drop_at_once(kept: SavedStorage) -> None:
     kept.on_device = None if kept.on_host is not None else kept.on_device
 
 
-@pytest.mark.parametrize("broken", ["await_copy", "let_go"])
+@pytest.mark.parametrize("broken", ["wait_for_copy", "free_device_memory"])
 def test_a_wait_that_is_left_out_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above can see."""
     expected = two_micro_batches(decoder("none", None)[0])
     model, window = decoder("none", 1)
     window._copies._module = late = LateCopies()
-    instead = drop_at_once if broken == "let_go" else nothing
+    instead = drop_at_once if broken == "free_device_memory" else nothing
     monkeypatch.setattr(SavedStorage, broken, instead)
     with late:
         found = two_micro_batches(model)
@@ -207,9 +207,9 @@ def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
     assert same(later, two_micro_batches(decoder("none", None, layers)[0]))
 
 
-def _noted(packed: Any, alive: "weakref.WeakSet[Kept]") -> Any:
+def _noted(packed: Any, alive: "weakref.WeakSet[SavedStorage]") -> Any:
     if isinstance(packed, activation_offload.PackedTensor):
-        alive.add(packed.kept)
+        alive.add(packed.saved)
     return packed
 
 

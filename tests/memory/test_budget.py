@@ -100,7 +100,7 @@ def test_operators_of_a_layer_and_their_bytes() -> None:
         ("matmul", number, width) for number, width in ((3, WIDTH), (4, MLP_WIDTH), (5, MLP_WIDTH))
     )
     assert elements == [q, k, v, attention, o, gate, up]
-    assert found[0].input == 8 * TOKENS * WIDTH
+    assert found[0].input_bytes == 8 * TOKENS * WIDTH
 
 
 EXPERTS, CHOICES, INNER = 5, 2, 24
@@ -144,7 +144,10 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
         {name: value for name, value in kind.items() if name != "chunks"},
     )
     layers = costs(chunks=chunks, **kind)
-    inputs, everything = sum(one.input for one in layers), sum(one.everything for one in layers)
+    inputs, everything = (
+        sum(one.input_bytes for one in layers),
+        sum(one.unchecked_bytes for one in layers),
+    )
     wanted = backward(decoder(config(None, mlp_tiles=chunks), **kind))
     base = (
         kept(decoder(config(inputs / GIB, mlp_tiles=chunks), **kind)) - inputs
@@ -175,7 +178,7 @@ def test_experts_that_are_computed_again_take_the_time_of_each_tokens_choices() 
         "matmul"
     ] * 2  # o, the router
     product = 2 * tokens * 2 * 4096 * 2 * 14336 / FLOPS
-    assert product < layer.other < 2 * product
+    assert product < layer.other_seconds < 2 * product
 
 
 def left(layers: list[LayerCost], choice: BudgetChoice) -> float:
@@ -186,7 +189,7 @@ def left(layers: list[LayerCost], choice: BudgetChoice) -> float:
         if chosen is None:
             continue
         taken = sum(one.bytes for one in layer.operators if (one.kind, one.number) in chosen)
-        sizes.append(layer.everything - layer.input - taken)
+        sizes.append(layer.unchecked_bytes - layer.input_bytes - taken)
         sizes += [one.bytes for one in layer.operators if (one.kind, one.number) not in chosen]
     return min(sizes, default=float("inf"))
 
@@ -276,7 +279,7 @@ def test_worth_follows_the_length_of_rows() -> None:
     d, queries, keys, f = 4096, 4096, 1024, 14336
     elements = 4 * d + 2 * queries + 2 * keys + 4 * f
     # Log-sum-exp and two norms in fp32, and a random state.
-    assert layer.everything == 4096 * (2 * elements + 4 * (32 + 2)) + 128
+    assert layer.unchecked_bytes == 4096 * (2 * elements + 4 * (32 + 2)) + 128
 
 
 def ranks() -> list[Any]:
@@ -299,7 +302,7 @@ def ranks() -> list[Any]:
         model = build_meta(spec, torch.float64)
         shard_tensors(model, cfg.parallel, cfg.memory, world)
         layers = measure_layer_costs(model, ROWS, LENGTH, 2, "cpu")
-        inputs = sum(one.input for one in layers)
+        inputs = sum(one.input_bytes for one in layers)
         base = kept(shared(inputs / GIB)) - inputs
         backward(plain := shared(None))
         for budget in (2 * inputs / GIB, 5 * inputs / GIB):

@@ -125,7 +125,7 @@ def bytes_there(stream: LayerStream) -> int:
     return sum(
         local_of(one).untyped_storage().nbytes()
         for unit in stream.units
-        for one in unit.made().values()
+        for one in unit.get_device_parameters().values()
     )
 
 
@@ -169,7 +169,7 @@ def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
     with late(stream) as device:
         found = two_micro_batches(model)
     assert same(found, expected)
-    sizes = [sum(host.nbytes for host in unit.hosts()) for unit in stream.units]
+    sizes = [sum(host.nbytes for host in unit.list_host_parameters()) for unit in stream.units]
     assert max(count for count, _ in seen) == 2
     assert max(size for _, size in seen) == max(map(sum, zip(sizes, sizes[1:], strict=False)))
     # Forward copies every unit, backward the layers but for the last, which is there still; an
@@ -269,7 +269,7 @@ def stale_in_backward(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> N
         fetch(number)
         if torch._C._current_graph_task_id() != -1:
             stream._prefetch.on_device[number]._event = None
-            for one in stream.units[number].made().values():
+            for one in stream.units[number].get_device_parameters().values():
                 one.data.view(torch.uint8).fill_(1)
 
     monkeypatch.setattr(stream._prefetch, "_fetch", faulty)
@@ -282,10 +282,10 @@ def of_another_layer(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> No
     def faulty(number: int) -> None:
         units = stream.units
         if torch._C._current_graph_task_id() != -1 and number + 2 < len(units):
-            held = units[number].hosts
-            units[number].hosts = units[number + 1].hosts  # type: ignore[method-assign]
+            held = units[number].list_host_parameters
+            units[number].list_host_parameters = units[number + 1].list_host_parameters  # type: ignore[method-assign]
             fetch(number)
-            units[number].hosts = held  # type: ignore[method-assign]
+            units[number].list_host_parameters = held  # type: ignore[method-assign]
         else:
             fetch(number)
 
@@ -367,7 +367,11 @@ def test_frozen_layers_above_200_mib_give_the_same_bits() -> None:
     spec = wide_spec()
     model, stream = adapted("none", "full", FROZEN, spec)
     assert stream is not None
-    sizes = [sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer]
+    sizes = [
+        sum(host.nbytes for host in unit.list_host_parameters())
+        for unit in stream.units
+        if unit.is_layer
+    ]
     assert min(sizes) > 200 * 2**20
     found = {"loss": backward_once(model)} | gradients(model)
     del model, stream
@@ -382,7 +386,11 @@ def test_trained_layers_above_200_mib_give_the_same_bits() -> None:
     model, stream = trained("full", STEPPING, spec)
     assert stream is not None
     assert (
-        min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer)
+        min(
+            sum(host.nbytes for host in unit.list_host_parameters())
+            for unit in stream.units
+            if unit.is_layer
+        )
         > 200 * 2**20
     )
     loss = backward_once(model)

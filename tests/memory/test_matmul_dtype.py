@@ -13,8 +13,8 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import (
     apply_activation_checkpointing,
-    apply_levers,
     compile_layers,
+    low_precision,
     use_low_precision,
 )
 from recipe_lib.models import build_meta
@@ -67,13 +67,13 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Shapes of the second operand of each product in 8 bits."""
     seen: list[tuple[int, int]] = []
-    original = apply_levers.scaled_mm
+    original = low_precision.scaled_mm
 
     def noted(left: torch.Tensor, right: torch.Tensor, *settings: Any) -> torch.Tensor:
         seen.append(tuple(right.shape))
         return original(left, right, *settings)
 
-    monkeypatch.setattr(apply_levers, "scaled_mm", noted)
+    monkeypatch.setattr(low_precision, "scaled_mm", noted)
     return seen
 
 
@@ -133,7 +133,7 @@ def _int8(model: nn.Module) -> nn.Module:
 @pytest.mark.skipif(not has_fp8_on_a_cpu(), reason="no FP8 product on a CPU")
 def test_fp8_of_a_bf16_model(monkeypatch: pytest.MonkeyPatch):
     """A CPU has the product, slowly, and is refused; here it stands for a GPU."""
-    monkeypatch.setattr("recipe_lib.memory.apply_levers._check_fp8", lambda device: None)
+    monkeypatch.setattr("recipe_lib.memory.low_precision._check_fp8", lambda device: None)
     exact, _ = trained(model_of(torch.bfloat16))
     model = model_of(torch.bfloat16)
     use_low_precision(model, "fp8", CPU)

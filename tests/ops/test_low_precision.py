@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.memory import apply_levers
-from recipe_lib.memory.apply_levers import KINDS, quantize_rows, scaled_linear, scaled_mm
+from recipe_lib.memory import low_precision
+from recipe_lib.memory.low_precision import KINDS, quantize_rows, scaled_linear, scaled_mm
 from recipe_lib.ops import fused_kernels
 from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from tests.torchao_oracle import convert, rounded_rows
@@ -54,7 +54,7 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 def step_of(matrix: Tensor, kind: str) -> Tensor:
     """By how much each entry of a matrix may be off when it is rounded row by row, fp64."""
     wide = matrix.double().abs()
-    step = wide.amax(dim=1, keepdim=True) / apply_levers.LARGEST_CODE[kind]
+    step = wide.amax(dim=1, keepdim=True) / low_precision.LARGEST_CODE[kind]
     if kind == "int8":
         return (step / 2).expand_as(wide)
     return torch.maximum(
@@ -86,7 +86,7 @@ def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     codes, scales = quantize_rows(matrix, kind)
     assert (
         codes.shape == (48, 80)
-        and codes.dtype == apply_levers._TYPES[kind]
+        and codes.dtype == low_precision._TYPES[kind]
         and scales.dtype == torch.float32
     )
     assert torch.equal(codes[TOKENS:].float(), torch.zeros(48 - TOKENS, IN))
@@ -94,7 +94,7 @@ def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     assert ((back - matrix).abs() <= step_of(matrix, kind) * (1 + 1e-5)).all()
     assert torch.equal(back[3], torch.zeros(IN, dtype=torch.float64))
     assert (
-        codes[:TOKENS].float().abs().amax(dim=1) == apply_levers.LARGEST_CODE[kind]
+        codes[:TOKENS].float().abs().amax(dim=1) == low_precision.LARGEST_CODE[kind]
     ).sum() == TOKENS - 1
 
 
@@ -267,12 +267,12 @@ def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
 
 
 def test_long_sums_do_not_overflow(monkeypatch: pytest.MonkeyPatch):
-    ones = torch.ones(1, apply_levers._LONGEST_SUM + 32)
+    ones = torch.ones(1, low_precision._LONGEST_SUM + 32)
     assert scaled_mm(ones, ones, "int8").item() == pytest.approx(ones.shape[1], rel=1e-6)
     hidden, weight = operands()[0][0], operands()[1]
     whole = scaled_mm(hidden, weight, "int8")
-    monkeypatch.setattr(apply_levers, "_LONGEST_SUM", 32)
-    monkeypatch.setattr(apply_levers, "_PIECE_ELEMENTS", 200)
+    monkeypatch.setattr(low_precision, "_LONGEST_SUM", 32)
+    monkeypatch.setattr(low_precision, "_PIECE_ELEMENTS", 200)
     assert torch.allclose(scaled_mm(hidden, weight, "int8"), whole, rtol=1e-6)
 
 
@@ -294,12 +294,12 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(
     """
     from torch._dynamo.testing import CompileCounter
 
-    counters = {name: CompileCounter() for name in ("_quantize_whole", "_scale_whole")}
+    counters = {name: CompileCounter() for name in ("_quantize_unchunked", "_scale_unchunked")}
     made = {
-        name: torch.compile(getattr(apply_levers, name), dynamic=True, backend=counter)
+        name: torch.compile(getattr(low_precision, name), dynamic=True, backend=counter)
         for name, counter in counters.items()
     }
-    monkeypatch.setattr(apply_levers, "compiles", lambda tensor: True)
+    monkeypatch.setattr(low_precision, "compiles", lambda tensor: True)
     monkeypatch.setattr(fused_kernels, "compiled", lambda function: made[function.__name__])
     torch._dynamo.reset()
     hidden, weight, _, _ = operands(torch.bfloat16)
@@ -310,5 +310,5 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(
             scaled_linear(rows, parameter, None, "int8").sum().backward()
         with torch.no_grad():
             scaled_linear(hidden, parameter, None, "int8")
-    assert counters["_quantize_whole"].frame_count <= 4
-    assert counters["_scale_whole"].frame_count <= 5
+    assert counters["_quantize_unchunked"].frame_count <= 4
+    assert counters["_scale_unchunked"].frame_count <= 5

@@ -21,12 +21,8 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import optimizers
-from recipe_lib.optim.optimizers import (
-    OffloadedStates,
-    build_optimizer,
-    clip_grad_norm,
-    step_parameter,
-)
+from recipe_lib.optim.offloaded_states import OffloadedStates, step_parameter
+from recipe_lib.optim.optimizers import build_optimizer, clip_grad_norm
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec

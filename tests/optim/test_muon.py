@@ -13,11 +13,11 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.optim.algorithms import muon
 from recipe_lib.optim.algorithms.muon import orthogonalize
 from recipe_lib.optim.low_bit_adamw import is_layer_matrix
+from recipe_lib.optim.offloaded_states import step_parameter
 from recipe_lib.optim.optimizers import (
     build_optimizer,
     count_optimizer_state_bytes,
     set_hyperparameters,
-    step_parameter,
 )
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed

@@ -178,7 +178,12 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
         run = done(run_here(command(case, folder, name, *more), recipe=case.recipe))
     finally:
         LayerStream._allocate = allocate  # type: ignore[method-assign]
-    there = [one for stream in made for unit in stream.units for one in unit.made().values()]
+    there = [
+        one
+        for stream in made
+        for unit in stream.units
+        for one in unit.get_device_parameters().values()
+    ]
     left = sum(
         (one.to_local() if hasattr(one, "to_local") else one).untyped_storage().nbytes()
         for one in there

@@ -20,8 +20,8 @@ from torch import Tensor
 from recipe_lib.adapters.peft_names import (
     EMBEDDING_A,
     EMBEDDING_B,
-    LORA_A,
     HEAD,
+    LORA_A,
     LORA_B,
     FileModule,
 )

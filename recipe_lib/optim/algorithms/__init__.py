@@ -1,6 +1,4 @@
-"""The optimizers that ship: a file each, whose name is that of `optimizer.name`; importing this
-registers them.
-"""
+"""The optimizers that ship, a file each, named as `optimizer.name`; importing registers them."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,6 +1,4 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where states or rounding
-are to be others.
-"""
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where its states differ."""
 
 import torch
 from torch import nn
@@ -22,17 +20,15 @@ FACTS = OptimizerFacts(
 def build_adamw(
     cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
 ) -> Optimizer:
-    """torch's AdamW, unless `state_bits` asks for another type or rounding is to be other than to
-    the nearest.
-    """
+    """Return torch's AdamW, or ours for other state bits, master weights, stochastic rounding."""
     beta1, beta2 = cfg.betas
     bits = {parameter.dtype.itemsize * 8 for parameter in params}
-    keeps_others = cfg.state_bits is not None and not bits <= {cfg.state_bits}
-    if isinstance(params, TrainedParameters) and (
-        cfg.master_weights or cfg.stochastic_rounding or keeps_others
-    ):
+    has_other_bits = cfg.state_bits is not None and not bits <= {cfg.state_bits}
+    is_ours = cfg.master_weights or cfg.stochastic_rounding or has_other_bits
+    if isinstance(params, TrainedParameters) and is_ours:
         return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
-    groups = [{"params": list(params)}]  # one, even if empty
+    # torch refuses an empty list of parameters, but not an empty group.
+    groups = [{"params": list(params)}]
     return torch.optim.AdamW(
         groups,
         lr=cfg.lr,

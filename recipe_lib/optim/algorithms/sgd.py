@@ -22,12 +22,11 @@ FACTS = OptimizerFacts(
 def build_sgd(
     cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
 ) -> Optimizer:
-    """torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is
-    decoupled.
-    """
+    """Return torch's SGD, with decoupled weight decay."""
     optimizer = torch.optim.SGD(
         [{"params": list(params)}], lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels
     )
+    # torch's own weight decay is added to the gradient, and so to the momentum.
     if cfg.weight_decay > 0:
 
         def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

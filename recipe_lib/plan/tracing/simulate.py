@@ -584,7 +584,7 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
             for parameter, total in divided.accumulation.sums.items():
                 tracer.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
         if isinstance(divided, Parallel) and divided.levers.layers is not None:
-            for name, there in divided.levers.layers.on_device().items():
+            for name, there in divided.levers.layers.get_device_parameters().items():
                 tracer.label(there, "gathered", name)
     for label, held in _list_fsdp_parameters(models):
         whole = getattr(held, "_unsharded_param", None)

@@ -1,0 +1,164 @@
+"""Optimizer states in pinned host memory, on the device only while their parameter is stepped.
+
+`OffloadedStates(optimizer, device)` takes over `optimizer.step`. Of AdamW's memory the states are
+twice the parameters; here those of three parameters are on the device at most. (ZeRO-Offload, arXiv
+2101.06840, sends gradients to the host instead, and steps there.) What has run on a GPU:
+docs/measurements/on_a_gpu.md.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recipe_lib.ops.dtensor_shards import local_of, with_local
+from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
+
+_MIN_BYTES = 1024  # smaller states, such as step counters, stay where the optimizer put them
+
+
+def step_parameter(
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    step: Callable[[], Any] | None = None,
+    stand_in: nn.Parameter | None = None,
+) -> None:
+    """Step one of the optimizer's parameters.
+
+    step: the optimizer's own, where `optimizer.step` has been replaced. stand_in: what is stepped
+    in the parameter's place, by the hyperparameters of its group.
+    """
+    # The optimizer has no call for one parameter: the others are taken out of the groups.
+    groups = optimizer.param_groups
+    group_parameters = [group["params"] for group in groups]
+    stepped = parameter if stand_in is None else stand_in
+    try:
+        for group, parameters in zip(groups, group_parameters, strict=True):
+            # `in` would compare values.
+            has_parameter = any(member is parameter for member in parameters)
+            group["params"] = [stepped] if has_parameter else []
+        (step or optimizer.step)()
+    finally:
+        for group, parameters in zip(groups, group_parameters, strict=True):
+            group["params"] = parameters
+
+
+class OffloadedStates:
+    """The states of an optimizer, which come before a parameter's step and go back after it.
+
+    They come during the step of the parameter before. What has been sent back is freed when the
+    step after the next begins: one parameter's states leave, one's are stepped, one's arrive.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        get_stand_in: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    ) -> None:
+        """device: the one that computes; states that are elsewhere are on the host.
+
+        get_stand_in: gives what is stepped in a parameter's place, itself or one on the device for
+        one that is on the host.
+        """
+        self._optimizer = optimizer
+        self._step = optimizer.step
+        self._get_stand_in = get_stand_in or (lambda parameter: parameter)
+        self._copies = HostCopies(device)
+        # States for the steps that come next
+        self._on_device: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self._prefetch = Prefetch(self._copies, self._allocate, self._on_device.pop)
+        # Whose step came after whose, in the step before: so nothing is prefetched in the first.
+        self._next: dict[nn.Parameter, nn.Parameter] = {}
+        self._last: nn.Parameter | None = None
+        optimizer.step = self.step  # type: ignore[method-assign]
+
+    def allocate_state(self, value: Tensor) -> Tensor:
+        """Return a state's memory where it waits, without values, as for one from a checkpoint."""
+        return self._allocate_on_host(value) if _is_large(value) else value
+
+    def step(self, closure: None = None) -> None:
+        """Step every parameter that has a gradient, and leave nothing on the device."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_one(parameter)
+        self._last = None
+        self._prefetch.drop_all()  # states of parameters that had no gradient in this step, too
+
+    @torch.no_grad()
+    def step_one(self, parameter: nn.Parameter) -> None:
+        """Step one parameter, with its states on the device for as long as that takes."""
+        states = self._optimizer.state
+        stepped = self._get_stand_in(parameter)
+        on_device = self._fetch(parameter)
+        hosts = states.get(parameter, {})
+        counts = {key: value for key, value in hosts.items() if key not in on_device}
+        # A fused kernel wants the step count on the device, where one from a checkpoint is not.
+        if self._optimizer.defaults.get("fused"):
+            for key, value in counts.items():
+                if isinstance(value, Tensor):
+                    counts[key] = value.to(self._copies.device)
+        if hosts:
+            moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
+            states[stepped] = counts | moved
+        if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
+            self._optimizer.add_stand_in(stepped, parameter)
+        step_parameter(self._optimizer, parameter, self._step, stepped)
+        after = states.get(stepped, {})
+        if stepped is not parameter:
+            states.pop(stepped, None)
+        # The first step makes states on the device, which have no memory on the host yet.
+        targets = {
+            key: hosts[key] if key in on_device else self._allocate_on_host(value)
+            for key, value in after.items()
+            if self._is_offloaded(parameter, value)
+        }
+        if after:
+            states[parameter] = after | targets
+        pairs = [(local_of(target), local_of(after[key])) for key, target in targets.items()]
+        # The list holds the device's tensors until they are copied.
+        self._copies.copy_to_host(pairs, free=pairs.clear)
+
+    def _is_offloaded(self, parameter: nn.Parameter, value: Any) -> bool:
+        """Return True for a state that is on the host between steps."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return False
+        # A stand-in has no memory between steps: all its states wait, whatever their size.
+        return _is_large(value) or self._get_stand_in(parameter) is not parameter
+
+    def _fetch(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a parameter's states on the device, and begin to copy those of the next one."""
+        if self._last is not None:
+            self._next[self._last] = parameter
+        self._last = parameter
+        self._copies.free_sent(keep=1)
+        self._prefetch.use(parameter, self._next.get(parameter))
+        self._prefetch.on_device.pop(parameter, None)  # freed when it has been sent back
+        return self._on_device.pop(parameter, {})
+
+    def _allocate(self, parameter: nn.Parameter) -> list[Pair]:
+        """Give the states of a parameter memory on the device; return what is copied there."""
+        hosts = {
+            key: local_of(value)
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if self._is_offloaded(parameter, value)
+        }
+        if not hosts:
+            return []
+        on_device = {
+            key: torch.empty_like(host, device=self._copies.device) for key, host in hosts.items()
+        }
+        self._on_device[parameter] = on_device
+        return [(on_device[key], host) for key, host in hosts.items()]
+
+    def _allocate_on_host(self, like: Tensor) -> Tensor:
+        local = local_of(like)
+        return with_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() * value.element_size() >= _MIN_BYTES
