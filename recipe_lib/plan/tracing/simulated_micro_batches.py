@@ -14,8 +14,8 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.registry import loaded_plugins
 from recipe_lib.data import Batch
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.units import format_bytes
 
 # Of a recipe that does not say so, so many are simulated at once; of more, how long one takes is
@@ -162,7 +162,7 @@ def last_stand_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) 
     forward after a backward, and the last one ends with the last backward.
     """
     for phase in trace.phases:
-        ops = list(trace.phase_ops(phase))
+        ops = list(trace.iterate_ops(phase))
         begins: list[int] = []
         end = 0
         is_behind = False
