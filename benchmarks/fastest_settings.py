@@ -32,8 +32,8 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import parse_fit
 from recipe_lib.plan.search.fastest_settings import Search, search
 from recipe_lib.plan.search.trials import override_text, quick
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import planned_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import plannable
 
 METHOD = "lora.quantize_base"  # which way to train a config is, not a setting
 

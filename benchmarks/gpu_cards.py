@@ -44,7 +44,7 @@ from recipe_lib.errors import ConfigError, exit_code_of
 from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import FITS
+from recipe_lib.plan.plan_schema import FITS
 from recipe_lib.plan.search.trials import usable_bytes
 from recipe_lib.units import format_bytes
 

@@ -34,7 +34,7 @@ from recipe_lib.errors import UserError, exit_code_of
 from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import Hardware, find_hardware
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0

@@ -27,7 +27,7 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import make_plan
-from recipe_lib.plan.result import FITS
+from recipe_lib.plan.plan_schema import FITS
 from recipe_lib.plan.search.trials import quick, traffic, usable_bytes
 from recipe_lib.units import format_bytes, format_duration
 

@@ -31,12 +31,12 @@ from recipe_lib.config import load_config
 from recipe_lib.models import decoder, preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
+from recipe_lib.plan.simulated_world.sequence_lengths import planned_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import find_shape, plannable
 from recipe_lib.plan.timing import cost
-from recipe_lib.plan.trace import OP, Trace
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import find_shape, plannable
+from recipe_lib.plan.tracing.trace import OP, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 
 COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
 DATA = Path(__file__).with_name("published_speeds.yaml")

@@ -16,9 +16,9 @@ from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import planned_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import plannable
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 CONFIG, RANKS, COUNT, TOKENS, CARD = "llama2/7B_full", 4, 8, 4096, "h100"

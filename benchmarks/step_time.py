@@ -23,8 +23,8 @@ from recipe_lib.plan.timing.stream_schedule import (
     schedule,
     time_by_kind,
 )
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.plan.apart import apart, settings
 
 # Method -> config, ranks.

@@ -58,11 +58,11 @@ MUTATIONS = [
     ),
     Mutation(
         name="planned_steps_of_one_rank",
-        path="recipe_lib/plan/world/sequence_lengths.py",
+        path="recipe_lib/plan/simulated_world/sequence_lengths.py",
         old="per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks",
         new="per_step = cfg.batch_size * cfg.gradient_accumulation_steps",
         harm="a run on two ranks is planned with twice its steps, and so its hours",
-        tests=("tests/plan/world/test_sequence_lengths.py",),
+        tests=("tests/plan/simulated_world/test_sequence_lengths.py",),
     ),
     Mutation(
         name="write_over_a_read",

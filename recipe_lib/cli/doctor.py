@@ -128,7 +128,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     """
     import torch
 
-    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
+    from recipe_lib.plan.measured.measure_rates import CPU_SIZES, GPU_SIZES, collective_steps
 
     def steps(rank: int, folder: Path) -> Iterable[Step]:
         if not on_gpu:
@@ -166,7 +166,7 @@ def write(path: str, facts: dict[str, Any]) -> str:
     """Write the rates as a calibration of the planner's, if they were measured; return a line about
     it.
     """
-    from recipe_lib.plan.timing.calibration import with_links
+    from recipe_lib.plan.measured.rates_file import with_links
 
     steps, links = facts["steps"], facts["links"]
     measured = steps.get("calibration")

@@ -142,7 +142,7 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
-    from recipe_lib.plan.timing.calibrate import (
+    from recipe_lib.plan.measured.measure_rates import (
         calibrate,
         matmul_rate,
     )  # torch, once it is known to start
@@ -205,7 +205,7 @@ def measure_gpu(device: str) -> dict[str, float]:
     """Return the rates of copies with the host, and of `bf16` products."""
     import torch
 
-    from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate
+    from recipe_lib.plan.measured.measure_rates import copy_rates, matmul_rate
 
     with torch.get_device_module("cuda").device(device):
         return copy_rates(device) | {"bf16": matmul_rate(device, "bf16")}

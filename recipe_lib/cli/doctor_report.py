@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
-from recipe_lib.plan.timing.calibration import LARGE_MATMUL
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.report.terminal import (
     heading,

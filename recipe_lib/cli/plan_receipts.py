@@ -15,7 +15,7 @@ from recipe_lib.cli.arguments import put_json
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
-from recipe_lib.plan.receipts import (
+from recipe_lib.plan.measured.receipts import (
     VARIABLE,
     Receipt,
     append_receipt,

@@ -116,7 +116,7 @@ def config_of(name: str) -> dict[str, Any]:
     machine.
     """
     from recipe_lib.models.spec import preset_config, read_config
-    from recipe_lib.plan.world.shape_only_model import in_hub_cache
+    from recipe_lib.plan.simulated_world.shape_only_model import in_hub_cache
 
     path = Path(name).expanduser()
     presets = list_presets()

@@ -23,7 +23,22 @@ from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.rank_plans import (
+from recipe_lib.plan.plan_schema import (
+    DOES_NOT_FIT,
+    CommunicationRow,
+    DeviceFacts,
+    DimensionPlan,
+    OutsideTorch,
+    Plan,
+    RankPlan,
+    TimePlan,
+    Volume,
+    groups_along,
+)
+from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
+from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
+from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.summary.rank_memory import (
     SimulatedStep,
     first_of_each_place,
     layer_rows,
@@ -36,20 +51,6 @@ from recipe_lib.plan.rank_plans import (
     simulated_step,
     verdict_of,
 )
-from recipe_lib.plan.result import (
-    DOES_NOT_FIT,
-    CommunicationRow,
-    DeviceFacts,
-    DimensionPlan,
-    OutsideTorch,
-    Plan,
-    RankPlan,
-    TimePlan,
-    Volume,
-    groups_along,
-)
-from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tables import split_number
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,
@@ -66,12 +67,11 @@ from recipe_lib.plan.timing.stream_schedule import (
     schedule,
     time_by_kind,
 )
-from recipe_lib.plan.trace import ALLOC, Collective, Trace
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
-from recipe_lib.plan.tracing.simulate_deep import simulate_deep
-from recipe_lib.plan.verdict import HOST_ALLOWS
-from recipe_lib.plan.world.compiled_code import NotCompiled
-from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.plan.tracing.trace import ALLOC, Collective, Trace
+from recipe_lib.plan.tracing.trace_deep_model import simulate_deep
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.views.tables import split_number
+from recipe_lib.plan.views.verdict_text import HOST_ALLOWS
 from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
 

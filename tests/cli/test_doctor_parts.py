@@ -24,7 +24,7 @@ from recipe_lib.cli.doctor_probes import (
     run_isolated,
     verify_copies,
 )
-from recipe_lib.plan.timing import calibrate
+from recipe_lib.plan.measured import measure_rates as calibrate
 from recipe_lib.units import GIB
 
 SIZES = (4, 4100)

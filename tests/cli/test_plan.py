@@ -17,10 +17,10 @@ from recipe_lib.cli import plan_during_run
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.receipts import ReceiptRun, append_receipt, receipts_file
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan, read_typed
-from recipe_lib.plan.tables import outermost
-from recipe_lib.plan.trace import STORAGE_KINDS
+from recipe_lib.plan.measured.receipts import ReceiptRun, append_receipt, receipts_file
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Plan, read_typed
+from recipe_lib.plan.tracing.trace import STORAGE_KINDS
+from recipe_lib.plan.views.tables import outermost
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, tune_forked
 from tests.plan.apart import apart

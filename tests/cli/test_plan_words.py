@@ -15,7 +15,7 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing.cost import collective_seconds
-from recipe_lib.plan.trace import Collective
+from recipe_lib.plan.tracing.trace import Collective
 
 CONFIG = ["--config", "llama3/8B_full"]
 

@@ -18,7 +18,7 @@ from recipe_lib.data.inspect import show_item
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.simulated_world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.masks_cases import trained_texts
 from tests.tokenizers.made import render, write_json

@@ -53,7 +53,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "read_text": _SYSTEM,
     },
     "recipe_lib/parallel/world.py": {"json.loads": _PIPE},
-    "recipe_lib/plan/world/shape_only_model.py": {
+    "recipe_lib/plan/simulated_world/shape_only_model.py": {
         "read_text": _PACKAGE,
         "yaml.safe_load": _PACKAGE,
     },

@@ -40,7 +40,10 @@ ALLOWED = {
         1,
         "transformers' own, under its own name, for a loop",
     ),
-    ("recipe_lib/plan/world/shape_only_model.py", "tempfile.mkdtemp"): (1, "of this process"),
+    ("recipe_lib/plan/simulated_world/shape_only_model.py", "tempfile.mkdtemp"): (
+        1,
+        "of this process",
+    ),
 }
 COPIES = ("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename", "os.replace",
           "os.link", "os.symlink", "tempfile.mkstemp", "tempfile.mkdtemp", "tempfile.NamedTemporaryFile",

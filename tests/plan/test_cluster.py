@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from recipe_lib.plan.report import render
-from recipe_lib.plan.result import DimensionPlan, Plan, Volume, groups_along
-from recipe_lib.plan.tables import groups_table, stage_ranks_table, volume_table
+from recipe_lib.plan.plan_schema import DimensionPlan, Plan, Volume, groups_along
+from recipe_lib.plan.views.report import render
+from recipe_lib.plan.views.tables import groups_table, stage_ranks_table, volume_table
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made, hand_made_pipeline

@@ -12,7 +12,7 @@ from tests.plan.apart import apart, settings
 def planned(allowed: float) -> tuple[str, int, str]:
     """Verdict, bytes that are left on the device, and the reason."""
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.verdict import reason_text
+    from recipe_lib.plan.views.verdict_text import reason_text
 
     overrides = (
         "device=auto",

@@ -10,10 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recipe_lib.plan.receipts import quote_line
-from recipe_lib.plan.report import MOST_POINTS, draw_pipeline, draw_timeline, points, render_html
-from recipe_lib.plan.result import DOES_NOT_FIT, Plan
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.measured.receipts import quote_line
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.views.report import (
+    MOST_POINTS,
+    draw_pipeline,
+    draw_timeline,
+    points,
+    render_html,
+)
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.made_receipts import made_receipt
 from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace

@@ -5,7 +5,7 @@ many.
 import pytest
 
 from recipe_lib.plan.build_plan import LIMIT, large_tensor_notes
-from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.trace import Trace
 from tests.plan.made_traces import Writer
 
 

@@ -15,8 +15,8 @@ from recipe_lib.config import load_config
 from recipe_lib.plan.hardware import HOST_MEMORY_OF_ONE, find_hardware
 from recipe_lib.plan.timing.cost import op_seconds
 from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.trace import ALLOC, FREE, HOST, OP, PHASE, WAIT, Op, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, HOST, OP, PHASE, WAIT, Op, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_closed_forms import BF16, KEYS, MLP_WIDTH, QUERIES, WIDTH
 from tests.recipes.runs import FULL, PLAIN, ROOT, recipe_class, recipe_module

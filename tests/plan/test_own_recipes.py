@@ -14,7 +14,7 @@ from recipe_lib.cli.recipes import load_module
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import simulated_micro_batches
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import STEPS, alike, made
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go

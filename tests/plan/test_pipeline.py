@@ -13,7 +13,7 @@ import pytest
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import with_transfers
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.plan.tracing.pipeline_actions import (
     enough_micro_batches,
     orders_of,
@@ -65,8 +65,8 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
     """
     from recipe_lib.plan.build_plan import make_plan, simulate_rank
     from recipe_lib.plan.timing.cost import model_flops
-    from recipe_lib.plan.trace import OP
-    from recipe_lib.plan.tracing.simulate import STEADY
+    from recipe_lib.plan.tracing.trace import OP
+    from recipe_lib.plan.tracing.trace_rank import STEADY
 
     def counted(trace: Any) -> Counter[tuple[str, str]]:
         ops = [trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP]

@@ -7,9 +7,9 @@ import torch
 
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
-from recipe_lib.plan.trace import OP, PHASE, Op, Trace
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData
 from recipe_lib.plan.tracing.simulated_micro_batches import Passes, last_stand_for_all
-from recipe_lib.plan.world.planned_batches import PlannedData
+from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 
 WORLD = SimpleNamespace(device=torch.device("cpu"), data_ranks=2)
 SHAPE = SimpleNamespace(tokens=8, documents=1)

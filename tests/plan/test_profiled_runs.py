@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.profiled_runs import profiled_peak
 from tests.plan.test_real_runs import CASES as CASES_TRACED

@@ -4,11 +4,11 @@ simulated whole.
 
 from typing import Any
 
-from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan
-from recipe_lib.plan.report import render
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
-from recipe_lib.plan.trace import ALLOC, PHASE, Storage, Trace
-from recipe_lib.plan.tracing.simulate import Simulated
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY
+from recipe_lib.plan.summary.rank_memory import lowered, not_simulated, rank_plan
+from recipe_lib.plan.tracing.trace import ALLOC, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import Simulated
+from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made

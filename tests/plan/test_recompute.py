@@ -14,8 +14,8 @@ from recipe_lib.config import load_config
 from recipe_lib.memory.budget import choose, layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.parallel import DTYPES
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from recipe_lib.units import GIB
 from tests.plan.apart import apart
 from tests.recipes.runs import FULL, LORA, PLAIN, recipe_class, recipe_module

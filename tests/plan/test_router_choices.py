@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.models import mixture
 from recipe_lib.parallel import start_world
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import CHOICES, EXPERTS, MIXTURES, write_mixture
 from tests.plan.test_real_runs import collectives_let_go, config_of

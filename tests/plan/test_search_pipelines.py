@@ -23,7 +23,7 @@ def searched(folder: Path) -> dict[str, Any]:
     an estimate.
     """
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.result import OutsideTorch
+    from recipe_lib.plan.plan_schema import OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trials import override_text, quick
 
@@ -87,7 +87,7 @@ def tried(
     from recipe_lib.plan.hardware import find_hardware
     from recipe_lib.plan.search.trial_order import batch_per_step, micro_batch, pipelines, sizes
     from recipe_lib.plan.search.trials import changed, data_ranks
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
 
     cfg = load("demo/full", "device=auto", *overrides)
     wanted = PlanSettings(hardware=find_hardware(device), sequence=Sequence(8, ""), ranks=ranks)

@@ -6,9 +6,9 @@ import pytest
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.report import render
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.plan.search.advice import find_fewest, find_smallest_cards, least_ranks
+from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made

@@ -14,7 +14,7 @@ from recipe_lib.memory import layer_stream
 from recipe_lib.optim import optimizers
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import tracer
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from recipe_lib.training.host_memory import offloaded_bytes
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture

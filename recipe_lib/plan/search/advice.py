@@ -19,8 +19,7 @@ from recipe_lib.config.mesh import MODEL_DIMS, micro_batches, same_batch_ranks
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import PlanSettings, make_plan, simulate_rank
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.rank_plans import has_room, rank_plan
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice, Plan
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice, Plan
 from recipe_lib.plan.search.lever_table import (
     LENGTH_KEY,
     PACKING_KEY,
@@ -39,8 +38,9 @@ from recipe_lib.plan.search.trials import (
     override_text,
     try_quick,
 )
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY
-from recipe_lib.plan.verdict import planned_reserved
+from recipe_lib.plan.summary.rank_memory import has_room, rank_plan
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
+from recipe_lib.plan.views.verdict_text import planned_reserved
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes, format_duration
 

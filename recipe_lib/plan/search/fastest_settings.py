@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
 from recipe_lib.plan.search.trial_order import (
     Trials,
     batch_per_step,

@@ -12,7 +12,6 @@ from typing import Any
 
 from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
     CONTEXT_KEY,
     LONG_SEQUENCE,
@@ -32,6 +31,7 @@ from recipe_lib.plan.search.trials import (
     streamed,
     value_of,
 )
+from recipe_lib.plan.summary.rank_memory import mixture_of
 
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
 LENGTH_KEY, PACKING_KEY, TARGETS_KEY = "max_seq_len", "data.packing", "lora.target_modules"

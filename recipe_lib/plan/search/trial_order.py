@@ -59,7 +59,7 @@ from recipe_lib.plan.search.trials import (
     usable_bytes,
     value_of,
 )
-from recipe_lib.plan.world.shape_only_model import layer_count
+from recipe_lib.plan.simulated_world.shape_only_model import layer_count
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 

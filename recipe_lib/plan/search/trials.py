@@ -28,12 +28,12 @@ from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.caching_allocator import block_bytes
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
-from recipe_lib.plan.tables import outermost
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.timing.cost import least_op_seconds, wire_bytes
-from recipe_lib.plan.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
-from recipe_lib.plan.tracing.simulate import STEADY, list_short_steps
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, list_short_steps
+from recipe_lib.plan.views.tables import outermost
 from recipe_lib.report.phases import phase
 
 # What a run takes on one rank, from one exact step: what a search tries settings by, in place of a

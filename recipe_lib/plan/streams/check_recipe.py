@@ -9,13 +9,17 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
-from recipe_lib.plan.rank_plans import first_of_each_place
 from recipe_lib.plan.search.trials import in_processes
+from recipe_lib.plan.simulated_world.shape_only_model import (
+    find_layer_pattern,
+    layer_count,
+    with_layers,
+)
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.summary.rank_memory import first_of_each_place
 from recipe_lib.units import counted
 
 MOST_RANKS = 64  # whose collectives are compared

@@ -27,8 +27,8 @@ from torch import Tensor
 from recipe_lib.plan.streams.code_line import Line, code_line, text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.timing.stream_schedule import is_transfer
-from recipe_lib.plan.trace import HOST, Op, Storage
 from recipe_lib.plan.tracing.operator_costs import is_blocking, tensors_in
+from recipe_lib.plan.tracing.trace import HOST, Op, Storage
 
 # What happens before what, on the streams of a device and on the host: vector clocks (Mattern,
 # 1989). No torch.

@@ -15,7 +15,7 @@ import numpy as np
 
 from recipe_lib.plan.allocation.untraced_memory import attention_backend
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.trace import WORK_WAIT, Collective, Op, Trace
+from recipe_lib.plan.tracing.trace import WORK_WAIT, Collective, Op, Trace
 
 KERNEL_SECONDS = (
     3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us

@@ -15,8 +15,8 @@ from recipe_lib.parallel.pipeline.simulation import Timeline, simulate
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, collective_seconds, launch_seconds
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
-from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
+from recipe_lib.plan.tracing.trace import Trace
 
 _Seconds = dict[Action, float]
 

@@ -21,7 +21,7 @@ from recipe_lib.plan.timing.cost import (
     op_seconds,
     with_loads,
 )
-from recipe_lib.plan.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op, Trace
+from recipe_lib.plan.tracing.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op, Trace
 
 
 @dataclass

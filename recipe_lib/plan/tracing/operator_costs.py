@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.memory.budget import GROUPED, grouped_flops
-from recipe_lib.plan.trace import Collective
+from recipe_lib.plan.tracing.trace import Collective
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
 DTYPE_NAMES = {

@@ -14,8 +14,8 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.registry import loaded_plugins
 from recipe_lib.data import Batch
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.units import format_bytes
 
 # Of a recipe that does not say so, so many are simulated at once; of more, how long one takes is

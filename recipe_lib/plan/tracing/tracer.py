@@ -20,8 +20,28 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.peaks import pinned_bytes
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedCall, CachedFakeMode
+from recipe_lib.plan.simulated_world.compiled_code import around_operator, inside_of
+from recipe_lib.plan.simulated_world.patches import (
+    Patch,
+    apply_patches,
+    hide_propagation,
+    on_shards,
+)
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import (
+from recipe_lib.plan.tracing.operator_costs import (
+    ADD_IN_PLACE,
+    PLAIN_TENSORS,
+    Cost,
+    cost_of,
+    has_memory,
+    is_blocking,
+    is_summed_in_place,
+    plain_parts,
+    read_collective,
+    tensors_in,
+)
+from recipe_lib.plan.tracing.trace import (
     ALLOC,
     FREE,
     HOST,
@@ -35,21 +55,6 @@ from recipe_lib.plan.trace import (
     Sync,
     Trace,
 )
-from recipe_lib.plan.tracing.operator_costs import (
-    ADD_IN_PLACE,
-    PLAIN_TENSORS,
-    Cost,
-    cost_of,
-    has_memory,
-    is_blocking,
-    is_summed_in_place,
-    plain_parts,
-    read_collective,
-    tensors_in,
-)
-from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
-from recipe_lib.plan.world.compiled_code import around_operator, inside_of
-from recipe_lib.plan.world.patches import Patch, apply_patches, hide_propagation, on_shards
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator
 # with arithmetic.

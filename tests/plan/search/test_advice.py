@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.configs import load
@@ -27,7 +27,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search import advice as module
     from recipe_lib.plan.search.trials import override_text
-    from recipe_lib.plan.world.shape_only_model import with_layers
+    from recipe_lib.plan.simulated_world.shape_only_model import with_layers
 
     active: dict[str, int] = {}
     for words in (*typed, ""):
@@ -99,7 +99,7 @@ def test_levers_that_the_table_refuses_are_left_out():
     assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
 
     offered = {
         override_text(lever.changes) for lever in list_levers(cfg, wanted(4, Sequence(100, "")))
@@ -114,7 +114,7 @@ def test_levers_that_the_table_refuses_are_left_out():
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import changed, override_text
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(4, Sequence(100, ""))
     once = "parallel.reduce_gradients=step"
@@ -134,7 +134,7 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
 def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import changed, override_text
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
     of_teachers = {
@@ -163,8 +163,8 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     None
 ):
     from recipe_lib.plan.search.trial_order import list_groups
-    from recipe_lib.plan.world.sequence_lengths import Sequence
-    from recipe_lib.plan.world.shape_only_model import plannable
+    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.shape_only_model import plannable
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
 
@@ -221,7 +221,7 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
     """Whichever the config has, the other is tried."""
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")

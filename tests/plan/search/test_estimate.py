@@ -29,7 +29,7 @@ def measure(name: str) -> tuple[dict[str, float], dict[str, float]]:
     """(what `quick` says, what the whole plan has)."""
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search.trials import quick
-    from recipe_lib.plan.world.shape_only_model import with_layers
+    from recipe_lib.plan.simulated_world.shape_only_model import with_layers
 
     kind, ranks, layers, overrides = CASES[name]
     recipe_class, cfg, wanted = settings(NAMES[kind], ranks, *SMALL, *overrides)

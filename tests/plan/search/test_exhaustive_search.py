@@ -29,7 +29,7 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
     estimated.
     """
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.result import DOES_NOT_FIT, OutsideTorch
+    from recipe_lib.plan.plan_schema import DOES_NOT_FIT, OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trial_order import (
         list_groups,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
 from recipe_lib.plan.search import trials as trials_module
 from recipe_lib.plan.search.fastest_settings import Search, render_search
 from recipe_lib.plan.search.trial_order import (
@@ -40,7 +40,7 @@ def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
     typed.
     """
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.result import OutsideTorch
+    from recipe_lib.plan.plan_schema import OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trials import override_text
 

@@ -20,8 +20,8 @@ from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.search.advice import choose_strategy, decide
 from recipe_lib.plan.search.trials import Estimate
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.plan import test_closed_forms as forms

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
-from recipe_lib.plan.timing import calibrate as module
-from recipe_lib.plan.timing.calibrate import calibrate
-from recipe_lib.plan.timing.calibration import TINY_MATMULS, read_calibration
+from recipe_lib.plan.measured import measure_rates as module
+from recipe_lib.plan.measured.measure_rates import calibrate
+from recipe_lib.plan.measured.rates_file import TINY_MATMULS, read_calibration
 from recipe_lib.plan.timing.cost import op_seconds
-from recipe_lib.plan.trace import Op
+from recipe_lib.plan.tracing.trace import Op
 
 
 def good() -> dict[str, Any]:

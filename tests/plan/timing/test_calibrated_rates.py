@@ -15,7 +15,7 @@ from recipe_lib.plan.timing.cost import (
     op_seconds,
     run_share,
 )
-from recipe_lib.plan.trace import Op
+from recipe_lib.plan.tracing.trace import Op
 
 H100, A100, RTX4090 = HARDWARE["h100"], HARDWARE["a100-80gb"], HARDWARE["rtx4090"]
 LARGE, MIDDLE, SMALL = (4096, 14336, 4096), (512, 4096, 4096), (512, 2048, 2048)

@@ -19,7 +19,7 @@ from recipe_lib.plan.timing.cost import (
     op_seconds,
     wire_bytes,
 )
-from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
+from recipe_lib.plan.tracing.trace import OP, PHASE, Collective, Op, Trace
 
 RTX4090 = HARDWARE["rtx4090"]
 H100 = HARDWARE["h100"]

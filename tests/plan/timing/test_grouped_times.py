@@ -18,7 +18,7 @@ from recipe_lib.plan.timing.cost import (
     with_loads,
 )
 from recipe_lib.plan.timing.stream_schedule import MATMULS, kind_of, schedule
-from recipe_lib.plan.trace import OP, PHASE, Op, Trace
+from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 
 EXPERTS, ROWS, WIDTH, INNER = 128, 128, 2048, 768
 ELEMENTS = ROWS * WIDTH + WIDTH * INNER + ROWS * INNER

@@ -11,10 +11,10 @@ import pytest
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
-from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate
-from recipe_lib.plan.timing.calibration import read_calibration, with_links
+from recipe_lib.plan.measured.measure_rates import copy_rates, matmul_rate
+from recipe_lib.plan.measured.rates_file import read_calibration, with_links
 from recipe_lib.plan.timing.cost import Links, collective_seconds, wire_bytes
-from recipe_lib.plan.trace import Collective
+from recipe_lib.plan.tracing.trace import Collective
 from tests.plan.timing.test_calibrate import good, written
 
 CARD = replace(HARDWARE["rtx4090"], ranks_per_node=4)
@@ -125,7 +125,7 @@ def test_rates_of_copies_are_read_and_may_be_absent() -> None:
 
 
 def test_rates_can_be_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe_lib.plan.timing import calibrate as module
+    from recipe_lib.plan.measured import measure_rates as module
 
     monkeypatch.setattr(
         module, "_seconds", lambda work, device: (work(), 0.001)[1]

@@ -13,7 +13,7 @@ from recipe_lib.plan.timing.stream_schedule import (
     operators_launched,
     time_by_kind,
 )
-from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
+from recipe_lib.plan.tracing.trace import OP, PHASE, Collective, Op, Trace
 
 CARD = HARDWARE["h100"]
 

@@ -14,7 +14,7 @@ from recipe_lib.parallel.pipeline.simulation import counted_in_flight, simulate
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.result import (
+from recipe_lib.plan.plan_schema import (
     DOES_NOT_FIT,
     FITS,
     RISKY,
@@ -28,14 +28,14 @@ from recipe_lib.plan.result import (
     StagePlan,
     ranks_of_place,
 )
-from recipe_lib.plan.tables import outermost
+from recipe_lib.plan.simulated_world.shape_only_model import spec_of
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.pipeline_time import pipeline_time, whole_step
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, traced_micro_batches
-from recipe_lib.plan.tracing.simulate import MAKING_STATES, STEADY, Simulated
-from recipe_lib.plan.world.shape_only_model import spec_of
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import MAKING_STATES, STEADY, Simulated
+from recipe_lib.plan.views.tables import outermost
 from recipe_lib.units import format_bytes, format_duration
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
 
 aten = torch.ops.aten
 Arguments = tuple[Sequence[Any], dict[str, Any]]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMULS, VERSION
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, MATMULS, TINY_MATMULS, VERSION
 from recipe_lib.plan.timing.cost import ATTENTION, OPERATIONS, TINY_ATTENTION
 from recipe_lib.units import MIB, format_bytes
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
-from recipe_lib.plan.tables import (
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
+from recipe_lib.plan.views.tables import (
     advice_table,
     alive_tree,
     alone_table,
@@ -26,8 +27,7 @@ from recipe_lib.plan.tables import (
     sum_traffic,
     volume_table,
 )
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
-from recipe_lib.plan.verdict import (
+from recipe_lib.plan.views.verdict_text import (
     host_text,
     next_step,
     planned_reserved,

@@ -3,7 +3,7 @@ torch in here.
 """
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, Plan, RankPlan
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, Plan, RankPlan
 from recipe_lib.units import (
     choose_unit,
     count_hundredths,

@@ -16,8 +16,8 @@ from recipe_lib.data.batches import make_step
 from recipe_lib.data.dataset import Dataset, as_trained
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
+from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
 from recipe_lib.plan.tracing.simulated_micro_batches import Passes
-from recipe_lib.plan.world.sequence_lengths import Sequence
 
 
 class PlannedData:

@@ -21,7 +21,7 @@ from recipe_lib.config.describe import levers_of
 from recipe_lib.config.mesh import mesh_shape, with_context
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import open_to_append
-from recipe_lib.plan.result import read_typed
+from recipe_lib.plan.plan_schema import read_typed
 from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
 from recipe_lib.report.planned import KINDS

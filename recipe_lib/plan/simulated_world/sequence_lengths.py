@@ -27,7 +27,7 @@ from recipe_lib.data.cache import MANIFEST
 from recipe_lib.data.sources import open_sources
 from recipe_lib.data.tokenize_dataset import DatasetBuilder
 from recipe_lib.errors import ConfigError, UserError
-from recipe_lib.plan.world.sequence_choice import PERCENTILES, check_choice
+from recipe_lib.plan.simulated_world.sequence_choice import PERCENTILES, check_choice
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.units import MIB, format_bytes
 

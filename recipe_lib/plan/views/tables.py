@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.plan.result import (
+from recipe_lib.plan.plan_schema import (
     Alive,
     CommunicationRow,
     LayerRow,
@@ -17,8 +17,8 @@ from recipe_lib.plan.result import (
     StagePlan,
     Volume,
 )
-from recipe_lib.plan.trace import STORAGE_KINDS
-from recipe_lib.plan.verdict import place_text, rank_text, running_text
+from recipe_lib.plan.tracing.trace import STORAGE_KINDS
+from recipe_lib.plan.views.verdict_text import place_text, rank_text, running_text
 from recipe_lib.report.view import Table, TreeLine
 from recipe_lib.units import (
     Bytes,

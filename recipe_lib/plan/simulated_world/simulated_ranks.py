@@ -22,8 +22,8 @@ from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
 from recipe_lib.parallel.world import World, world_of
-from recipe_lib.plan.world.patches import Patch, apply_patches
-from recipe_lib.plan.world.simulated_device import MODULE, NAME, register_device
+from recipe_lib.plan.simulated_world.patches import Patch, apply_patches
+from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME, register_device
 
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer

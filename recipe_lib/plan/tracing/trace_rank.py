@@ -26,9 +26,19 @@ from recipe_lib.models.meta_init import extra_tensors, stored_weights
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import entries_of
 from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.plan_schema import LayerRow
+from recipe_lib.plan.simulated_world import sequence_lengths
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.simulated_world.compiled_code import compiling
+from recipe_lib.plan.simulated_world.patches import apply_patches, find_documents, follow_works
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData, batch_tensors
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import (
+    connect_streams,
+    simulated_world,
+    tensors_without_bytes,
+)
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 from recipe_lib.plan.tracing.operator_costs import plain_parts
 from recipe_lib.plan.tracing.pipeline_actions import (
     follow_actions,
@@ -50,18 +60,8 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     likeness,
     treats_all_alike,
 )
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
-from recipe_lib.plan.world import sequence_lengths
-from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
-from recipe_lib.plan.world.compiled_code import compiling
-from recipe_lib.plan.world.patches import apply_patches, find_documents, follow_works
-from recipe_lib.plan.world.planned_batches import PlannedData, batch_tensors
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import (
-    connect_streams,
-    simulated_world,
-    tensors_without_bytes,
-)
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"

@@ -18,13 +18,28 @@ from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import UserError
-from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.plan_schema import LayerRow
+from recipe_lib.plan.simulated_world.patches import Patch, apply_patches
+from recipe_lib.plan.simulated_world.shape_only_model import (
+    find_layer_pattern,
+    layer_count,
+    with_layers,
+)
 from recipe_lib.plan.streams.code_line import is_of_user, text_of
-from recipe_lib.plan.trace import ALLOC, FREE, OP, RECORD, USE, WAIT, Op, Storage, Sync, Trace
-from recipe_lib.plan.tracing.simulate import Simulated
 from recipe_lib.plan.tracing.simulated_micro_batches import treats_all_alike
-from recipe_lib.plan.world.patches import Patch, apply_patches
-from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
+from recipe_lib.plan.tracing.trace import (
+    ALLOC,
+    FREE,
+    OP,
+    RECORD,
+    USE,
+    WAIT,
+    Op,
+    Storage,
+    Sync,
+    Trace,
+)
+from recipe_lib.plan.tracing.trace_rank import Simulated
 
 # Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike
 # the others, and two layers at the ends of a step for which FSDP gathers ahead of time.

@@ -30,11 +30,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from recipe_lib.plan.trace import Op
+from recipe_lib.plan.simulated_world.cached_fake_mode import wrap
+from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import attention_kernel
 from recipe_lib.plan.tracing.operator_costs import cost_of, dtype_name
-from recipe_lib.plan.world.cached_fake_mode import wrap
-from recipe_lib.plan.world.simulated_device import MODULE, NAME
-from recipe_lib.plan.world.simulated_world import attention_kernel
+from recipe_lib.plan.tracing.trace import Op
 from recipe_lib.units import counted
 
 if TYPE_CHECKING:

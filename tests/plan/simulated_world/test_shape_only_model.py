@@ -11,7 +11,7 @@ from recipe_lib.config import load_config
 from recipe_lib.config.paths import list_configs, list_presets
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.models import preset_config, spec_from_config
-from recipe_lib.plan.world.shape_only_model import (
+from recipe_lib.plan.simulated_world.shape_only_model import (
     find_layer_pattern,
     layer_count,
     plannable,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipe_lib.plan.world import simulated_device
+from recipe_lib.plan.simulated_world import simulated_device
 
 # Of a driver's handles, which no simulation has and torch's Python code does not ask for.
 HANDLES = {"native_handle", "event_id", "from_ipc_handle", "ipc_handle"}

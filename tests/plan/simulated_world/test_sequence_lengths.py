@@ -8,8 +8,8 @@ import pytest
 from recipe_lib.data import DataPlan, build_dataset, make_step
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.world import sequence_lengths
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.simulated_world import sequence_lengths
+from recipe_lib.plan.simulated_world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import load_tokenizer
 from tests.plan.configs import SMALL, load
 

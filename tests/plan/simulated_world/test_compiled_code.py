@@ -12,10 +12,10 @@ import torch._inductor.config
 import recipe_lib.adapters.quantized
 import recipe_lib.ops.gathered  # noqa: F401
 from recipe_lib.plan.build_plan import simulate_rank
-from recipe_lib.plan.trace import OP
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world import compiled_code
-from recipe_lib.plan.world.shape_only_model import with_layers
+from recipe_lib.plan.simulated_world import compiled_code
+from recipe_lib.plan.simulated_world.shape_only_model import with_layers
+from recipe_lib.plan.tracing.trace import OP
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from tests.plan.apart import apart, settings
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.plan.trace import WORK_WAIT, Op
+from recipe_lib.plan.tracing.trace import WORK_WAIT, Op
 
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer

@@ -1,0 +1,1 @@
+"""What traces of simulated ranks come to: memory, verdict, time, communication, assumptions."""
