@@ -45,7 +45,7 @@ from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import FITS
-from recipe_lib.plan.search.trials import usable_bytes
+from recipe_lib.plan.search.trials import compute_usable_bytes
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0
@@ -233,7 +233,7 @@ def row_of(job: Job) -> dict[str, Any]:
         "config": job.case.config,
         "overrides": list(job.case.overrides),
         "row_tokens": cfg.max_seq_len,
-        "cap": usable_bytes(cfg, settings),
+        "cap": compute_usable_bytes(cfg, settings),
         "expandable": False,
     }
 

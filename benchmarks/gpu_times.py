@@ -27,7 +27,7 @@ from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.measured.measure_rates import calibrate
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, read_calibration
 from recipe_lib.plan.simulated_world.planned_batches import PlannedData
-from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, time_by_kind
+from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, sum_time_by_kind
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from tests.plan.apart import apart
 
@@ -58,7 +58,7 @@ rate of the GPU's, and is left out. Adapters' small products were planned by it.
 
 Not known: how much of the 0.90 is heat and how much the layouts of backward's products. `tune doctor` had {cold:.1f} \
 TFLOP/s of the product 4096 x 14336 x 4096 at its start; an 8192 cube reached {cube:.0f} between the steps above. No \
-file with `step_share` or `optimizer` has been measured yet."""
+file with `measure_step_share` or `optimizer` has been measured yet."""
 DRY_HOW = """Nothing was measured on a GPU: tiny models on a CPU, to check the program."""
 
 
@@ -173,7 +173,7 @@ def plan_row(
     _, trace = make_plan(recipe_class, cfg, settings)
     planned = {}
     for name, calibration in ((SHEET, None), (CALIBRATED, read_calibration(rates, hardware))):
-        kinds = time_by_kind(trace, STEADY, hardware, calibration)
+        kinds = sum_time_by_kind(trace, STEADY, hardware, calibration)
         planned[name] = {"seconds": schedule(trace, STEADY, hardware, calibration).step, **kinds}
     return planned
 

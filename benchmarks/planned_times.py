@@ -185,7 +185,7 @@ def operations(trace: Trace) -> int:
     """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats
     among them.
     """
-    ops = (trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP)
+    ops = (trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP)
     return sum(op.flops * op.repeats for op in ops)
 
 

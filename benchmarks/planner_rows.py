@@ -150,7 +150,7 @@ def _of_stage(trace: Trace) -> Planned:
 def kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
     """By kind of memory the bytes live when the most are asked for."""
     found: dict[str, int] = defaultdict(int)
-    for number in trace.alive_at_peak(phase):
+    for number in trace.list_alive_at_peak(phase):
         found[trace.storages[number].kind] += trace.storages[number].bytes
     return dict(found)
 

@@ -73,8 +73,8 @@ def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -
     ours = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     recipe = ours if kind == OURS else recipe_class(attached=kind == BEFORE)
     trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
-    alive = [trace.storages[number] for number in trace.alive_at_peak(STEADY)]
-    return trace.active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
+    alive = [trace.storages[number] for number in trace.list_alive_at_peak(STEADY)]
+    return trace.find_active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
 
 
 Job = tuple[str, str, str, int]

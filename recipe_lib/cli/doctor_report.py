@@ -5,7 +5,7 @@ from typing import Any
 
 from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
-from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
+from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
     heading,
     open_console,
@@ -326,7 +326,7 @@ def _tabulate_collectives(measured: dict[str, Any]) -> Table:
             seconds = points[size, operation]
             row += [
                 format_duration(seconds),
-                per_second(wire_bytes(operation, size, measured["ranks"]) / seconds),
+                per_second(count_wire_bytes(operation, size, measured["ranks"]) / seconds),
             ]
         rows.append(row)
     header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]

@@ -21,11 +21,11 @@ from recipe_lib.plan.measured.receipts import (
     append_receipt,
     describe_run,
     find_nearest,
+    get_receipts_file,
     is_off,
     make_receipt,
     quote_line,
     read_receipts,
-    receipts_file,
 )
 from recipe_lib.report.terminal import Table, open_console, put, put_table, terminal_width, text_of
 from recipe_lib.units import counted, format_bytes
@@ -45,7 +45,7 @@ def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None
         read_metrics,
     )  # torch, which the launcher has imported by now
 
-    path = receipts_file()
+    path = get_receipts_file()
     try:
         receipt = make_receipt(figures, summary, read_metrics(Path(figures["output_dir"])))
         if "reserved" not in receipt.errors:  # by which receipts are compared
@@ -71,7 +71,7 @@ def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
     if is_off():
         return ""
     try:
-        receipts, _ = read_receipts(receipts_file())
+        receipts, _ = read_receipts(get_receipts_file())
     except OSError:  # `tune plan --receipts` says what is wrong
         return ""
     nearest = find_nearest(receipts, describe_run(cfg, shaped, settings))
@@ -82,7 +82,7 @@ def list_receipts(arguments: argparse.Namespace) -> str:
     """Return what `--receipts` prints; with --json the same for programs. ConfigError for a file
     that is none.
     """
-    path = receipts_file()
+    path = get_receipts_file()
     try:
         receipts, unreadable = read_receipts(path)
     except OSError as error:

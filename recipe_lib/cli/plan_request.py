@@ -319,11 +319,11 @@ def prepare(
         decides and shaped.parallel.strategy == "auto" and settings.ranks > 1
     ):  # one rank shards nothing
         from recipe_lib.plan.search.advice import choose_strategy
-        from recipe_lib.plan.search.trials import STRATEGY_KEY, changed
+        from recipe_lib.plan.search.trials import STRATEGY_KEY, apply_changes
 
         with explained(recipe, cfg):
             strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
-        shaped, said = changed(shaped, {STRATEGY_KEY: strategy}), [*said, line]
+        shaped, said = apply_changes(shaped, {STRATEGY_KEY: strategy}), [*said, line]
     assumptions = (*assumed, *said, *arguments.notes)
     arguments.notes = [*assumed, *arguments.notes]
     return planned, shaped, dataclasses.replace(settings, assumptions=assumptions)
@@ -348,10 +348,10 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ran
     if not given:
         return None
     from recipe_lib.plan.allocation.untraced_memory import outside_torch
-    from recipe_lib.plan.search.trials import communicator_sizes
+    from recipe_lib.plan.search.trials import list_communicator_sizes
 
     return dataclasses.replace(
-        outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given
+        outside_torch(hardware, list_communicator_sizes(cfg.parallel, ranks)), **given
     )
 
 

@@ -69,7 +69,7 @@ class DimensionPlan:
     layer: Volume | None = None
 
 
-def groups_along(mesh: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
+def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
     """The ranks of each group: those that differ in the dimensions `along` alone. mesh: sizes,
     outermost first; a rank is its place in the order of all coordinates.
     """
@@ -80,7 +80,7 @@ def groups_along(mesh: Mapping[str, int], along: Sequence[str]) -> list[list[int
     return list(found.values())
 
 
-def ranks_of_place(mesh: Mapping[str, int], place: int) -> list[int]:
+def list_stage_ranks(mesh: Mapping[str, int], place: int) -> list[int]:
     """The ranks at one place of their pipelines."""
     inner = math.prod(mesh.values()) // mesh.get("pipeline", 1)
     return list(range(place * inner, (place + 1) * inner))

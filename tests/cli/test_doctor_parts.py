@@ -194,7 +194,7 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(
     card = {"name": "card", "memory": GIB, "free": GIB, "capability": [8, 6]}
     monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
     monkeypatch.setattr(doctor_probes, "measure_gpu", lambda device: device)
-    monkeypatch.setattr(calibrate, "matmul_rate", lambda device, dtype: (device, dtype))
+    monkeypatch.setattr(calibrate, "measure_matmul_rate", lambda device, dtype: (device, dtype))
     done = dict(device_steps(0, Path()))
     assert done.pop("torch")()["gpus"] == [card, card]
     assert done.pop("torchao") is doctor_probes.import_torchao

@@ -194,7 +194,7 @@ def read(trace: Trace) -> Found:
         )
         for phase in (steady - 1, steady)
     )
-    peaks = trace.active_peaks()
+    peaks = trace.find_active_peaks()
     saving = peaks["save"] - sum(held.values())
     return Found(dict(most), dict(collectives), small, (first, second), peaks[STEADY], saving)
 

@@ -74,7 +74,7 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
     assert [note.partition(":")[0] for note in found.notes] == ["compiled code"], (
         "planned as it is compiled"
     )
-    return found.trace.active_peaks()[STEADY]
+    return found.trace.find_active_peaks()[STEADY]
 
 
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:

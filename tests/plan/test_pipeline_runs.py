@@ -88,7 +88,7 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
         with start_world(cfg) as world, collectives_let_go():
             assert dist.get_world_size() == ranks_of(case)
             found = trace_real_run(recipe_class(module), cfg, world, shape)
-    return {"peaks": found.trace.active_peaks(), "repeats": found.repeats}
+    return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
 
 @pytest.mark.parametrize("rank", range(2))

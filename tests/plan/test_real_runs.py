@@ -235,7 +235,7 @@ def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
         with start_world(cfg) as world, collectives_let_go():
             found = trace_real_run(recipe, cfg, world, shape)
     return {
-        "peaks": found.trace.active_peaks(),
+        "peaks": found.trace.find_active_peaks(),
         "events": events(found.trace),
         "repeats": found.repeats,
     }

@@ -13,9 +13,9 @@ import pytest
 from recipe_lib.cli.plan_receipts import keep_receipt, render_receipts
 from recipe_lib.plan.measured.receipts import (
     append_receipt,
+    get_receipts_file,
     make_receipt,
     read_receipts,
-    receipts_file,
 )
 from recipe_lib.units import GIB
 from tests.plan.made_receipts import left_by_a_run, made_receipt
@@ -171,7 +171,7 @@ def test_the_folder_is_the_specification_s(state, home, place, monkeypatch: pyte
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     if state is not None:
         monkeypatch.setenv("XDG_STATE_HOME", state)
-    assert receipts_file() == Path(place, "receipts.jsonl")
+    assert get_receipts_file() == Path(place, "receipts.jsonl")
 
 
 def test_without_a_home_nothing_is_written_to_the_working_folder(
@@ -222,7 +222,7 @@ def test_a_figure_that_a_summary_lacks(
     if is_absent:
         del summary[lost]
     keep_receipt(figures, summary)
-    assert receipts_file().exists() == is_kept
+    assert get_receipts_file().exists() == is_kept
 
 
 def test_of_one_step_no_time_is_known():

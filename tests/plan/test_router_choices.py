@@ -81,11 +81,11 @@ def peaks(case: tuple[Any, ...], folder: Path, router: str) -> tuple[dict[str, i
     recipe, cfg, shape = config_of(case, folder)
     if router == "planned":
         found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
-        return pick(found.trace.active_peaks()), set()
+        return pick(found.trace.find_active_peaks()), set()
     changed, loads = routed(recipe, router == "spread")
     with start_world(cfg) as world, collectives_let_go():
         found = trace_real_run(changed, cfg, world, shape)
-    return pick(found.trace.active_peaks()), set(loads)
+    return pick(found.trace.find_active_peaks()), set(loads)
 
 
 def pick(found: dict[str, int]) -> dict[str, int]:

@@ -77,9 +77,9 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
     exact = run()
     for storage in exact.trace.storages:
         storage.device = True
-    host = rounded.active_peaks(device=False)[STEADY]
+    host = rounded.find_active_peaks(device=False)[STEADY]
     return {
-        "peaks": exact.trace.active_peaks(),
+        "peaks": exact.trace.find_active_peaks(),
         "repeats": exact.repeats,
         "host": host,
         "judged": judged[0],
@@ -91,7 +91,7 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
     recipe, cfg, shape = config_of(add_streaming(name), folder)
     with start_world(cfg) as world, collectives_let_go():
         found = trace_real_run(recipe, cfg, world, shape)
-    return {"peaks": found.trace.active_peaks(), "repeats": found.repeats}
+    return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, QUICK))

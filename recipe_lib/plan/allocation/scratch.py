@@ -15,7 +15,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
     varlen_backward_scratch,
     workspace_bytes,
 )
-from recipe_lib.plan.timing.cost import one_kernel
+from recipe_lib.plan.timing.cost import has_grouped_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
@@ -90,7 +90,7 @@ def kernel_memory(architecture: str) -> KernelMemory:
     workspace = workspace_bytes(architecture)
     if not workspace:
         return lambda name, args, stream: []
-    matmuls = _MATMULS if one_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
+    matmuls = _MATMULS if has_grouped_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 
     def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
         if name not in matmuls:

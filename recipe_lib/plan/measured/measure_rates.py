@@ -34,8 +34,8 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    bandwidth = _bandwidth(device)
-    matmul = {name: _matmuls(dtype, device) for name, dtype in dtypes.items()}
+    bandwidth = _measure_bandwidth(device)
+    matmul = {name: _measure_matmuls(dtype, device) for name, dtype in dtypes.items()}
     result: dict[str, Any] = {
         "version": VERSION,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -43,20 +43,20 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
         "matmul": matmul,
-        "attention": _attention(device),
+        "attention": _measure_attention(device),
         "bandwidth": bandwidth,
-        **_issuing(device),
+        **_measure_issuing(device),
         "link_bandwidth": None,
     }
     if on_gpu:
-        result |= copy_rates(device)
+        result |= measure_copy_rates(device)
         result["memory"] = torch.cuda.mem_get_info(device)[1]
-        result["optimizer"] = optimizer_rate(device)
-        result["step_share"] = step_share(device, matmul["bf16"], bandwidth)
+        result["optimizer"] = measure_optimizer_rate(device)
+        result["step_share"] = measure_step_share(device, matmul["bf16"], bandwidth)
     return result
 
 
-def _seconds(work: Callable[[], Any], device: str) -> float:
+def _measure_seconds(work: Callable[[], Any], device: str) -> float:
     """Device time of one call: the median of seven, each of enough calls to last 20 ms (on a CPU, 1
     ms).
     """
@@ -76,7 +76,7 @@ def _seconds(work: Callable[[], Any], device: str) -> float:
     return sorted(run(calls) / calls for _ in range(7))[3]
 
 
-def copy_rates(device: str) -> dict[str, float]:
+def measure_copy_rates(device: str) -> dict[str, float]:
     """copy_to_device, copy_to_host: bytes a second between the device and pinned memory of the
     host, one way at a time; 256 MiB, on a CPU 1 MiB of ordinary memory.
     """
@@ -85,12 +85,14 @@ def copy_rates(device: str) -> dict[str, float]:
     host = torch.ones(count, dtype=torch.uint8, pin_memory=on_gpu)
     there = torch.ones(count, dtype=torch.uint8, device=device)
     return {
-        "copy_to_device": count / _seconds(lambda: there.copy_(host, non_blocking=True), device),
-        "copy_to_host": count / _seconds(lambda: host.copy_(there, non_blocking=True), device),
+        "copy_to_device": count
+        / _measure_seconds(lambda: there.copy_(host, non_blocking=True), device),
+        "copy_to_host": count
+        / _measure_seconds(lambda: host.copy_(there, non_blocking=True), device),
     }
 
 
-def matmul_rate(device: str, dtype: str) -> float:
+def measure_matmul_rate(device: str, dtype: str) -> float:
     """Operations a second of one large matmul in bf16, int8 or fp8 (rows of e4m3, one scale each
     way).
 
@@ -113,10 +115,10 @@ def matmul_rate(device: str, dtype: str) -> float:
     else:
         left, right = (torch.randn(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
         work = partial(torch.nn.functional.linear, left, right)
-    return 2 * m * n * k / _seconds(work, device)
+    return 2 * m * n * k / _measure_seconds(work, device)
 
 
-def _matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
+def _measure_matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
     """Rates, in operations a second, of `[m, k] @ [k, n]` as a linear layer has them."""
     measured = []
     for m, n, k in MATMULS if torch.device(device).type != "cpu" else TINY_MATMULS:
@@ -124,12 +126,12 @@ def _matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
             torch.randn(m, k, dtype=dtype, device=device),
             torch.randn(n, k, dtype=dtype, device=device),
         )
-        seconds = _seconds(partial(torch.nn.functional.linear, left, right), device)
+        seconds = _measure_seconds(partial(torch.nn.functional.linear, left, right), device)
         measured.append({"shape": [m, n, k], "rate": 2 * m * n * k / seconds})
     return measured
 
 
-def _attention(device: str) -> float:
+def _measure_attention(device: str) -> float:
     """Operations a second of causal attention, forward and backward together, counted as torch's
     flop counter does.
 
@@ -147,19 +149,19 @@ def _attention(device: str) -> float:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), grad)
 
-    return (4 + 10) * math.prod(shape) * shape[2] / _seconds(work, device)
+    return (4 + 10) * math.prod(shape) * shape[2] / _measure_seconds(work, device)
 
 
-def _bandwidth(device: str) -> float:
+def _measure_bandwidth(device: str) -> float:
     """Bytes a second of `a + b` in bf16: two read, one written."""
     elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
     first, second, out = (
         torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3)
     )
-    return 3 * 2 * elements / _seconds(lambda: torch.add(first, second, out=out), device)
+    return 3 * 2 * elements / _measure_seconds(lambda: torch.add(first, second, out=out), device)
 
 
-def optimizer_rate(device: str) -> float:
+def measure_optimizer_rate(device: str) -> float:
     """Return the bytes a second of fused AdamW in bf16: weights, gradients and two states read, all
     but gradients written.
     """
@@ -168,14 +170,14 @@ def optimizer_rate(device: str) -> float:
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW(weights, fused=True)
-    return 7 * 2 * tensors * elements / _seconds(optimizer.step, device)
+    return 7 * 2 * tensors * elements / _measure_seconds(optimizer.step, device)
 
 
-def step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
+def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
     """Return the share of the bf16 rate of LARGE_MATMUL that such products reach in steps that
     follow each other.
 
-    matmuls: as `_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a
+    matmuls: as `_measure_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a
     step's operators move between the products is taken off. A step is forward and backward of three
     gated MLPs with residuals.
     """
@@ -200,18 +202,18 @@ def step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> 
 
     until = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
     while time.perf_counter() < until:
-        _seconds(step, device)
+        _measure_seconds(step, device)
     # Each product has one forward and two backward. Of the inner width: silu 2, its product 3,
     # their gradients 9; of the outer one: the residual 3, its gradient's sum with those of gate and
     # up 6.
     flops = layers * 3 * 3 * 2 * tokens * inner * width
     moved = layers * 2 * tokens * (14 * inner + 9 * width)
-    seconds = _seconds(step, device) - moved / bandwidth
+    seconds = _measure_seconds(step, device) - moved / bandwidth
     alone = next(point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width])
     return flops / max(seconds, 1e-9) / alone
 
 
-def _issuing(device: str) -> dict[str, float]:
+def _measure_issuing(device: str) -> dict[str, float]:
     """host_seconds: for the host to issue an operator with autograd; kernel_seconds: of the
     smallest kernel.
     """
@@ -219,7 +221,7 @@ def _issuing(device: str) -> dict[str, float]:
     tracked = torch.ones(16, device=device, requires_grad=True)
     on_gpu = torch.device(device).type != "cpu"
     calls = 2000 if on_gpu else 50
-    _seconds(partial(torch.mul, tracked, small), device)
+    _measure_seconds(partial(torch.mul, tracked, small), device)
     start = time.perf_counter()
     for _ in range(calls):
         torch.mul(tracked, small)
@@ -230,7 +232,7 @@ def _issuing(device: str) -> dict[str, float]:
         with torch.cuda.graph(graph):
             for _ in range(1000):
                 small.mul_(1.0)
-        kernel = _seconds(graph.replay, device) / 1000
+        kernel = _measure_seconds(graph.replay, device) / 1000
     return {"host_seconds": host, "kernel_seconds": kernel}
 
 
@@ -247,7 +249,7 @@ FEW, MANY = 3, 20  # calls between two looks at the clock, of large and of small
 ROUNDS = 5
 
 
-def collective_steps(
+def list_collective_steps(
     rank: int, ranks: int, folder: Path, *, on_gpu: bool, sizes: tuple[int, ...], seconds: float
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The steps of one rank: joining the others, then every collective at every size.

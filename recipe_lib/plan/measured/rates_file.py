@@ -8,8 +8,8 @@ from typing import Any
 
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.hardware import Hardware, find_hardware, reported_hardware
-from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, wire_bytes
+from recipe_lib.plan.hardware import Hardware, find_hardware, find_reported_hardware
+from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, count_wire_bytes
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1
@@ -37,13 +37,13 @@ TINY_MATMULS = ((32, 32, 32), (64, 64, 64), (96, 96, 96))
 LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
 
 
-def with_links(
+def add_links(
     measured: dict[str, Any], links: dict[str, Any] | None, low_precision: dict[str, float]
 ) -> dict[str, Any]:
     """A calibration as `calibrate` makes it, with what was measured next to it.
 
     links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None.
-    low_precision: dtype -> operations a second of the matmul of `matmul_rate`.
+    low_precision: dtype -> operations a second of the matmul of `measure_matmul_rate`.
     """
     on_cpu = measured["device"] == "cpu"
     shape = list(TINY_MATMULS[-1] if on_cpu else LARGE_MATMUL)
@@ -62,7 +62,7 @@ def with_links(
     largest = max(points["all_gather"], key=lambda point: point["bytes"])
     return result | {
         "link_bandwidth": (
-            wire_bytes("all_gather", largest["bytes"], links["ranks"]) / largest["seconds"]
+            count_wire_bytes("all_gather", largest["bytes"], links["ranks"]) / largest["seconds"]
         ),
         "links": {"ranks": links["ranks"], "backend": links["backend"], **points},
     }
@@ -79,7 +79,7 @@ def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
     name = values["device"]
     memory = values["memory"]
     if memory is not None:
-        return reported_hardware(name, int(memory)), ""
+        return find_reported_hardware(name, int(memory)), ""
     memory_from = "this machine's" if name == "cpu" else "not in the file, so it is the table's"
     try:
         return find_hardware(name), f"its memory is {memory_from}"
@@ -125,7 +125,7 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
         if not isinstance(values[name], str):
             raise ConfigError(f"{place}: {name} is no text; {remedy}")
     for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *_UNKNOWN):
-        if not (_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
+        if not (_is_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
             raise ConfigError(
                 f"{place}: {name} is {quote(str(values[name]))}; expected a positive number,"
                 f" {remedy}"
@@ -142,10 +142,10 @@ def _read_links(place: str, values: Any) -> Links | None:
         ranks, backend = values["ranks"], values["backend"]
         for operation in OPERATIONS:
             sent = [
-                (wire_bytes(operation, point["bytes"], ranks), point["seconds"])
+                (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
             ]
-            if not sent or not all(_positive(number) for pair in sent for number in pair):
+            if not sent or not all(_is_positive(number) for pair in sent for number in pair):
                 raise ValueError(operation)
             sizes = sorted(sent)
             slowest = accumulate(
@@ -178,7 +178,9 @@ def _read_matmuls(
         read = {}
     if not read or not all(
         points
-        and all(len(shape) == 3 and all(map(_positive, (*shape, rate))) for shape, rate in points)
+        and all(
+            len(shape) == 3 and all(map(_is_positive, (*shape, rate))) for shape, rate in points
+        )
         for points in read.values()
     ):
         raise ConfigError(
@@ -188,7 +190,7 @@ def _read_matmuls(
     return read
 
 
-def _positive(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 

@@ -84,7 +84,7 @@ def is_off() -> bool:
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
 
 
-def receipts_file() -> Path:
+def get_receipts_file() -> Path:
     """Return the path of the file; by the specification a relative XDG_STATE_HOME counts for
     none.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
-from recipe_lib.plan.search.trials import in_processes
+from recipe_lib.plan.search.trials import run_in_processes
 from recipe_lib.plan.simulated_world.shape_only_model import (
     find_layer_pattern,
     layer_count,
@@ -19,7 +19,7 @@ from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.summary.rank_memory import first_of_each_place
+from recipe_lib.plan.summary.rank_memory import list_first_ranks
 from recipe_lib.units import counted
 
 MOST_RANKS = 64  # whose collectives are compared
@@ -90,9 +90,9 @@ def check_streams(
         waits = Counter(f"{what} at {text_of(line)}" for what, line in checker.waits)
         return RankCheck(rank, checker.faults(), dict(waits.most_common()))
 
-    ranks = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    ranks = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
     result = StreamCheck(
-        in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", ""
+        run_in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", ""
     )
     if traced < count:
         result.followed = f"{traced} of a step's {count} micro-batches are followed"
@@ -105,7 +105,7 @@ def check_streams(
             return checker.calls
 
         compared = list(range(min(settings.ranks, MOST_RANKS)))
-        calls = in_processes(calls_of, compared, "comparing collectives", unit="ranks")
+        calls = run_in_processes(calls_of, compared, "comparing collectives", unit="ranks")
         result.faults = order_faults(dict(zip(compared, calls, strict=True)))
         made = (
             f"{sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of {layers} layers)"

@@ -26,16 +26,16 @@ from recipe_lib.plan.plan_schema import (
     Plan,
     RankPlan,
     StagePlan,
-    ranks_of_place,
+    list_stage_ranks,
 )
 from recipe_lib.plan.simulated_world.shape_only_model import spec_of
 from recipe_lib.plan.timing.cost import Calibration
-from recipe_lib.plan.timing.pipeline_time import pipeline_time, whole_step
+from recipe_lib.plan.timing.pipeline_time import compute_pipeline_time, scale_to_step
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, traced_micro_batches
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import MAKING_STATES, STEADY, Simulated
-from recipe_lib.plan.views.tables import outermost
+from recipe_lib.plan.views.tables import list_outermost
 from recipe_lib.units import format_bytes, format_duration
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is
@@ -48,7 +48,7 @@ def has_room(reserved: int, usable: int, hardware: Hardware) -> bool:
     return reserved <= usable - RISKY_SHARE * hardware.memory
 
 
-def verdict_of(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
+def decide_verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
     """Fits with room to spare; risky: it needs expandable segments, retries, or the last few
     percent of the device.
     """
@@ -64,7 +64,7 @@ def verdict_of(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware
     return RISKY if any(replay(trace, held).survived for held in settings) else DOES_NOT_FIT
 
 
-def not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
+def estimate_not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
     """(bytes that may come to those that were simulated, why they may); (0, "") where nothing is
     left out.
 
@@ -78,7 +78,7 @@ def not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
     return more, "; ".join(said)
 
 
-def lowered(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
+def lower_verdict(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
     """The verdict with `more` bytes that were not simulated; it never says that an estimate of
     growth fits.
     """
@@ -87,10 +87,10 @@ def lowered(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
     return RISKY if more and verdict == FITS else verdict
 
 
-def rank_plan(rank: int, found: Simulated) -> RankPlan:
+def build_rank_plan(rank: int, found: Simulated) -> RankPlan:
     """Of a simulated rank."""
     trace = found.trace
-    device, host = trace.peaks(), trace.active_peaks(device=False)
+    device, host = trace.peaks(), trace.find_active_peaks(device=False)
     default = replay(trace, emptied_after=MAKING_STATES)
     expandable = replay(trace, AllocatorSettings(expandable=True), MAKING_STATES)
     peaks = []
@@ -112,13 +112,18 @@ def rank_plan(rank: int, found: Simulated) -> RankPlan:
             )
         )
     highest = max(peaks, key=lambda peak: peak.active).phase
-    most = most_of_each_kind(trace, STEADY)
+    most = find_most_by_kind(trace, STEADY)
     return RankPlan(
-        rank, found.coordinates, peaks, _alive(trace, highest), events=default.events, most=most
+        rank,
+        found.coordinates,
+        peaks,
+        _list_alive(trace, highest),
+        events=default.events,
+        most=most,
     )
 
 
-def most_of_each_kind(trace: Trace, phase: str) -> dict[str, int]:
+def find_most_by_kind(trace: Trace, phase: str) -> dict[str, int]:
     """Kind of memory to the most bytes on the device that it takes at a time in a phase; none for a
     phase that was not traced.
     """
@@ -135,10 +140,10 @@ def most_of_each_kind(trace: Trace, phase: str) -> dict[str, int]:
     return {kind: size for kind in STORAGE_KINDS if (size := most.get(kind, 0))}
 
 
-def _alive(trace: Trace, phase: str) -> list[Alive]:
+def _list_alive(trace: Trace, phase: str) -> list[Alive]:
     """What is live at the peak of a phase, by kind and place."""
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for number in trace.alive_at_peak(phase):
+    for number in trace.list_alive_at_peak(phase):
         storage = trace.storages[number]
         if storage.bytes:
             module = storage.label.rpartition(".")[0] if storage.label else storage.module
@@ -147,19 +152,19 @@ def _alive(trace: Trace, phase: str) -> list[Alive]:
     return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.module, row.label))
 
 
-def layer_rows(found: Simulated) -> list[LayerRow]:
+def build_layer_rows(found: Simulated) -> list[LayerRow]:
     """The table of modules; what they keep is what is there when the last backward of the steady
     step begins.
     """
     kept: dict[str, int] = defaultdict(int)
-    for module, size in _kept_for_backward(found.trace).items():
+    for module, size in _sum_kept_activations(found.trace).items():
         pieces = module.split(".")
         for cut in range(1, len(pieces) + 1):
             kept[".".join(pieces[:cut])] += size
     return [replace(row, kept=kept.get(row.module, 0)) for row in found.modules]
 
 
-def _kept_for_backward(trace: Trace) -> dict[str, int]:
+def _sum_kept_activations(trace: Trace) -> dict[str, int]:
     """By module the bytes of activations that are live when a backward of the steady step begins,
     where the most are; of equal ones the last.
     """
@@ -198,14 +203,14 @@ class SimulatedStep:
     seconds: float | None = None
 
 
-def first_of_each_place(parallel: Any, ranks: int) -> tuple[int, ...]:
+def list_first_ranks(parallel: Any, ranks: int) -> tuple[int, ...]:
     """The first rank of each place in the pipeline; without one rank 0. The shards of the first are
     the largest.
     """
     return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
 
 
-def simulated_step(
+def build_simulated_step(
     cfg: Any,
     simulated: Mapping[int, Simulated],
     timings: Mapping[int, StepTime] | None,
@@ -226,7 +231,8 @@ def simulated_step(
         firsts.setdefault(found.coordinates["pipeline"], rank)
     firsts = dict(sorted(firsts.items()))
     places = [
-        _stage_plan(cfg, place, rank, simulated[rank], count) for place, rank in firsts.items()
+        _build_stage_plan(cfg, place, rank, simulated[rank], count)
+        for place, rank in firsts.items()
     ]
     plan = PipelinePlan(
         schedule=cfg.parallel.pipeline_schedule,
@@ -244,7 +250,9 @@ def simulated_step(
         return SimulatedStep(plan)
     traces = {place: simulated[rank].trace for place, rank in firsts.items()}
     own = {place: timings[rank] for place, rank in firsts.items()}
-    line, seconds = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
+    line, seconds = compute_pipeline_time(
+        cfg.parallel, count, traces, own, STEADY, hardware, calibration
+    )
     plan.seconds = float(line.total)
     plan.bubble = float(line.bubble)
     for place in plan.places:
@@ -263,15 +271,15 @@ def simulated_step(
             )
         )
     busiest = max(firsts, key=lambda place: places[place].compute)
-    sums = whole_step(traces[busiest], own[busiest], STEADY, hardware, calibration)
+    sums = scale_to_step(traces[busiest], own[busiest], STEADY, hardware, calibration)
     return SimulatedStep(plan, sums, traces[busiest], seconds)
 
 
-def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
+def _build_stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
     in_flight, deferred = counted_in_flight(orders_of(cfg.parallel, count)[place])
-    modules = outermost(found.modules)
+    modules = list_outermost(found.modules)
     sends = sent = 0
-    for action, _, op in found.trace.action_ops(STEADY):
+    for action, _, op in found.trace.iterate_action_ops(STEADY):
         if action.kind and op.collective is not None and op.collective.operation == "send":
             sends += op.repeats
             sent += op.repeats * op.collective.bytes
@@ -288,11 +296,11 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
         idle=0.0,
         sends=sends,
         sent=sent,
-        ranks=ranks_of_place(found.mesh, place),
+        ranks=list_stage_ranks(found.mesh, place),
     )
 
 
-def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
+def list_pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     """What the figures of a pipeline rest on. ranks: simulated."""
     count = micro_batches(cfg)[1]
     traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
@@ -314,7 +322,7 @@ def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     return lines
 
 
-def layers_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
+def merge_layer_rows(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
     """The table of modules of a whole model from those of its places, each module once, in the
     model's order.
     """
@@ -333,14 +341,14 @@ def layers_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
 # What the router of a mixture of experts changes in a plan: no byte, and times.
 
 
-def mixture_of(cfg: Any) -> MixtureSpec | None:
+def get_mixture(cfg: Any) -> MixtureSpec | None:
     """The mixture of a plannable config's model; None without one, and of a model that is not
     native.
     """
     return getattr(spec_of(cfg), "mixture", None)
 
 
-def say_router_choices(
+def add_router_choices(
     plan: Plan,
     cfg: Any,
     simulated: Mapping[int, Simulated],
@@ -350,7 +358,7 @@ def say_router_choices(
     """Adds to the plan of a mixture how long a step takes if the router's choice is as uneven as it
     can be, and what that means for its figures. simulated: by rank.
     """
-    mixture = mixture_of(cfg)
+    mixture = get_mixture(cfg)
     if mixture is None:
         return
     line = (
@@ -364,7 +372,7 @@ def say_router_choices(
             rank: schedule(one.trace, STEADY, hardware, calibration, mixture.top_k)
             for rank, one in wanted.items()
         }
-        seconds = simulated_step(cfg, simulated, timings, hardware, calibration).seconds
+        seconds = build_simulated_step(cfg, simulated, timings, hardware, calibration).seconds
         plan.time.same_experts = seconds
         line += f"; times are those of even loads, {format_duration(plan.time.step)} a step"
         if seconds is not None:

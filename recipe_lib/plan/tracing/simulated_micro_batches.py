@@ -162,7 +162,7 @@ def last_stand_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) 
     forward after a backward, and the last one ends with the last backward.
     """
     for phase in trace.phases:
-        ops = list(trace.phase_ops(phase))
+        ops = list(trace.iterate_ops(phase))
         begins: list[int] = []
         end = 0
         is_behind = False

@@ -143,7 +143,7 @@ class Trace:
     uses: list[tuple[int, int]] = field(default_factory=list)  # (storage, stream that uses it too)
     events: list[tuple[int, int]] = field(default_factory=list)
 
-    def phase_events(self, phase: str) -> Iterator[tuple[int, int]]:
+    def iterate_events(self, phase: str) -> Iterator[tuple[int, int]]:
         """The events of one phase, in order; ValueError if it was not traced."""
         wanted, current = self.phases.index(phase), -1
         for kind, number in self.events:
@@ -152,9 +152,9 @@ class Trace:
             elif current == wanted:
                 yield kind, number
 
-    def phase_ops(self, phase: str) -> Iterator[Op]:
+    def iterate_ops(self, phase: str) -> Iterator[Op]:
         """Yield the operators of one phase, in order; ValueError if it was not traced."""
-        return (self.ops[number] for kind, number in self.phase_events(phase) if kind == OP)
+        return (self.ops[number] for kind, number in self.iterate_events(phase) if kind == OP)
 
     def walk(
         self, device: bool = True
@@ -176,12 +176,12 @@ class Trace:
                 held -= alive.pop(number).bytes
             yield place, kind, number, phase, held, alive
 
-    def action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
+    def iterate_action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
         """Yield the operators of one phase with their numbers, and what a rank of a pipeline does
         meanwhile.
         """
         action = ActionMark()
-        for kind, number in self.phase_events(phase):
+        for kind, number in self.iterate_events(phase):
             if kind == ACTION:
                 action = self.actions[number]
             elif kind == OP:
@@ -199,11 +199,11 @@ class Trace:
                 peaks[phase] = (held, place)
         return peaks
 
-    def active_peaks(self, device: bool = True) -> dict[str, int]:
+    def find_active_peaks(self, device: bool = True) -> dict[str, int]:
         """By phase the most bytes live at a time."""
         return {phase: most for phase, (most, _) in self.peaks(device).items()}
 
-    def alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
+    def list_alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
         """Numbers of the storages that are live when the most bytes are, in one phase; KeyError if
         it is not there.
         """

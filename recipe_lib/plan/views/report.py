@@ -9,37 +9,37 @@ from typing import Any
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
 from recipe_lib.plan.views.tables import (
-    advice_table,
-    alive_tree,
-    alone_table,
-    communication_table,
+    build_advice_table,
+    build_alive_tree,
+    build_alone_table,
+    build_communication_table,
+    build_groups_table,
+    build_layer_table,
+    build_outside_table,
+    build_phase_table,
+    build_rank_table,
+    build_stage_ranks_table,
+    build_stage_table,
+    build_volume_table,
     draw_tree,
-    folded,
+    fold_small,
+    format_layers,
     group_by_dim,
-    groups_table,
-    layer_table,
-    layers_text,
-    outside_table,
-    phase_table,
-    rank_table,
-    stage_ranks_table,
-    stage_table,
     sum_traffic,
-    volume_table,
 )
 from recipe_lib.plan.views.verdict_text import (
-    host_text,
-    next_step,
-    planned_reserved,
-    planning_text,
-    rank_text,
-    run_facts,
-    running_text,
-    step_facts,
-    time_facts,
-    verdict_line,
-    verdict_text,
-    version_text,
+    compute_planned_reserved,
+    describe_next_step,
+    format_host,
+    format_planning_time,
+    format_rank,
+    format_running,
+    format_verdict,
+    format_verdict_line,
+    format_versions,
+    list_run_facts,
+    list_step_facts,
+    list_time_facts,
 )
 from recipe_lib.report import terminal
 from recipe_lib.report.chart import Chart, Scale, as_svg, render_page, short, ticks
@@ -81,25 +81,29 @@ def render(
     """
     console = terminal.open_console(width or terminal.terminal_width(), color)
     style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
-    put(console, verdict_text(plan), style)
+    put(console, format_verdict(plan), style)
     console.print()
-    terminal.put_pairs(console, [*run_facts(plan), *([] if full else step_facts(plan))])
+    terminal.put_pairs(console, [*list_run_facts(plan), *([] if full else list_step_facts(plan))])
     sections = [
-        show_table(phase_table(plan)),
-        _tree(plan, depth, sums_up=depth is None),
-        show_table(advice_table(plan)),
+        show_table(build_phase_table(plan)),
+        _build_tree(plan, depth, sums_up=depth is None),
+        show_table(build_advice_table(plan)),
         Section("notes", items=plan.notes),
     ]
-    for section in _describe_all(plan, _tree(plan, max(depth or 2, 1))) if full else sections:
+    for section in _describe_all(plan, _build_tree(plan, max(depth or 2, 1))) if full else sections:
         terminal.put_section(console, section)
     console.print()
     more = "--full shows the other tables, times, and what was assumed"
-    put(console, version_text(plan) if full else f"{planning_text(plan)}; {more}", terminal.SOFT)
+    put(
+        console,
+        format_versions(plan) if full else f"{format_planning_time(plan)}; {more}",
+        terminal.SOFT,
+    )
     if plan.receipt:
         put(console, f"receipt: {plan.receipt}")
     console.print()
-    put(console, verdict_line(plan), style)
-    put(console, f"next: {next_step(plan)}")
+    put(console, format_verdict_line(plan), style)
+    put(console, f"next: {describe_next_step(plan)}")
     return terminal.text_of(console)
 
 
@@ -108,19 +112,23 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     has none.
     """
     receipt = [("receipt", plan.receipt)] if plan.receipt else []
-    lines = draw_tree(alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE)
-    tree = Section(_tree_title(plan), tree=lines)
+    lines = draw_tree(
+        build_alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE
+    )
+    tree = Section(_format_tree_title(plan), tree=lines)
     return render_page(
         "plan",
         f"{plan.config}: {plan.verdict}",
         f"{plan.config} on {plan.ranks} x {plan.device.name}",
-        verdict_text(plan),
+        format_verdict(plan),
         [
-            Section("run", facts=[*run_facts(plan), *receipt, ("next", next_step(plan))]),
+            Section(
+                "run", facts=[*list_run_facts(plan), *receipt, ("next", describe_next_step(plan))]
+            ),
             *_describe_all(plan, tree, trace),
         ],
         style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
-        footer=version_text(plan),
+        footer=format_versions(plan),
     )
 
 
@@ -128,48 +136,48 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
     timeline = draw_timeline(plan, trace) if trace is not None else None
     schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
     return [
-        show_table(phase_table(plan)),
+        show_table(build_phase_table(plan)),
         Section("memory of one rank", figures=[timeline] if timeline else []),
         Section("schedule of the pipeline", figures=[schedule] if schedule else []),
-        show_table(stage_table(plan)),
-        show_table(rank_table(plan)),
+        show_table(build_stage_table(plan)),
+        show_table(build_rank_table(plan)),
         tree,
-        show_table(outside_table(plan)),
-        Section("host memory", text=host_text(plan)),
-        show_table(alone_table(plan)),
-        show_table(layer_table(plan)),
-        show_table(communication_table(plan)),
-        show_table(volume_table(plan)),
-        show_table(groups_table(plan)),
-        show_table(stage_ranks_table(plan)),
-        Section("time of a step", facts=time_facts(plan)),
-        show_table(advice_table(plan)),
+        show_table(build_outside_table(plan)),
+        Section("host memory", text=format_host(plan)),
+        show_table(build_alone_table(plan)),
+        show_table(build_layer_table(plan)),
+        show_table(build_communication_table(plan)),
+        show_table(build_volume_table(plan)),
+        show_table(build_groups_table(plan)),
+        show_table(build_stage_ranks_table(plan)),
+        Section("time of a step", facts=list_time_facts(plan)),
+        show_table(build_advice_table(plan)),
         Section("assumed", items=plan.assumptions),
         Section("not modeled", items=plan.not_modeled),
     ]
 
 
-def _tree_title(plan: Plan) -> str:
+def _format_tree_title(plan: Plan) -> str:
     peak = plan.heaviest.peak
     return (
-        f"live at the peak of {rank_text(plan, plan.heaviest)}: phase {peak.phase},"
-        f" {running_text(peak)}"
+        f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"
+        f" {format_running(peak)}"
     )
 
 
-def _tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
+def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
     """Return the tree for a terminal. sums_up: kinds that are small are one line, and deeper levels
     are not named.
     """
-    root, depth = alive_tree(plan.heaviest), max(depth or 1, 1)
+    root, depth = build_alive_tree(plan.heaviest), max(depth or 1, 1)
     if sums_up:
-        root.children = folded(
+        root.children = fold_small(
             root.children, smallest=root.bytes * _SMALLEST_SHARE, most=len(root.children)
         )
     lines = draw_tree(root, depth=depth, smallest=_SMALLEST_SHARE, most=_MOST_BRANCHES)
     is_cut = not sums_up and any(line.opens and line.level == depth for line in lines)
     return Section(
-        _tree_title(plan),
+        _format_tree_title(plan),
         tree=lines,
         text=f"--depth {depth + 1} opens the next level" if is_cut else "",
     )
@@ -195,7 +203,7 @@ class Point:
     kinds: tuple[int, ...]  # bytes of each of STORAGE_KINDS
 
 
-def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
+def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
     """Return at most `most` points of the trace, and at which event each phase begins.
 
     Where there are more events, neighboring ones of a phase make a group that keeps its highest and
@@ -233,7 +241,7 @@ def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str
 
 def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     """The chart with its key; None if the trace takes no memory on the device."""
-    shown, begins = points(trace)
+    shown, begins = sample_points(trace)
     highest = max(shown, key=lambda point: point.total, default=None)
     if highest is None or not highest.total:
         return None
@@ -252,7 +260,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         [(value, f"{value:g}") for value in ticks(0, top, 5)],
     )
     _draw_areas(chart, shown, unit)
-    _phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
+    _draw_phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
     said = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
         y = chart.up(usable / unit[0])
@@ -276,9 +284,9 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         r=3.5,
     )
     peak = plan.heaviest.peak
-    at_peak = f"{most}, {running_text(peak)}" if highest.total == peak.requested else most
+    at_peak = f"{most}, {format_running(peak)}" if highest.total == peak.requested else most
     return Figure(
-        as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True
+        as_svg(chart), _list_kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True
     )
 
 
@@ -304,7 +312,7 @@ def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
             chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
 
 
-def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
+def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
     """A line where each phase begins, its name above it in the first of three rows that has
     room.
     """
@@ -321,7 +329,7 @@ def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
             ends[row] = begin + width + 8
 
 
-def _kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
+def _list_kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
     """Color, name and bytes at the highest point of each kind."""
     return [
         (
@@ -363,11 +371,11 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     for place in plan.places:
         y = rows[place.place]
         chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
-        chart.put("text", text=f"layers {layers_text(place)}", x=0, y=y + 27)
+        chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
         chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
     turns = {stage: turn for place in plan.places for turn, stage in enumerate(place.stages)}
     for span in plan.spans:
-        _box(chart, span, rows[span.place], turns.get(span.stage, 0))
+        _draw_box(chart, span, rows[span.place], turns.get(span.stage, 0))
     kinds = {span.kind for span in plan.spans}
     keys = [(style, what) for kind, (what, style) in _ACTIONS.items() if kind in kinds]
     note = (
@@ -380,7 +388,7 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     return Figure(as_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
 
 
-def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
+def _draw_box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
     """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell
     them apart.
     """
@@ -439,7 +447,7 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
     for letter, plan in (("a", first), ("b", second)):
         words = [plan.recipe, plan.config, *plan.overrides, f"({plan.ranks} x {plan.device.name})"]
         put(console, f"{letter}  {' '.join(words)}", HEADING)
-    both = (_figures(first), _figures(second))
+    both = (_collect_figures(first), _collect_figures(second))
     for title in both[0]:
         a, b = (figures[title] for figures in both)
         names = sorted(dict.fromkeys([*a, *b]), key=_SUMS.__contains__)
@@ -461,16 +469,16 @@ def _compare(a: Any, b: Any, title: str) -> list[Any]:
     return ["-" if a is None else a, "-" if b is None else b, change]
 
 
-def _figures(plan: Plan) -> Figures:
+def _collect_figures(plan: Plan) -> Figures:
     """Return all figures of a plan that are compared."""
-    reserved, outside = planned_reserved(plan), plan.outside.total
+    reserved, outside = compute_planned_reserved(plan), plan.outside.total
     sizes = {
         "reserved": reserved,
         "outside torch": outside,
         "together": reserved + outside,
         "margin": plan.margin,
     }
-    tree = alive_tree(plan.heaviest)
+    tree = build_alive_tree(plan.heaviest)
     figures: Figures = {
         "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
         "peaks by phase, heaviest rank": {

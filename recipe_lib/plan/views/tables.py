@@ -18,7 +18,7 @@ from recipe_lib.plan.plan_schema import (
     Volume,
 )
 from recipe_lib.plan.tracing.trace import STORAGE_KINDS
-from recipe_lib.plan.views.verdict_text import place_text, rank_text, running_text
+from recipe_lib.plan.views.verdict_text import format_place, format_rank, format_running
 from recipe_lib.report.view import Table, TreeLine
 from recipe_lib.units import (
     Bytes,
@@ -37,21 +37,21 @@ from recipe_lib.units import (
 _STATES = ("parameters", "gradients", "optimizer")
 
 
-def phase_table(plan: Plan) -> Table:
+def build_phase_table(plan: Plan) -> Table:
     """Return the peaks of each phase on the heaviest rank."""
     rank = plan.heaviest
     rows = []
     for peak in rank.peaks:
         sizes = (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable, peak.host)
-        rows.append([peak.phase, *map(Bytes, sizes), running_text(peak)])
+        rows.append([peak.phase, *map(Bytes, sizes), format_running(peak)])
     header = ["phase", "active", "allocated", "reserved", "expandable", "host", "peak in"]
-    title = f"memory by phase, {rank_text(plan, rank)}"
+    title = f"memory by phase, {format_rank(plan, rank)}"
     return Table(
         title, header, rows, ("phase", "peak in"), ("peak in", "host", "allocated", "expandable")
     )
 
 
-def rank_table(plan: Plan) -> Table | None:
+def build_rank_table(plan: Plan) -> Table | None:
     """Return the ranks that were planned; None if it was one."""
     if len(plan.rank_plans) < 2:
         return None
@@ -63,7 +63,7 @@ def rank_table(plan: Plan) -> Table | None:
                 str(rank.rank),
                 *sizes,
                 "heaviest" if rank is plan.heaviest else "",
-                place_text(plan, rank),
+                format_place(plan, rank),
             ]
         )
     header = ["rank", "active", "reserved", "expandable", "host", "", "place"]
@@ -76,7 +76,7 @@ def rank_table(plan: Plan) -> Table | None:
     )
 
 
-def outside_table(plan: Plan) -> Table:
+def build_outside_table(plan: Plan) -> Table:
     """Return device memory that torch does not hand out, with the options that replace its
     parts.
     """
@@ -98,7 +98,7 @@ def outside_table(plan: Plan) -> Table:
     )
 
 
-def advice_table(plan: Plan) -> Table | None:
+def build_advice_table(plan: Plan) -> Table | None:
     """Return one lever a row; None without advice."""
     rows = []
     for lever in plan.advice:
@@ -116,20 +116,20 @@ def advice_table(plan: Plan) -> Table | None:
     )
 
 
-def layers_text(place: StagePlan) -> str:
+def format_layers(place: StagePlan) -> str:
     """Return the layers of a place's stages: `0-3, 28-31`."""
     return ", ".join(
         str(first) if first == last else f"{first}-{last}" for first, last in place.layers
     )
 
 
-def stage_table(plan: Plan) -> Table | None:
+def build_stage_table(plan: Plan) -> Table | None:
     """Return a row for each place of a pipeline that was planned; None without a pipeline."""
     if plan.pipeline is None:
         return None
     ranks = {rank.rank: rank for rank in plan.rank_plans}
     rows = [
-        _stage_row(plan, place, ranks[place.rank])
+        _build_stage_row(plan, place, ranks[place.rank])
         for place in plan.pipeline.places
         if place.rank in ranks
     ]
@@ -165,7 +165,7 @@ def stage_table(plan: Plan) -> Table | None:
     return Table(title, header, rows, ("rank", "layers", ""), optional, (note,))
 
 
-def _stage_row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[Any]:
+def _build_stage_row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[Any]:
     states = sum(alive.bytes for alive in rank.alive if alive.kind in _STATES)
     activations = sum(alive.bytes for alive in rank.alive if alive.kind == "activations")
     sizes = (
@@ -178,7 +178,7 @@ def _stage_row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[Any]:
     is_timed = plan.pipeline is not None and plan.pipeline.seconds is not None
     return [
         str(place.rank),
-        layers_text(place),
+        format_layers(place),
         Count(place.parameters),
         f"{place.in_flight}+{place.deferred}" if place.deferred else str(place.in_flight),
         *map(Bytes, sizes),
@@ -189,7 +189,7 @@ def _stage_row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[Any]:
     ]
 
 
-def outermost(layers: list[LayerRow]) -> list[LayerRow]:
+def list_outermost(layers: list[LayerRow]) -> list[LayerRow]:
     """Return the rows that lie in no other row's module: what a total counts."""
     names = {row.module for row in layers}
     rows = []
@@ -200,7 +200,7 @@ def outermost(layers: list[LayerRow]) -> list[LayerRow]:
     return rows
 
 
-def layer_table(plan: Plan) -> Table | None:
+def build_layer_table(plan: Plan) -> Table | None:
     """Return modules with their parameters, in the full model without parallelism and one rank's
     share, the shapes of their weights and what they keep for backward; None if not known.
     """
@@ -216,15 +216,17 @@ def layer_table(plan: Plan) -> Table | None:
             row.bytes,
             row.local_bytes,
         )  # the first layer keeps more
-        groups.setdefault((before, number is None, after, sizes, _shapes_text(row)), []).append(row)
-    names = _indented(
+        groups.setdefault((before, number is None, after, sizes, _format_shapes(row)), []).append(
+            row
+        )
+    names = _indent_names(
         [join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()]
     )
     rows = [
-        [name, _shapes_text(alike[0]), alike[0].type, str(len(alike)), *_layer_sums(alike)]
+        [name, _format_shapes(alike[0]), alike[0].type, str(len(alike)), *_sum_layers(alike)]
         for name, alike in zip(names, groups.values(), strict=True)
     ]
-    rows.append(["total", "", "", "", *_layer_sums(outermost(plan.layers))])
+    rows.append(["total", "", "", "", *_sum_layers(list_outermost(plan.layers))])
     header = [
         "module",
         "weights",
@@ -246,14 +248,14 @@ def layer_table(plan: Plan) -> Table | None:
     return Table(title, header, rows, ("module", "weights", "type"), optional, (f"{note}.",))
 
 
-def _shapes_text(row: LayerRow) -> str:
+def _format_shapes(row: LayerRow) -> str:
     """Return the shapes of a module's weights: `[2048, 4096]`, `[2048, 4096], bias [2048]`."""
     return ", ".join(
         f"{'' if name == 'weight' else f'{name} '}{shape}" for name, shape in row.weights.items()
     )
 
 
-def _indented(names: list[str]) -> list[str]:
+def _indent_names(names: list[str]) -> list[str]:
     """Return dotted names; one inside another that stands above it is shortened, and indented."""
     lines: list[str] = []
     above: list[str] = []
@@ -265,7 +267,7 @@ def _indented(names: list[str]) -> list[str]:
     return lines
 
 
-def _layer_sums(rows: list[LayerRow]) -> list[Any]:
+def _sum_layers(rows: list[LayerRow]) -> list[Any]:
     counts = [Count(sum(getattr(row, name) for row in rows)) for name in ("parameters", "trained")]
     sizes = [
         Bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")
@@ -305,7 +307,7 @@ def group_by_dim(rows: Iterable[CommunicationRow]) -> dict[tuple[str, int], list
     return groups
 
 
-def communication_table(plan: Plan) -> Table | None:
+def build_communication_table(plan: Plan) -> Table | None:
     """Return collectives of a steady step by mesh dimension and operation, with sums; None if there
     are none.
     """
@@ -314,7 +316,7 @@ def communication_table(plan: Plan) -> Table | None:
     rows = []
     for (dim, _), inside in group_by_dim(plan.communication).items():
         members = " or ".join(dict.fromkeys(number_ranges(row.ranks) for row in inside))
-        rows.append(_traffic_row(f"{dim}: ranks {members}", inside))
+        rows.append(_build_traffic_row(f"{dim}: ranks {members}", inside))
         alike: dict[tuple[Any, ...], list[CommunicationRow]] = {}
         for row in inside:
             alike.setdefault(
@@ -326,9 +328,9 @@ def communication_table(plan: Plan) -> Table | None:
             ]
             last = (join_numbered(row.module for row in group), ", ".join(dict.fromkeys(shapes)))
             rows.append(
-                _traffic_row(f"  {operation}", group, (where, Bytes(num_bytes), dtype, *last))
+                _build_traffic_row(f"  {operation}", group, (where, Bytes(num_bytes), dtype, *last))
             )
-    rows.append(_traffic_row("one rank", plan.communication))
+    rows.append(_build_traffic_row("one rank", plan.communication))
     if plan.pipeline is None:  # whose ranks are not alike
         sent = Bytes(sum_traffic(plan.communication)[2] * plan.ranks)
         rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", sent, "", "", ""])
@@ -345,7 +347,7 @@ def communication_table(plan: Plan) -> Table | None:
         "shape",
     ]
     title = "communication of a step" + (
-        f", {rank_text(plan, plan.heaviest)}" if plan.pipeline else ""
+        f", {format_rank(plan, plan.heaviest)}" if plan.pipeline else ""
     )
     return Table(
         title,
@@ -357,7 +359,7 @@ def communication_table(plan: Plan) -> Table | None:
     )
 
 
-def _traffic_row(
+def _build_traffic_row(
     name: str, rows: list[CommunicationRow], alike: Sequence[Any] = ("", "", "", "", "")
 ) -> list[Any]:
     """Return a row of sums. alike: what all rows have in common: where, bytes, dtype, modules,
@@ -368,7 +370,7 @@ def _traffic_row(
     return [name, where, count, each, dtype, *sums, *last]
 
 
-def volume_table(plan: Plan) -> Table | None:
+def build_volume_table(plan: Plan) -> Table | None:
     """Return operations, bytes and bytes on the wire along each dimension: of the cluster, of a
     rank, of a layer.
     """
@@ -390,12 +392,16 @@ def volume_table(plan: Plan) -> Table | None:
         name = dimension.dim
         for scope, volume in scopes:
             if volume is not None and volume.operations:
-                rows.append([name, scope, *_volume_cells(volume)])
+                rows.append([name, scope, *_format_volume(volume)])
                 name = ""
     steps = [one.cluster_step for one in plan.dimensions]
     if None not in steps:
         rows.append(
-            ["all", "step, all ranks", *_volume_cells(sum((one for one in steps if one), Volume()))]
+            [
+                "all",
+                "step, all ranks",
+                *_format_volume(sum((one for one in steps if one), Volume())),
+            ]
         )
     header = ["dimension", "of", "operations", "bytes", "on the wire"]
     note = (
@@ -407,13 +413,13 @@ def volume_table(plan: Plan) -> Table | None:
     return Table("communication of all ranks", header, rows, ("dimension", "of"), notes=(note,))
 
 
-def _volume_cells(volume: Volume) -> list[Any]:
+def _format_volume(volume: Volume) -> list[Any]:
     number = volume.operations
     operations = f"{number:,.0f}" if number == int(number) else f"{number:,.2f}"
     return [operations, Bytes(round(volume.bytes)), Bytes(round(volume.wire_bytes))]
 
 
-def alone_table(plan: Plan) -> Table | None:
+def build_alone_table(plan: Plan) -> Table | None:
     """Return each kind of memory on the heaviest rank, and of the full model on one device; None
     where not planned.
     """
@@ -439,7 +445,7 @@ def alone_table(plan: Plan) -> Table | None:
     )
 
 
-def groups_table(plan: Plan) -> Table | None:
+def build_groups_table(plan: Plan) -> Table | None:
     """Return every group of every dimension of the mesh; None for one rank."""
     if not plan.dimensions:
         return None
@@ -454,7 +460,8 @@ def groups_table(plan: Plan) -> Table | None:
         )
         # A group stays in one line.
         texts = [
-            f"[{_members_text(plan, group)}]".replace(" ", _NO_BREAK) for group in dimension.groups
+            f"[{_format_members(plan, group)}]".replace(" ", _NO_BREAK)
+            for group in dimension.groups
         ]
         if len(texts) > _MOST_GROUPS:
             texts = [*texts[:_FIRST_GROUPS], "...", texts[-1]]
@@ -471,15 +478,15 @@ def groups_table(plan: Plan) -> Table | None:
     )
 
 
-def _members_text(plan: Plan, ranks: Sequence[int]) -> str:
+def _format_members(plan: Plan, ranks: Sequence[int]) -> str:
     """Return `n0_g0 n0_g1`; of many the ranges, `n0-3_g0-7`."""
     if len(ranks) > _MOST_MEMBERS:
-        return _ranges_text(plan, ranks)
+        return _format_ranges(plan, ranks)
     each = plan.ranks_per_node or plan.ranks
     return " ".join(f"n{rank // each}_g{rank % each}" for rank in ranks)
 
 
-def _ranges_text(plan: Plan, ranks: Sequence[int]) -> str:
+def _format_ranges(plan: Plan, ranks: Sequence[int]) -> str:
     """Return `n0-3_g0-7`; machines on which other GPUs are meant follow after a space."""
     each = plan.ranks_per_node or plan.ranks
     gpus: dict[int, list[int]] = {}
@@ -491,7 +498,7 @@ def _ranges_text(plan: Plan, ranks: Sequence[int]) -> str:
     return " ".join(f"n{number_ranges(numbers)}_g{gpu}" for gpu, numbers in machines.items())
 
 
-def stage_ranks_table(plan: Plan) -> Table | None:
+def build_stage_ranks_table(plan: Plan) -> Table | None:
     """Return stage, its layers, the ranks that have it; None without a pipeline."""
     if plan.pipeline is None:
         return None
@@ -500,7 +507,7 @@ def stage_ranks_table(plan: Plan) -> Table | None:
         for stage, (first, last) in zip(place.stages, place.layers, strict=False):
             layers = str(first) if first == last else f"{first}-{last}"
             rows.append(
-                [stage, layers, _ranges_text(plan, place.ranks), number_ranges(place.ranks)]
+                [stage, layers, _format_ranges(plan, place.ranks), number_ranges(place.ranks)]
             )
     rows.sort(key=lambda row: row[0])
     header = ["stage", "layers", "GPUs", "ranks"]
@@ -531,7 +538,7 @@ class Node:
     children: list["Node"] = field(default_factory=list)  # largest first; none for a leaf
 
 
-def alive_tree(rank: RankPlan) -> Node:
+def build_alive_tree(rank: RankPlan) -> Node:
     """Return the tree of one rank's largest active peak; its kinds are in the order of
     `STORAGE_KINDS`.
 
@@ -540,8 +547,8 @@ def alive_tree(rank: RankPlan) -> Node:
     """
     entries: dict[str, list[_Entry]] = {kind: [] for kind in STORAGE_KINDS}
     for alive in rank.alive:
-        entries.setdefault(alive.kind, []).append((_path(alive), alive.bytes, alive.count))
-    kinds = [_node(kind, inside, join=False) for kind, inside in entries.items() if inside]
+        entries.setdefault(alive.kind, []).append((_split_path(alive), alive.bytes, alive.count))
+    kinds = [_build_node(kind, inside, join=False) for kind, inside in entries.items() if inside]
     missing = rank.peak.active - sum(kind.bytes for kind in kinds)
     if missing:
         kinds.append(Node("rounded up to blocks", missing, 0))
@@ -570,7 +577,7 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
         digits = unit[0] / 200 if smallest else 0  # what is smaller has none
         inside = node.children
         if level:  # the root's are the kinds, which all have a line
-            inside = folded(inside, smallest=max(node.bytes * smallest, digits), most=most)
+            inside = fold_small(inside, smallest=max(node.bytes * smallest, digits), most=most)
         for child, part in zip(
             inside, share_out(number, [child.bytes for child in inside]), strict=True
         ):
@@ -580,7 +587,7 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
     return lines
 
 
-def folded(children: list[Node], *, smallest: float, most: int) -> list[Node]:
+def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node]:
     """The children, those below `smallest` bytes and those after the first `most` as one node `N
     smaller`.
     """
@@ -619,7 +626,7 @@ def split_number(name: str) -> tuple[str, int | None, str]:
     return (numbered[1], int(numbered[2]), numbered[3]) if numbered else (name, None, "")
 
 
-def _path(alive: Alive) -> tuple[str, ...]:
+def _split_path(alive: Alive) -> tuple[str, ...]:
     """Return the layer as one name, then what is inside it; outside of layers all as one name.
 
     A parameter's full name says where it belongs.
@@ -631,7 +638,7 @@ def _path(alive: Alive) -> tuple[str, ...]:
     return (name.removesuffix(inside_layer) or "outside of modules", *inside_layer.split(".")[1:])
 
 
-def _node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
+def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
     """A branch of entries. join: one that has a single branch and nothing of its own is shown as
     one name.
     """
@@ -640,7 +647,7 @@ def _node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
         if path:
             inside.setdefault(path[0], []).append((path[1:], num_bytes, count))
     own = [(num_bytes, count) for path, num_bytes, count in entries if not path]
-    children = [_node(first, found) for first, found in _alike(inside).items()]
+    children = [_build_node(first, found) for first, found in _join_alike(inside).items()]
     if own and children:
         children.append(Node("itself", sum(num for num, _ in own), sum(count for _, count in own)))
     if join and len(children) == 1:
@@ -652,7 +659,7 @@ def _node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
     )
 
 
-def _alike(inside: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
+def _join_alike(inside: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
     """Make branches one that differ in a number at the end of their name only, and hold the
     same.
     """

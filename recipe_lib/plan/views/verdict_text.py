@@ -23,16 +23,16 @@ _FEW_SECONDS = 1e-3  # batches on their way to the device take less
 Facts = list[tuple[str, str]]  # name, value
 
 
-def planned_reserved(plan: Plan) -> int:
+def compute_planned_reserved(plan: Plan) -> int:
     """Return what the verdict takes the allocator to reserve: usable memory less the margin."""
     return plan.device.usable - plan.margin
 
 
-def verdict_text(plan: Plan) -> str:
+def format_verdict(plan: Plan) -> str:
     """Return the verdict with its sum; the figures add up as they are printed."""
     expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
-    is_expandable = planned_reserved(plan) == expandable != plan.heaviest.reserved
-    reserved, outside, memory, margin = _sum_texts(plan)
+    is_expandable = compute_planned_reserved(plan) == expandable != plan.heaviest.reserved
+    reserved, outside, memory, margin = _format_sum(plan)
     return (
         f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)  peak"
         f" reserved{' (expandable segments)' if is_expandable else ''} {reserved} + outside torch"
@@ -41,19 +41,19 @@ def verdict_text(plan: Plan) -> str:
     )
 
 
-def verdict_line(plan: Plan) -> str:
+def format_verdict_line(plan: Plan) -> str:
     """Return the same in a few words, for where a terminal stands still."""
-    margin = _sum_texts(plan)[-1]
+    margin = _format_sum(plan)[-1]
     room = f"{margin} left" if plan.margin >= 0 else f"exceeds by {margin}"
     devices = f"{'each of ' if plan.ranks > 1 else ''}{plan.ranks} x {plan.device.name}"
     return f"{plan.verdict.upper()}: {room} on {devices}{', an estimate' if plan.estimate else ''}"
 
 
-def _sum_texts(plan: Plan) -> tuple[str, str, str, str]:
+def _format_sum(plan: Plan) -> tuple[str, str, str, str]:
     """Return what is reserved, what is outside torch with the sum, the device's memory, and what is
     left or lacks.
     """
-    parts = (planned_reserved(plan), plan.outside.total)
+    parts = (compute_planned_reserved(plan), plan.outside.total)
     unit = choose_unit(sum(parts))
     reserved, outside = (count_hundredths(size, unit) for size in parts)
     # What the printed sum leaves of the printed memory, so that the figures add up.
@@ -66,7 +66,7 @@ def _sum_texts(plan: Plan) -> tuple[str, str, str, str]:
     )
 
 
-def reason_text(plan: Plan) -> str:
+def explain_verdict(plan: Plan) -> str:
     """Return why the verdict is not that it fits; empty where it is."""
     heaviest = plan.heaviest
     if plan.verdict == FITS:
@@ -96,15 +96,15 @@ def reason_text(plan: Plan) -> str:
     return "fits only after retries of the allocator, which gives unused memory back and takes time"
 
 
-def next_step(plan: Plan) -> str:
+def describe_next_step(plan: Plan) -> str:
     """Return what to change next, and where to find more."""
     ways = [] if plan.advice else ["--advice says what each lever gains"]
     if plan.verdict != FITS:
         ways.append("--search looks for the fastest settings that fit")
-    return "; ".join(filter(None, [_tried(plan) or plan.next_lever, *ways]))
+    return "; ".join(filter(None, [_describe_best_lever(plan) or plan.next_lever, *ways]))
 
 
-def _tried(plan: Plan) -> str:
+def _describe_best_lever(plan: Plan) -> str:
     """Return the best of the levers that were tried: what makes the run fit, or where it does, what
     makes it faster.
     """
@@ -122,7 +122,7 @@ def _tried(plan: Plan) -> str:
     return f"{row.override}: {change}, {'fits' if row.fits else 'does not fit yet'}"
 
 
-def run_facts(plan: Plan) -> Facts:
+def list_run_facts(plan: Plan) -> Facts:
     """Return what was planned: recipe, config, model, mesh, sequence length, device, and the least
     that has room.
     """
@@ -141,11 +141,11 @@ def run_facts(plan: Plan) -> Facts:
             f"{fewest or 'more than these'}; planned with {', '.join(map(str, plan.tried_ranks))}"
         )
     shown = [
-        ("why", reason_text(plan)),
+        ("why", explain_verdict(plan)),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({counted(plan.ranks, 'rank')})"),
-        ("sequence length", _sequence_text(plan)),
+        ("sequence length", _format_sequence(plan)),
         (
             "device",
             f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {speeds}",
@@ -156,7 +156,7 @@ def run_facts(plan: Plan) -> Facts:
     return [(name, text) for name, text in shown if text]
 
 
-def _sequence_text(plan: Plan) -> str:
+def _format_sequence(plan: Plan) -> str:
     short, _, reason = plan.sequence["source"].partition(": ")
     told = reason and any(line.startswith(reason) for line in plan.assumptions)
     text = f"{plan.sequence['tokens']:,} tokens, from {short if told else plan.sequence['source']}"
@@ -166,7 +166,7 @@ def _sequence_text(plan: Plan) -> str:
     return f"{text} ({', '.join(numbers)})" if numbers else text
 
 
-def host_text(plan: Plan) -> str:
+def format_host(plan: Plan) -> str:
     """Return the most host memory of a planned rank, and what all ranks can take at most."""
     rank = max(plan.rank_plans, key=lambda rank: rank.host)
     phase = max(rank.peaks, key=lambda peak: peak.host)
@@ -176,19 +176,22 @@ def host_text(plan: Plan) -> str:
     return text
 
 
-def version_text(plan: Plan) -> str:
+def format_versions(plan: Plan) -> str:
     """Return programs with their versions, and how long planning took."""
     return ", ".join(
-        [*(f"{name} {version}" for name, version in plan.versions.items()), planning_text(plan)]
+        [
+            *(f"{name} {version}" for name, version in plan.versions.items()),
+            format_planning_time(plan),
+        ]
     )
 
 
-def planning_text(plan: Plan) -> str:
+def format_planning_time(plan: Plan) -> str:
     """Return how long the process took, as a clock on the wall has it."""
     return f"planned in {format_duration(plan.seconds)} of wall time"
 
 
-def place_text(plan: Plan, rank: RankPlan) -> str:
+def format_place(plan: Plan, rank: RankPlan) -> str:
     """Return where the rank is in the dimensions of the mesh that have more than one place:
     `data_shard 3`.
     """
@@ -197,19 +200,19 @@ def place_text(plan: Plan, rank: RankPlan) -> str:
     )
 
 
-def rank_text(plan: Plan, rank: RankPlan) -> str:
+def format_rank(plan: Plan, rank: RankPlan) -> str:
     """Return `rank 0 (data_shard 0), heaviest of 3 planned`."""
-    places = place_text(plan, rank)
+    places = format_place(plan, rank)
     traced = f", heaviest of {len(plan.rank_plans)} planned" if len(plan.rank_plans) > 1 else ""
     return f"rank {rank.rank}{f' ({places})' if places else ''}{traced}"
 
 
-def running_text(peak: PhasePeak) -> str:
+def format_running(peak: PhasePeak) -> str:
     """Return what was running at a peak: `backward, model.layers.31`."""
     return ", ".join(text for text in (peak.part, peak.module) if text) or "-"
 
 
-def time_facts(plan: Plan) -> Facts:
+def list_time_facts(plan: Plan) -> Facts:
     """Return what is known about time; empty if it was not planned."""
     time = plan.time
     if time is None:
@@ -227,16 +230,16 @@ def time_facts(plan: Plan) -> Facts:
     shown = [
         ("step", f"{format_duration(time.step)}, {'calibrated; error: ' if time.calibrated else ''}"
                  f"{time.error or 'not stated'}"),
-        ("pipeline", _pipeline_text(plan.pipeline) if plan.pipeline else ""),
+        ("pipeline", _format_pipeline(plan.pipeline) if plan.pipeline else ""),
         ("kernels", format_duration(time.compute) + (f": {shares}" if shares else "")),
-        ("communication", _exposed_text(time.communication, time.exposed)),
+        ("communication", _format_exposed(time.communication, time.exposed)),
         ("optimizer on the CPU", format_duration(time.on_host) if time.on_host > _FEW_SECONDS else ""),
         ("copies to and from the host",
-         _exposed_text(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""),
+         _format_exposed(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""),
         ("kernel launches (CPU)",
          format_duration(time.launch) + (f", {time.operators:,} operators" if time.operators else "")),
         ("idle", f"{format_duration(time.idle)} in which nothing runs"),
-        ("bound by", bound_by(plan)),
+        ("bound by", find_bound(plan)),
         ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
                    f"all ranks; {time.mfu:.1%} of the device's dense rate"),
         ("run", "" if time.steps is None else f"{time.steps:,} steps{lasts}"),
@@ -244,11 +247,11 @@ def time_facts(plan: Plan) -> Facts:
     return [(name, text) for name, text in shown if text]
 
 
-def _exposed_text(seconds: float, exposed: float) -> str:
+def _format_exposed(seconds: float, exposed: float) -> str:
     return f"{format_duration(seconds)} total, {format_duration(exposed)} exposed"
 
 
-def step_facts(plan: Plan) -> Facts:
+def list_step_facts(plan: Plan) -> Facts:
     """Return the time of a step in one line; empty if it was not planned."""
     time = plan.time
     if time is None:
@@ -261,11 +264,11 @@ def step_facts(plan: Plan) -> Facts:
     )
     rate = f"{format_count(time.tokens_per_second)} tokens a second"
     return [
-        ("step", f"{format_duration(time.step)}, {rate}, bound by {bound_by(plan)}{run}{rates}")
+        ("step", f"{format_duration(time.step)}, {rate}, bound by {find_bound(plan)}{run}{rates}")
     ]
 
 
-def _pipeline_text(pipeline: PipelinePlan) -> str:
+def _format_pipeline(pipeline: PipelinePlan) -> str:
     """Return its schedule, and how much of it is waiting."""
     sequences = counted(pipeline.micro_batch_size, "sequence")
     text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
@@ -277,7 +280,7 @@ def _pipeline_text(pipeline: PipelinePlan) -> str:
     return text
 
 
-def bound_by(plan: Plan) -> str:
+def find_bound(plan: Plan) -> str:
     """Return what a step cannot be shorter than: its kernels, its collectives, its copies, or the
     host.
     """

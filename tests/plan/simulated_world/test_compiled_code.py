@@ -42,11 +42,11 @@ def facts(*, broken: bool) -> dict[str, Any]:
         run = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0)
         names = [
             run.trace.ops[number].name
-            for kind, number in run.trace.phase_events(STEADY)
+            for kind, number in run.trace.iterate_events(STEADY)
             if kind == OP
         ]
         fused = sum(name.startswith("inductor::") for name in names)
-        found[compiles] = (run.trace.active_peaks(), len(names), fused, run.notes)
+        found[compiles] = (run.trace.find_active_peaks(), len(names), fused, run.notes)
     return {"eager": found[False], "compiled": found[True]}
 
 
@@ -84,7 +84,7 @@ def forward_operations() -> dict[bool, int]:
     found = {}
     for compiles in (False, True):
         trace = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0).trace
-        ops = [trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP]
+        ops = [trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP]
         found[compiles] = sum(op.flops * op.repeats for op in ops if op.part == "forward")
     return found
 

@@ -25,7 +25,7 @@ def config(count: int, *overrides: str) -> Any:
 
 def count_operators(trace: Trace) -> Counter[tuple[Any, ...]]:
     counts: Counter[tuple[Any, ...]] = Counter()
-    for op in trace.phase_ops(STEADY):
+    for op in trace.iterate_ops(STEADY):
         counts[op.name, op.part, op.module, op.bytes, op.transfer, op.on_host] += op.repeats
     return counts
 

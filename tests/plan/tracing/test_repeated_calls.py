@@ -146,7 +146,7 @@ def figures(folder: Path) -> dict[str, Any]:
     cfg = load_config(PLAIN, overrides, module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     trace = simulate(recipe_class(module), cfg, shape, ranks=4, phases=()).trace
-    return {"peaks": trace.active_peaks(), "events": len(trace.events)} | sums(trace)
+    return {"peaks": trace.find_active_peaks(), "events": len(trace.events)} | sums(trace)
 
 
 def sums(trace: Trace) -> dict[str, Any]:
