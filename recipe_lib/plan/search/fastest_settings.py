@@ -61,20 +61,20 @@ MAX_PLANS = 10  # whole plans of a group of settings
 class SearchResult:
     """The settings that a search came to, and what it took."""
 
+    # Confirmed by their whole plans, fastest first.
     fitting: list[Candidate]
-    """Confirmed by their whole plans, fastest first."""
+    # Where nothing fits, what lacks the fewest bytes.
     closest: Candidate | None
-    """Where nothing fits, what lacks the fewest bytes."""
     device: str
     ranks: int
+    # Sequences of a step, all ranks.
     global_batch_size: int
-    """Sequences of a step, all ranks."""
+    # Settings that were estimated.
     tried: int
-    """Settings that were estimated."""
+    # Settings that were planned in full.
     planned: int
-    """Settings that were planned in full."""
+    # Settings that no simulation was needed for; each stands for more of its kind.
     skipped: int
-    """Settings that no simulation was needed for; each stands for more of its kind."""
     seconds: float
 
 
@@ -192,11 +192,8 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
     """Plan the fastest estimates in full until there are enough that fit."""
     limit = len(state.plans) + MAX_PLANS
     while len(state.list_confirmed()) < want and len(state.plans) < limit:
-        waiting = [
-            candidate
-            for candidate in state.list_fitting()
-            if make_key(candidate.changes) not in state.plans
-        ]
+        fitting = state.list_fitting()
+        waiting = [one for one in fitting if make_key(one.changes) not in state.plans]
         if not waiting:
             break
         state.progress.what = "planning the fastest in full"

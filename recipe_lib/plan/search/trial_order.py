@@ -98,25 +98,25 @@ class SearchState:
 
     cfg: Any
     settings: PlanSettings
+    # Dotted keys that stay as the config has them.
     fixed: Collection[str]
-    """Dotted keys that stay as the config has them."""
+    # Starts a trial of `Changes`, or a whole plan of a `Candidate`.
     submit: Callable[[Any], Future[Any]]
-    """Starts a trial of `Changes`, or a whole plan of a `Candidate`."""
+    # Trials that run at a time.
     workers: int
-    """Trials that run at a time."""
     progress: Phase
+    # By `make_key` the candidate of each trial; None: the recipe or the simulation refuses it.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
-    """By `make_key` the candidate of each trial; None: the recipe or the simulation refuses it."""
+    # By `make_variant_key` the candidate with the least memory.
     leanest_by_variant: dict[str, Candidate | None] = field(default_factory=dict)
-    """By `make_variant_key` the candidate with the least memory."""
+    # Settings that no trial was made of, as typed, and the reason.
     skipped: dict[str, str] = field(default_factory=dict)
-    """Settings that no trial was made of, as typed, and the reason."""
+    # By `make_key` the candidates with the figures of their whole plan.
     plans: dict[str, Candidate] = field(default_factory=dict)
-    """By `make_key` the candidates with the figures of their whole plan."""
+    # The highest speed that was logged, tokens per second.
     best_reported: float = 0.0
-    """The highest speed that was logged, tokens per second."""
+    # By `make_key` the changed configs; None where the changes do not go together.
     configs: dict[str, Any] = field(default_factory=dict)
-    """By `make_key` the changed configs; None where the changes do not go together."""
 
     def get_config(self, changes: Changes) -> Any:
         """Return the config with changes; None where they do not go together."""
@@ -134,11 +134,8 @@ class SearchState:
 
     def list_fitting(self) -> list[Candidate]:
         """Return the candidates that may fit, fastest first, each once."""
-        candidates: dict[str, Candidate] = {}
-        for candidate in self.tried.values():
-            # A candidate may have more changes than its trial began with: `OUTSIDE_LAYERS`.
-            if candidate is not None:
-                candidates[make_key(candidate.changes)] = candidate
+        # By key once more: a candidate may have more changes than its trial, `OUTSIDE_LAYERS`.
+        candidates = {make_key(trial.changes): trial for trial in self.tried.values() if trial}
         fitting = [
             candidate
             for key, candidate in candidates.items()
@@ -210,15 +207,16 @@ def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | N
         outcome = "fits"
     else:
         outcome = "may fit"
-    text = state.format_changes(candidate.changes)
     size = format_bytes(candidate.estimate.reserved_expandable)
     speed = f", {format_count(candidate.speed)} tokens/s" if candidate.speed else ""
-    get_logger().info(f"estimated: {text}: {size}, {outcome}{speed}")
+    get_logger().info(
+        f"estimated: {state.format_changes(candidate.changes)}: {size}, {outcome}{speed}"
+    )
     best = next(iter(state.list_fitting()), None)
     if best is not None and best.speed > state.best_reported:
         state.best_reported = best.speed
-        text = state.format_changes(best.changes)
-        line = f"best so far: {format_count(best.speed)} tokens/s: {text}"
+        speed = f"{format_count(best.speed)} tokens/s"
+        line = f"best so far: {speed}: {state.format_changes(best.changes)}"
         state.progress.say(line)
         get_logger().info(line)
 
@@ -265,10 +263,9 @@ def compute_least_bytes(
     if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
         gradients = known.trained / (mesh["pipeline"] if once else parts)
     activations = 0.0
-    if alike is not None:
-        # Each rank of a pipeline keeps its part of the layers for a micro-batch.
-        ranks_of_sequence = cfg.parallel.context * cfg.parallel.pipeline
-        activations = alike.kept * cfg.batch_size / ranks_of_sequence
+    if alike is not None:  # each rank of a pipeline keeps its part of the layers
+        sharing_ranks = cfg.parallel.context * cfg.parallel.pipeline
+        activations = alike.kept * cfg.batch_size / sharing_ranks
     # A backward finds the gradients of the one before it, but for a schedule that may defer those
     # of all weights.
     defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
@@ -377,10 +374,10 @@ def count_sequences(cfg: Any) -> int:
 
 def count_changed_sequences(cfg: Any, changes: Changes) -> int:
     """Return the sequences of a step on one data rank that leave the global batch as it is."""
-    pipeline = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline))
-    context = int(changes.get(CONTEXT_KEY, cfg.parallel.context))
     # Where more ranks share a sequence there are fewer data ranks, with more sequences each.
-    times = pipeline * context
+    times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
+        changes.get(CONTEXT_KEY, cfg.parallel.context)
+    )
     return count_sequences(cfg) * times // int(cfg.parallel.pipeline * cfg.parallel.context)
 
 
@@ -421,10 +418,7 @@ def list_groups(
             resorts[lever.resort].append(lever.changes)
     adapters = cfg.trained_adapters
     rounds = adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
-    first_group = [base]
-    if rounds:
-        first_group.append(base | {QUANTIZE_KEY: "none"})
-    yield first_group
+    yield [base, base | {QUANTIZE_KEY: "none"}] if rounds else [base]
     if resorts[TEACHER]:
         yield [base | changes for changes in resorts[TEACHER]]
     for changes in resorts[TEACHER]:

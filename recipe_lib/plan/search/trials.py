@@ -43,39 +43,39 @@ _IN_MODEL = ("forward", "recompute", "backward")
 class Estimate:
     """What a step takes on the heaviest rank; bytes are per device unless said otherwise."""
 
+    # Most bytes in blocks of the allocator, as `PhasePeak.active`.
     active: int
-    """Most bytes in blocks of the allocator, as `PhasePeak.active`."""
+    # Bytes that the allocator takes for them; some percent off, as memory that loading and the
+    # first step leave is not there.
     reserved: int
-    """Bytes that the allocator takes for them; some percent off, as memory that loading and the
-    first step leave is not there."""
+    # The same with expandable segments.
     reserved_expandable: int
-    """The same with expandable segments."""
+    # Most bytes of host memory, of any simulated rank.
     host: int
-    """Most bytes of host memory, of any simulated rank."""
+    # Of a steady step; 0: not timed, or a place of a pipeline is not known.
     seconds: float
-    """Of a steady step; 0: not timed, or a place of a pipeline is not known."""
+    # Of a step, all ranks.
     tokens: int
-    """Of a step, all ranks."""
+    # Bytes in blocks between two steps.
     held: int
-    """Bytes in blocks between two steps."""
+    # Bytes of the whole model.
     parameters: int
-    """Bytes of the whole model."""
+    # Bytes of the whole model's weights that are trained.
     trained: int
-    """Bytes of the whole model's weights that are trained."""
+    # Path of the module that ran when the most was active.
     module: str
-    """Path of the module that ran when the most was active."""
-    # No way to run the same layers has less of the next two. They are 0 of a pipeline, whose ranks
-    # have some of the layers each.
+    # Bytes of activations that all layers keep for the backward of one sequence. No way to run the
+    # same layers has less of this and the next; both are 0 of a pipeline, whose ranks have some of
+    # the layers each.
     kept: float = 0.0
-    """Bytes of activations that all layers keep for the backward of one sequence."""
+    # Seconds of a step's matmuls and attention alone.
     least_seconds: float = 0.0
-    """Seconds of a step's matmuls and attention alone."""
+    # Bytes of a step that the rank sends to others.
     sent: int = 0
-    """Bytes of a step that the rank sends to others."""
+    # Bytes of a step that the rank copies to and from its host.
     copied: int = 0
-    """Bytes of a step that the rank copies to and from its host."""
+    # Bytes that the allocator may take on the device.
     usable: int = 0
-    """Bytes that the allocator may take on the device."""
 
 
 def estimate_run(
@@ -202,10 +202,10 @@ class Candidate:
 
     changes: Changes
     estimate: Estimate
+    # Whether they fit, as far as is known.
     may_fit: bool
-    """Whether they fit, as far as is known."""
+    # Of the whole plan; empty: there is none.
     verdict: str = ""
-    """Of the whole plan; empty: there is none."""
 
     @property
     def shortfall(self) -> int:
