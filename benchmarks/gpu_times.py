@@ -58,7 +58,7 @@ rate of the GPU's, and is left out. Adapters' small products were planned by it.
 
 Not known: how much of the 0.90 is heat and how much the layouts of backward's products. `tune doctor` had {cold:.1f} \
 TFLOP/s of the product 4096 x 14336 x 4096 at its start; an 8192 cube reached {cube:.0f} between the steps above. No \
-file with `measure_step_share` or `optimizer` has been measured yet."""
+file with `step_share` or `optimizer` has been measured yet."""
 DRY_HOW = """Nothing was measured on a GPU: tiny models on a CPU, to check the program."""
 
 

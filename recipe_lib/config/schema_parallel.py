@@ -150,7 +150,7 @@ class ParallelConfig:
     )
     reduce_gradients: str = key(
         "micro_batch",
-        "When FSDP reduces gradients: with each `set_micro_batch`, or once a `step`, kept whole until"
+        "When FSDP reduces gradients: with each `micro_batch`, or once a `step`, kept whole until"
         " then; with reshard_after_forward=false the weights too, gathered once a step (ZeRO-1).",
         choices=("micro_batch", "step"),
         needs=(

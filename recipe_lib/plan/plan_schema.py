@@ -89,7 +89,10 @@ def list_stage_ranks(mesh: Mapping[str, int], place: int) -> list[int]:
 # Raised when a key changes its meaning or goes away; a new key does not raise it.
 SCHEMA_VERSION = 5
 
-FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
+FITS = "fits"
+RISKY = "risky"
+DOES_NOT_FIT = "does not fit"
+HOST_ALLOWS = "memory.host_memory_limit_gib allows"  # how the assumption begins that judges it
 
 
 @dataclass

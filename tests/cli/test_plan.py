@@ -19,8 +19,8 @@ from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import ReceiptRun, append_receipt, get_receipts_file
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Plan, read_typed
+from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.tracing.trace import STORAGE_KINDS
-from recipe_lib.plan.views.tables import list_outermost
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, tune_forked
 from tests.plan.apart import apart

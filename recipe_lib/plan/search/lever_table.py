@@ -30,7 +30,7 @@ from recipe_lib.plan.search.trials import (
     step_in_backward,
     stream_layers,
 )
-from recipe_lib.plan.summary.rank_memory import get_mixture
+from recipe_lib.plan.summary.step_time import get_mixture
 
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
 LENGTH_KEY = "max_seq_len"

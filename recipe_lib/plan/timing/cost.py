@@ -265,7 +265,7 @@ def is_wait(op: Op) -> bool:
 def _list_matmul_scales(
     dtype: str, hardware: Hardware, calibration: Calibration
 ) -> list[tuple[float, float]]:
-    """Return (operations, rate in a run over that of `measure_matmul_rate`) of the shapes measured, small
+    """Return (operations, rate in a run over that of `compute_matmul_rate`) of the shapes measured, small
     ones first; of a dtype that was not measured those of bf16.
 
     The host issues measured calls one by one: one that takes the host about as long is left out,

@@ -187,7 +187,7 @@ class Trace:
             elif kind == OP:
                 yield action, number, self.ops[number]
 
-    def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
+    def find_peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
         """By phase the most bytes live at a time, on the accelerator or on the host, before any
         rounding; and the number of the event that led there, -1 if it was before the phase.
         """
@@ -201,13 +201,13 @@ class Trace:
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
         """By phase the most bytes live at a time."""
-        return {phase: most for phase, (most, _) in self.peaks(device).items()}
+        return {phase: most for phase, (most, _) in self.find_peaks(device).items()}
 
     def list_alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
         """Numbers of the storages that are live when the most bytes are, in one phase; KeyError if
         it is not there.
         """
-        at = self.peaks(device)[phase][1]
+        at = self.find_peaks(device)[phase][1]
         if at < 0:  # where the phase begins
             at = self.events.index((PHASE, self.phases.index(phase)))
         return next(list(alive) for place, *_, alive in self.walk(device) if place == at)

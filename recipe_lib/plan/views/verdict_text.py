@@ -3,7 +3,15 @@ torch in here.
 """
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, Plan, RankPlan
+from recipe_lib.plan.plan_schema import (
+    DOES_NOT_FIT,
+    FITS,
+    HOST_ALLOWS,
+    PhasePeak,
+    PipelinePlan,
+    Plan,
+    RankPlan,
+)
 from recipe_lib.units import (
     choose_unit,
     count_hundredths,
@@ -15,9 +23,6 @@ from recipe_lib.units import (
     format_seconds,
 )
 
-HOST_ALLOWS = (  # how an assumption begins that says whether it is enough
-    "memory.host_memory_limit_gib allows"
-)
 _FEW_SECONDS = 1e-3  # batches on their way to the device take less
 
 Facts = list[tuple[str, str]]  # name, value
