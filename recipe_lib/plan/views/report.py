@@ -8,9 +8,9 @@ from typing import Any
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
+from recipe_lib.plan.views.memory_tree import build_alive_tree, draw_tree, fold_small
 from recipe_lib.plan.views.tables import (
     build_advice_table,
-    build_alive_tree,
     build_alone_table,
     build_communication_table,
     build_groups_table,
@@ -21,8 +21,6 @@ from recipe_lib.plan.views.tables import (
     build_stage_ranks_table,
     build_stage_table,
     build_volume_table,
-    draw_tree,
-    fold_small,
     format_layers,
     group_by_dim,
     sum_traffic,
