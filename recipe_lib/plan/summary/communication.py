@@ -118,7 +118,7 @@ def build_dimension_plans(
     for dim, along in keys:
         key = (dim, along)
         steps = [place.step[key] for place in counted]
-        per_micro_batch = [place.in_micro_batches[key].part(micro_batches) for place in counted]
+        per_micro_batch = [place.in_micro_batches[key].divide(micro_batches) for place in counted]
         plan = DimensionPlan(
             dim=dim,
             along=list(along),
@@ -128,8 +128,8 @@ def build_dimension_plans(
         )
         if has_all_places:
             ranks_of_place = math.prod(mesh.values()) // len(traces)
-            plan.cluster_step = sum(steps, Volume()).times(ranks_of_place)
-            plan.cluster_micro_batch = sum(per_micro_batch, Volume()).times(ranks_of_place)
+            plan.cluster_step = sum(steps, Volume()).multiply(ranks_of_place)
+            plan.cluster_micro_batch = sum(per_micro_batch, Volume()).multiply(ranks_of_place)
         plan.layer = _find_usual_layer(
             [place.in_layers[key] for place in counted], passes=layers * micro_batches
         )
@@ -163,10 +163,10 @@ class _CountedStep:
                 wire_bytes = count_wire_bytes(operation, collective.bytes, len(collective.ranks))
             key = _make_dimension_key(collective, mesh)
             volume = Volume(1, collective.bytes, wire_bytes)
-            self.step[key] += volume.times(op.repeats)
+            self.step[key] += volume.multiply(op.repeats)
             is_once = operation in once and collective.dim in DATA_DIMS
             if op.part in _MICRO_BATCH_PARTS and not is_once:
-                self.in_micro_batches[key] += volume.times(op.repeats)
+                self.in_micro_batches[key] += volume.multiply(op.repeats)
                 if number is not None:
                     self.in_layers[key][operation, collective.bytes, wire_bytes] += op.repeats
 
@@ -188,5 +188,5 @@ def _find_usual_layer(
     total = Volume()
     for (_, num_bytes, wire_bytes), count in sum(places, Counter()).items():
         # Rounding leaves out what few layers have: a layer may issue a neighbor's gather.
-        total += Volume(1, num_bytes, wire_bytes).times(round(count / passes) if passes else 0)
+        total += Volume(1, num_bytes, wire_bytes).multiply(round(count / passes) if passes else 0)
     return total if total.operations else None
