@@ -2,7 +2,7 @@
 
 In comes a recipe class, its config and `PlanSettings`: the device (`hardware.py`), the number of
 ranks, the length of sequences. Out comes a `Plan` (`plan_schema.py`): dataclasses and JSON. The
-recipe itself runs in between, on a device where tensors have sizes but no bytes. Read in this order:
+recipe itself runs in between, on a device where tensors have sizes but no bytes. Read, in order:
 
 1. `build_plan.py`: the way in; `make_plan` calls all the others.
 2. `tracing/trace_rank.py`: runs the recipe for one rank, in the world of `simulated_world/`.

@@ -126,7 +126,7 @@ def make_plan(
     cfg: plannable. steps: as `simulate` takes them. Raises UserErrors of recipe and config.
     """
     hardware = settings.hardware
-    planned = plan_ranks(recipe_class, cfg, settings, steps)
+    planned = plan_ranks(recipe_class, cfg, settings=settings, steps=steps)
     simulated = planned.simulated
     heaviest = planned.heaviest
     heaviest_simulated = simulated[heaviest.rank]
@@ -134,9 +134,11 @@ def make_plan(
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
     run_steps = settings.steps or settings.sequence.steps
-    more, estimate = max(estimate_not_simulated(found, run_steps) for found in simulated.values())
-    verdict = decide_verdict(trace, heaviest, usable, hardware)
-    verdict = lower_verdict(verdict, more, heaviest, usable)
+    more, estimate = max(
+        estimate_not_simulated(simulation, run_steps) for simulation in simulated.values()
+    )
+    verdict = decide_verdict(trace, heaviest, usable=usable, hardware=hardware)
+    verdict = lower_verdict(verdict, more, heaviest=heaviest, usable=usable)
     if not judge_host(cfg, settings, trace)[0]:
         verdict = DOES_NOT_FIT
     plan = Plan(
@@ -163,7 +165,7 @@ def make_plan(
         outside=outside,
         layers=_build_layers(planned),
         communication=build_communication_rows(trace, settings),
-        time=build_time_plan(planned.step, simulated, settings, cfg.dtype),
+        time=build_time_plan(planned.step, simulated, settings=settings, dtype=cfg.dtype),
         pipeline=planned.step.pipeline,
         assumptions=[
             *settings.assumptions,
@@ -186,7 +188,9 @@ def make_plan(
             "python": sys.version.split()[0],
         },
     )
-    add_router_choices(plan, cfg, simulated, hardware, settings.calibration)
+    add_router_choices(
+        plan, cfg, simulated=simulated, hardware=hardware, calibration=settings.calibration
+    )
     stalled_means = describe_stalled_means(cfg)
     plan.notes += stalled_means
     plan.assumptions += stalled_means
@@ -229,7 +233,9 @@ def plan_ranks(
     plans: list[RankPlan] = []
     for rank in settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks):
         with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
-            simulated[rank] = simulate_rank(recipe_class, cfg, settings, rank, steps)
+            simulated[rank] = simulate_rank(
+                recipe_class, cfg, settings=settings, rank=rank, steps=steps
+            )
         plans.append(build_rank_plan(rank, simulated[rank]))
         if limit is not None and plans[-1].peak.active > limit:
             break
@@ -237,12 +243,23 @@ def plan_ranks(
     timings = None
     if settings.timed:
         timings = {
-            rank: schedule(found.trace, STEADY, settings.hardware, settings.calibration)
-            for rank, found in simulated.items()
+            rank: schedule(
+                simulation.trace,
+                STEADY,
+                hardware=settings.hardware,
+                calibration=settings.calibration,
+            )
+            for rank, simulation in simulated.items()
             if rank == heaviest.rank or cfg.parallel.pipeline > 1
         }
-    step = build_simulated_step(cfg, simulated, timings, settings.hardware, settings.calibration)
-    return PlannedRanks(simulated, plans, heaviest, step)
+    step = build_simulated_step(
+        cfg,
+        simulated,
+        timings=timings,
+        hardware=settings.hardware,
+        calibration=settings.calibration,
+    )
+    return PlannedRanks(simulated=simulated, plans=plans, heaviest=heaviest, step=step)
 
 
 def simulate_rank(

@@ -97,7 +97,7 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     of another device. A size of memory, such as 24GB, takes a card of that size.
     """
     place, values = _read_values(path)
-    _check_device(place, values["device"], values["memory"], hardware)
+    _check_device(place, values["device"], memory=values["memory"], hardware=hardware)
     measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
     measured["matmul"] = _read_matmuls(place, values["matmul"])
     measured["links"] = _read_links(place, values["links"])

@@ -189,12 +189,12 @@ def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
     """
     if plan.verdict == FITS:
         return _name_larger_batch(plan, cfg) or _name_lever(
-            plan, cfg, settings, "would make more room"
+            plan, cfg, settings=settings, effect="would make more room"
         )
     if plan.margin < 0 and plan.heaviest.reserved_expandable <= plan.device.usable:
         reserved = format_bytes(plan.heaviest.reserved_expandable)
         return f"{EXPANDABLE} in the environment: {reserved} are reserved then, which fit"
-    return _name_lever(plan, cfg, settings, "lowers what takes the most")
+    return _name_lever(plan, cfg, settings=settings, effect="lowers what takes the most")
 
 
 def _sum_kinds(plan: Plan) -> Counter[str]:
@@ -303,7 +303,7 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
                 return False
 
     plan.fewest_ranks = find_fewest(
-        plan.ranks, count_least_ranks(cfg), plan.verdict == FITS, check_ranks
+        plan.ranks, count_least_ranks(cfg), good=plan.verdict == FITS, fits=check_ranks
     )
     plan.tried_ranks = sorted(tried_ranks)
 
@@ -316,7 +316,7 @@ def count_least_ranks(cfg: Any) -> int:
 
 
 def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
-    """Return the first of `least`, twice as many and so on that `fits`. good: whether `ranks` do."""
+    """Return the first of `least`, twice as many and so on that `fits`; good: `ranks` do."""
     # More ranks never take more memory, so that few have to be tried: half of what is left at a
     # time, or some larger ones.
     numbers = [least << power for power in range(32)]

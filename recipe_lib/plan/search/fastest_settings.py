@@ -111,8 +111,8 @@ def search(
 
     def work(job: Changes | Candidate) -> Any:
         if isinstance(job, Candidate):
-            return _plan_candidate(recipe_class, cfg, settings, job)
-        return try_settings(recipe_class, cfg, settings, job, fixed)
+            return _plan_candidate(recipe_class, cfg, settings=settings, candidate=job)
+        return try_settings(recipe_class, cfg, settings=settings, changes=job, fixed=fixed)
 
     trying = phase("trying settings", unit="settings", leaves_line=False)
     with open_workers(work, processes) as (submit, workers), trying as progress:
@@ -126,7 +126,7 @@ def search(
         )
         for group in list_groups(cfg, settings, fixed):
             _try_group(state, group, splits)
-            _confirm_fastest(state, group, splits, want)
+            _confirm_fastest(state, group, splits=splits, want=want)
             if state.list_confirmed():
                 break
         estimates = filter(None, state.tried.values())
@@ -260,7 +260,16 @@ def render_search(result: SearchResult) -> str:
         overrides = format_overrides(candidate.changes) or "as the config has it"
         console.print()
         put(console, f"{number}. {overrides}", indent=2, wrap=False)
-        put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
+        put_table(
+            console,
+            Table(
+                title="",
+                header=header,
+                rows=[cells],
+                left=("verdict",),
+                optional=("expandable", "step"),
+            ),
+        )
     how = (
         f"{result.tried} settings estimated, {result.planned} planned in full,"
         f" {result.seconds:.0f} s"

@@ -249,7 +249,7 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
     rounded = "frozen weights are rounded"
     kinds = {"nf4": rounded, "int8": rounded, "none": "frozen weights are not rounded"}
     return [
-        *_list_values(cfg, QUANTIZE_KEY, kinds, "parameters", ROUNDING),
+        *_list_values(cfg, QUANTIZE_KEY, values=kinds, lowers="parameters", resort=ROUNDING),
         Lever(
             {"lora.rank": adapters.rank // 2},
             "smaller adapters",
@@ -269,7 +269,7 @@ def _list_teacher_levers(cfg: Any) -> list[Lever]:
     rounded = "the teacher's weights are rounded"
     kinds = {"nf4": rounded, "int8": rounded, "none": "the teacher's weights are not rounded"}
     return [
-        *_list_values(cfg, QUANTIZE_TEACHER, kinds, "parameters", TEACHER),
+        *_list_values(cfg, QUANTIZE_TEACHER, values=kinds, lowers="parameters", resort=TEACHER),
         Lever({STREAM_TEACHER: True}, "the teacher's layers are in host memory", resort=TEACHER),
     ]
 

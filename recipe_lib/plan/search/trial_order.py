@@ -314,7 +314,9 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
     alike = _find_alike_estimate(state, cfg)
     known_cfg = state.get_config(known.changes)
     try:
-        least = compute_least_bytes(cfg, state.settings, known.estimate, known_cfg, alike)
+        least = compute_least_bytes(
+            cfg, state.settings, known=known.estimate, known_cfg=known_cfg, alike=alike
+        )
     except UserError:  # ranks that the mesh cannot be made of: the trial says so
         return ""
     usable = compute_usable_bytes(cfg, state.settings)

@@ -137,7 +137,7 @@ def estimate_run(
 
 
 def sum_transfers(trace: Trace) -> tuple[int, int]:
-    """Return the bytes of a steady step that a rank sends, and those copied to and from its host."""
+    """Return the bytes of a step that a rank sends, and those copied to and from its host."""
     sent = 0
     copied = 0
     for op in trace.iterate_ops(STEADY):
@@ -336,7 +336,7 @@ def try_estimate(
 ) -> Estimate | None:
     """Return `estimate_run`, or None for what the recipe or the simulation refuses."""
     try:
-        return estimate_run(recipe_class, cfg, settings, limit)
+        return estimate_run(recipe_class, cfg, settings=settings, limit=limit)
     except UserError:
         return None
     # An operator without a simulation raises these. It is one change of many, which is left out.
@@ -365,7 +365,7 @@ def try_settings(
         if changed_cfg is None:
             break
         limit = int(compute_usable_bytes(changed_cfg, settings) / (1 - ACTIVE_TOLERANCE))
-        estimate = try_estimate(recipe_class, changed_cfg, settings, limit)
+        estimate = try_estimate(recipe_class, changed_cfg, settings=settings, limit=limit)
         if estimate is None:
             break
         candidate = Candidate(all_changes, estimate, may_fit=estimate.active <= limit)

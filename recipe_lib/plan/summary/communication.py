@@ -102,7 +102,7 @@ def build_dimension_plans(
         micro_batches: of that step.
         once: operations among data ranks that are once a step, not in each micro-batch.
     """
-    counted = [_CountedStep(trace, phase, mesh, once) for trace in traces.values()]
+    counted = [_CountedStep(trace, phase, mesh=mesh, once=once) for trace in traces.values()]
     dimension_keys = dict.fromkeys(key for place in counted for key in place.step)
     silent = [
         name

@@ -123,7 +123,7 @@ def merge_layer_rows(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
     Each module is in it once, in the model's order.
     """
     # By module the key that rows are sorted by: (before, in or after the layers; layer; row).
-    found: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
+    entries: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
     for rows in places:
         seen_layer = False
         for index, row in enumerate(rows):
@@ -133,6 +133,6 @@ def merge_layer_rows(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
                 order = (1, number, index)
             else:
                 order = (2 if seen_layer else 0, 0, index)
-            if row.module not in found or not row.module:
-                found[row.module] = (order, row)
-    return [row for _, row in sorted(found.values(), key=lambda entry: entry[0])]
+            if row.module not in entries or not row.module:
+                entries[row.module] = (order, row)
+    return [row for _, row in sorted(entries.values(), key=lambda entry: entry[0])]

@@ -86,14 +86,16 @@ def build_simulated_step(
         if timings is None:
             return SimulatedStep(None)
         ((rank, timing),) = timings.items()
-        return SimulatedStep(None, timing, simulated[rank].trace, timing.step)
+        return SimulatedStep(
+            pipeline=None, sums=timing, trace=simulated[rank].trace, seconds=timing.step
+        )
     size, count = micro_batches(cfg)
     first_ranks: dict[int, int] = {}  # by place
-    for rank, found in simulated.items():
-        first_ranks.setdefault(found.coordinates["pipeline"], rank)
+    for rank, simulation in simulated.items():
+        first_ranks.setdefault(simulation.coordinates["pipeline"], rank)
     first_ranks = dict(sorted(first_ranks.items()))
     places = [
-        _build_stage_plan(cfg, place, rank, simulated[rank], count)
+        _build_stage_plan(cfg, place, rank=rank, simulated=simulated[rank], count=count)
         for place, rank in first_ranks.items()
     ]
     ideal = simulate(
@@ -144,7 +146,7 @@ def build_simulated_step(
         hardware=hardware,
         calibration=calibration,
     )
-    return SimulatedStep(plan, sums, traces[busiest], seconds)
+    return SimulatedStep(pipeline=plan, sums=sums, trace=traces[busiest], seconds=seconds)
 
 
 def _build_stage_plan(
@@ -190,9 +192,11 @@ def build_time_plan(
         return None
     steps = settings.steps or settings.sequence.steps
     # A mean over places is one over ranks: each place has as many.
-    flops = [count_model_flops(found.trace, STEADY) for found in simulated.values()]
+    flops = [count_model_flops(simulation.trace, STEADY) for simulation in simulated.values()]
     tokens = next(iter(simulated.values())).tokens
-    kinds = sum_time_by_kind(step.trace, STEADY, settings.hardware, settings.calibration)
+    kinds = sum_time_by_kind(
+        step.trace, STEADY, hardware=settings.hardware, calibration=settings.calibration
+    )
     return TimePlan(
         compute=sums.compute,
         communication=sums.communication,
@@ -202,7 +206,7 @@ def build_time_plan(
         tokens_per_step=tokens,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         mfu=compute_model_flops_utilization(
-            sum(flops) / len(flops), seconds, settings.hardware, dtype
+            sum(flops) / len(flops), seconds, hardware=settings.hardware, dtype=dtype
         ),
         steps=steps,
         total=steps * seconds if steps else None,
@@ -249,11 +253,19 @@ def add_router_choices(
     if plan.time is not None:
         heaviest = plan.heaviest.rank
         timings = {
-            rank: schedule(found.trace, STEADY, hardware, calibration, experts=mixture.top_k)
-            for rank, found in simulated.items()
+            rank: schedule(
+                simulation.trace,
+                STEADY,
+                hardware=hardware,
+                calibration=calibration,
+                experts=mixture.top_k,
+            )
+            for rank, simulation in simulated.items()
             if plan.pipeline or rank == heaviest
         }
-        seconds = build_simulated_step(cfg, simulated, timings, hardware, calibration).seconds
+        seconds = build_simulated_step(
+            cfg, simulated, timings=timings, hardware=hardware, calibration=calibration
+        ).seconds
         plan.time.same_experts = seconds
         line += f"; times are those of even loads, {format_duration(plan.time.step)} a step"
         if seconds is not None:

@@ -196,7 +196,9 @@ def _compute_kernel_seconds(
         measured = calibration.optimizer if calibration else None
         bandwidth = measured or min(bandwidth, compute_adam_bandwidth(hardware, op.bytes))
     return max(
-        _compute_arithmetic_seconds(op, hardware, calibration, splits), op.bytes / bandwidth, floor
+        _compute_arithmetic_seconds(op, hardware, calibration=calibration, splits=splits),
+        op.bytes / bandwidth,
+        floor,
     )
 
 
@@ -208,7 +210,7 @@ def _compute_arithmetic_seconds(
     if is_attention(op):
         if len(op.shape) != 5:
             return op.flops / hardware.rate(op.dtype)
-        seconds = compute_attention_seconds(hardware, op.name, op.dtype, op.shape)
+        seconds = compute_attention_seconds(hardware, op.name, dtype=op.dtype, shape=op.shape)
         return seconds * _compute_attention_scale(
             hardware, calibration, choose_attention_kernel(hardware, op.name, op.shape[-1])
         )
@@ -220,7 +222,7 @@ def _compute_arithmetic_seconds(
         if calibration is None
         else _interpolate(_list_matmul_scales(op.dtype, hardware, calibration), op.flops)
     )
-    return op.flops / (compute_matmul_rate(hardware, op.dtype, shape, splits) * scale)
+    return op.flops / (compute_matmul_rate(hardware, op.dtype, shape=shape, splits=splits) * scale)
 
 
 def compute_least_op_seconds(
@@ -255,7 +257,7 @@ def compute_launch_seconds(
     op: Op, calibration: Calibration | None = None, architecture: str = ""
 ) -> float:
     """Return the seconds for the host to issue one operator."""
-    # Of a grouped matmul that the architecture has no kernel for, each of its matmuls is issued too.
+    # Of a grouped matmul that the architecture has no kernel for, each matmul is issued too.
     issued = count_issued_matmuls(op, architecture) if architecture else 0
     if op.name.startswith("tune_recipes::") and not issued:
         return COMPILED_SECONDS
@@ -304,7 +306,7 @@ def _compute_attention_scale(
         return 1.0
     shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
     expected = sum(
-        compute_attention_seconds(hardware, name, "bf16", shape)
+        compute_attention_seconds(hardware, name, dtype="bf16", shape=shape)
         for name in (measured, f"{measured}_backward")
     )
     # As `measure_rates` counts them: all scores, forward and backward.

@@ -177,7 +177,7 @@ def compute_tile_share(
 
 
 def choose_attention_kernel(hardware: Hardware, name: str, width: int) -> str:
-    """Return the kernel that torch runs for an attention operator: `cudnn`, `efficient` or `flash`."""
+    """Return the kernel that torch runs for attention: `cudnn`, `efficient` or `flash`."""
     if "cudnn" in name:
         return "cudnn"
     if "efficient" in name:

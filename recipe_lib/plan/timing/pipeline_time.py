@@ -44,7 +44,7 @@ def compute_pipeline_time(
     for place, timing in timings.items():
         gaps[place], runs[place] = split_actions(traces[place], timing)
     for trace in traces.values():
-        messages |= time_messages(trace, phase, hardware, calibration)
+        messages |= time_messages(trace, phase, hardware=hardware, calibration=calibration)
     step = sum(max(waits) for waits in zip(*gaps.values(), strict=True))
     trained: Timeline | None = None
     # All places have as many runs; one without a backward trains nothing.

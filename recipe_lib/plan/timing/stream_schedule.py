@@ -131,7 +131,9 @@ def schedule(
         elif kind == ACTION:
             action = trace.actions[number]
             actions.append((number, streams[0]))
-    return replace(_sum_up(trace, timeline, host, actions), launch=launch, on_host=on_host)
+    return replace(
+        _sum_up(trace, timeline, host=host, actions=actions), launch=launch, on_host=on_host
+    )
 
 
 def is_transfer(op: Op) -> bool:
@@ -145,7 +147,7 @@ def is_kernel(op: Op) -> bool:
 
 
 def _list_links(op: Op, hardware: Hardware) -> tuple[str, ...]:
-    """Return what an operator occupies: links of the machine, the network, or the bus to the host."""
+    """Return the links that an operator occupies: of the machine, the network, or the host."""
     if op.transfer:
         return (op.transfer,)
     if op.collective is None:

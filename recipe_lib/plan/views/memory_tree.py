@@ -46,7 +46,7 @@ def build_alive_tree(rank: RankPlan) -> Node:
     missing = rank.peak.active - sum(kind.bytes for kind in kinds)
     if missing:
         kinds.append(Node("rounded up to blocks", missing, 0))
-    return Node("active", rank.peak.active, sum(kind.count for kind in kinds), kinds)
+    return Node("active", rank.peak.active, count=sum(kind.count for kind in kinds), children=kinds)
 
 
 def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[TreeLine]:
@@ -132,7 +132,7 @@ def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
         children.append(_sum_entries("itself", own_entries))
     if join and len(children) == 1:
         only = children[0]
-        return Node(f"{name}.{only.name}", only.bytes, only.count, only.children)
+        return Node(f"{name}.{only.name}", only.bytes, count=only.count, children=only.children)
     children.sort(key=lambda child: -child.bytes)
     node = _sum_entries(name, entries)
     node.children = children

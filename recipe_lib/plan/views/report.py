@@ -1,4 +1,4 @@
-"""The report of a plan: for a terminal (`render`), as a page (`render_html`), two beside each other.
+"""The report of a plan: for a terminal (`render`), as a page (`render_html`), of two plans.
 
 Its sections are the tables of `tables.py`, the tree of `memory_tree.py`, the words of
 `verdict_text.py`, and the pictures that are drawn here. `render_diff` compares two plans. No torch
@@ -130,9 +130,9 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     return render_page(
         "plan",
         f"{plan.config}: {plan.verdict}",
-        f"{plan.config} on {plan.ranks} x {plan.device.name}",
-        format_verdict(plan),
-        [
+        name=f"{plan.config} on {plan.ranks} x {plan.device.name}",
+        headline=format_verdict(plan),
+        sections=[
             Section(
                 "run", facts=[*list_run_facts(plan), *receipt, ("next", describe_next_step(plan))]
             ),
@@ -276,12 +276,12 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     )
     last = shown[-1].at
     counts = [(at, short(at)) for at in ticks(0, last, 8) if at == int(at)]
-    chart.x = Scale("allocations and releases, in their order", 0, last, counts)
+    chart.x = Scale("allocations and releases, in their order", 0, high=last, ticks=counts)
     chart.y = Scale(
         f"live on the device ({unit[1]})",
         0,
-        top,
-        [(value, f"{value:g}") for value in ticks(0, top, 5)],
+        high=top,
+        ticks=[(value, f"{value:g}") for value in ticks(0, top, 5)],
     )
     _draw_areas(chart, shown, unit)
     _draw_phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
@@ -391,7 +391,7 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     times = [
         (value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)
     ]
-    chart.x = Scale("planned time of the step", 0, plan.seconds, times)
+    chart.x = Scale("planned time of the step", 0, high=plan.seconds, ticks=times)
     rows = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
     for place in plan.places:
         y = rows[place.place]
@@ -402,7 +402,7 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     for place in plan.places:
         stage_indexes |= {stage: index for index, stage in enumerate(place.stages)}
     for span in plan.spans:
-        _draw_box(chart, span, rows[span.place], stage_indexes.get(span.stage, 0))
+        _draw_box(chart, span, y=rows[span.place], stage_index=stage_indexes.get(span.stage, 0))
     kinds = {span.kind for span in plan.spans}
     keys = [(style, name) for kind, (name, style) in _ACTIONS.items() if kind in kinds]
     note = (
@@ -476,7 +476,7 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
         b = second_figures[title]
         names = sorted(dict.fromkeys([*a, *b]), key=_SUMS.__contains__)
         rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
-        table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
+        table = Table(title=title, header=["", "a", "b", "b - a"], rows=rows, left=("",))
         put_section(console, Section(title, table=table if rows else None))
     return text_of(console)
 

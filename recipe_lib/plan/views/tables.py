@@ -424,7 +424,13 @@ def build_groups_table(plan: Plan) -> Table | None:
     if any(len(dimension.groups) > _MOST_GROUPS for dimension in plan.dimensions):
         note += " --json has all groups."
     return Table(
-        "groups of ranks", ["members"], rows, ("members",), notes=(note,), headed=False, fold=True
+        title="groups of ranks",
+        header=["members"],
+        rows=rows,
+        left=("members",),
+        notes=(note,),
+        headed=False,
+        fold=True,
     )
 
 

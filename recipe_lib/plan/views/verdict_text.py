@@ -112,7 +112,7 @@ def describe_next_step(plan: Plan) -> str:
 
 
 def _describe_best_lever(plan: Plan) -> str:
-    """Return the best of the levers that were tried: the first that makes the run fit, or faster."""
+    """Return the best of the levers that were tried: it makes the run fit, or faster."""
     rows = [row for row in plan.advice if row.fits]
     if plan.verdict == FITS:
         rows = [row for row in rows if row.seconds is not None and row.seconds < 0]
