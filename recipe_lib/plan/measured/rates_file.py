@@ -49,8 +49,7 @@ def add_links(
     links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None.
     low_precision: dtype to operations a second of the matmul of `measure_matmul_rate`.
     """
-    on_cpu = measured["device"] == "cpu"
-    shape = list(TINY_MATMULS[-1] if on_cpu else LARGE_MATMUL)
+    shape = list(TINY_MATMULS[-1] if measured["device"] == "cpu" else LARGE_MATMUL)
     matmul = {dtype: [{"shape": shape, "rate": rate}] for dtype, rate in low_precision.items()}
     result = measured | {"matmul": measured["matmul"] | matmul}
     if links is None:
@@ -146,7 +145,7 @@ def _read_links(place: str, values: Any) -> Links | None:
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
             ]
-            if not sent or not all(_is_positive(number) for pair in sent for number in pair):
+            if not sent or not all(map(_is_positive, chain.from_iterable(sent))):
                 raise ValueError(operation)
             sent.sort()
             # Where one does by noise: no message takes less than a smaller one.

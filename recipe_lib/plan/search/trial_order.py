@@ -264,8 +264,7 @@ def compute_least_bytes(
         gradients = known.trained / (mesh["pipeline"] if once else parts)
     activations = 0.0
     if alike is not None:  # each rank of a pipeline keeps its part of the layers
-        sharing_ranks = cfg.parallel.context * cfg.parallel.pipeline
-        activations = alike.kept * cfg.batch_size / sharing_ranks
+        activations = alike.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
     # A backward finds the gradients of the one before it, but for a schedule that may defer those
     # of all weights.
     defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
@@ -312,10 +311,13 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
     if known is None:
         return ""
     alike = _find_alike_estimate(state, cfg)
-    known_cfg = state.get_config(known.changes)
     try:
         least = compute_least_bytes(
-            cfg, state.settings, known=known.estimate, known_cfg=known_cfg, alike=alike
+            cfg,
+            state.settings,
+            known=known.estimate,
+            known_cfg=state.get_config(known.changes),
+            alike=alike,
         )
     except UserError:  # ranks that the mesh cannot be made of: the trial says so
         return ""
@@ -477,8 +479,9 @@ def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> It
         has_own_copy = sharing.get(COPIES_KEY) == data_ranks != 1
         # Whole gradients alone save as much as weights kept from forward to backward do, and take
         # as much.
-        keeps_gradients = sharing.get(REDUCE_KEY) == "step"
-        keeps_gradients_alone = keeps_gradients and not keeps_weights and RESHARD_KEY not in fixed
+        keeps_gradients_alone = (
+            sharing.get(REDUCE_KEY) == "step" and not keeps_weights and RESHARD_KEY not in fixed
+        )
         if not (has_own_copy and keeps_weights) and not keeps_gradients_alone:
             yield sharing
     if is_free and data_ranks > 1:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from recipe_lib.config.describe import value_text
@@ -115,7 +116,7 @@ def estimate_run(
         simulated.coordinates.get("pipeline", 0): simulated.modules
         for simulated in planned.simulated.values()
     }
-    modules = [row for rows in rows_by_place.values() for row in list_outermost(rows)]
+    modules = list(chain.from_iterable(map(list_outermost, rows_by_place.values())))
     return Estimate(
         active=rank.peak.active,
         reserved=rank.reserved,
@@ -299,8 +300,7 @@ def stream_layers(cfg: Any) -> Changes:
     """Return what streams the model's layers; where they are trained, with what that needs."""
     if cfg.trained_adapters is not None:
         return {STREAM_KEY: True}
-    offload = find_differing(cfg, {OFFLOAD_KEY: True})
-    return {STREAM_KEY: True} | step_in_backward(cfg) | offload
+    return {STREAM_KEY: True} | step_in_backward(cfg) | find_differing(cfg, {OFFLOAD_KEY: True})
 
 
 def format_overrides(changes: Changes) -> str:

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.config.mesh import DATA_DIMS
@@ -103,7 +104,7 @@ def build_dimension_plans(
         once: operations among data ranks that are once a step, not in each micro-batch.
     """
     counted = [_CountedStep(trace, phase, mesh=mesh, once=once) for trace in traces.values()]
-    dimension_keys = dict.fromkeys(key for place in counted for key in place.step)
+    dimension_keys = dict.fromkeys(chain.from_iterable(place.step for place in counted))
     silent = [
         name
         for name, size in mesh.items()

@@ -251,7 +251,6 @@ def add_router_choices(
         " chooses"
     )
     if plan.time is not None:
-        heaviest = plan.heaviest.rank
         timings = {
             rank: schedule(
                 simulation.trace,
@@ -261,7 +260,7 @@ def add_router_choices(
                 experts=mixture.top_k,
             )
             for rank, simulation in simulated.items()
-            if plan.pipeline or rank == heaviest
+            if plan.pipeline or rank == plan.heaviest.rank
         }
         seconds = build_simulated_step(
             cfg, simulated, timings=timings, hardware=hardware, calibration=calibration

@@ -114,8 +114,9 @@ def time_messages(
     for action, _, op in trace.iterate_action_ops(phase):
         collective = op.collective
         if action.kind in ("SF", "SB") and collective and collective.operation == "send":
-            key = (action.stage, action.kind)
-            seconds[key] = compute_collective_seconds(collective, hardware, calibration)
+            seconds[action.stage, action.kind] = compute_collective_seconds(
+                collective, hardware, calibration
+            )
     return seconds
 
 

@@ -82,9 +82,9 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
             return
         children = node.children
         if level:  # the root's are the kinds, which all have a line
-            without_digits = unit[0] / 200 if smallest else 0
-            share = max(node.bytes * smallest, without_digits)
-            children = fold_small(children, smallest=share, most=most)
+            # A branch of less than half of the last digit has none.
+            least = max(node.bytes * smallest, unit[0] / 200 if smallest else 0)
+            children = fold_small(children, smallest=least, most=most)
         parts = share_out(hundredths, [child.bytes for child in children])
         for child, part in zip(children, parts, strict=True):
             grow(child, part, level + 1)
@@ -103,8 +103,11 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
     small = [child for child in children if not any(child is shown for shown in large)]
     if len(small) < 2:
         return children
-    num_bytes = sum(node.bytes for node in small)
-    rest = Node(f"{len(small)} smaller", num_bytes, sum(node.count for node in small))
+    rest = Node(
+        f"{len(small)} smaller",
+        sum(node.bytes for node in small),
+        sum(node.count for node in small),
+    )
     return [*large, rest]
 
 
@@ -149,8 +152,7 @@ def _join_alike(branches: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
     groups: dict[tuple[str, tuple[_Entry, ...]], list[str]] = {}
     for name, entries in branches.items():
         before, _, last = name.rpartition(".")
-        is_numbered = last.isdecimal()
-        key = (before, tuple(sorted(entries))) if is_numbered else (name, ())
+        key = (before, tuple(sorted(entries))) if last.isdecimal() else (name, ())
         groups.setdefault(key, []).append(name)
     joined: dict[str, list[_Entry]] = {}
     for names in groups.values():

@@ -504,13 +504,13 @@ def _collect_figures(plan: Plan) -> Figures:
         "margin": plan.margin,
     }
     tree = build_alive_tree(plan.heaviest)
+    peaks: dict[str, Bytes] = {}
+    for peak in plan.heaviest.peaks:
+        for field, name in _PHASE_COLUMNS.items():
+            peaks[f"{peak.phase}: {name}"] = Bytes(getattr(peak, field))
     figures: Figures = {
         "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
-        "peaks by phase, heaviest rank": {
-            f"{peak.phase}: {name}": Bytes(getattr(peak, field))
-            for peak in plan.heaviest.peaks
-            for field, name in _PHASE_COLUMNS.items()
-        },
+        "peaks by phase, heaviest rank": peaks,
         "live at the peak": {node.name: Bytes(node.bytes) for node in [*tree.children, tree]},
         _COMMUNICATION: {},
         "time of a step": {},

@@ -389,9 +389,10 @@ def build_alone_table(plan: Plan) -> Table | None:
         "The most of each kind at a time, with the same micro-batches; not all kinds are there at"
         " the same time."
     )
-    where = "on one device without parallelism"
     return Table(
-        title=f"a step of the full model {where}, and of rank {rank.rank}",
+        title=(
+            f"a step of the full model on one device without parallelism, and of rank {rank.rank}"
+        ),
         header=["kind", "full model", f"rank {rank.rank}", "share"],
         rows=rows,
         left=("kind",),
