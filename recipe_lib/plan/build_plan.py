@@ -1,4 +1,4 @@
-"""Builds a plan from a recipe and its config: the way into the planner.
+"""Build a plan from a recipe and its config: the way into the planner.
 
 `make_plan` simulates ranks (`simulate_rank`, `plan_ranks`), replays their memory through the
 allocator, puts their operators on a time line, and sums it all up in a `Plan`
@@ -73,7 +73,7 @@ _SEQUENCE_FACTS = ("tokens", "source", "histogram", "documents", "group")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan is made for, besides recipe and config."""
+    """Settings of a plan, besides recipe and config."""
 
     hardware: Hardware
     # Lengths of the sequences planned with, and where they are from.

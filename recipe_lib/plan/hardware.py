@@ -27,7 +27,7 @@ EIGHT_BITS = ("int8", "fp8")  # dtypes of matmuls whose operands have 8 bits
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks of a machine reach each other."""
+    """A link between the ranks of a machine."""
 
     # `nvlink`, `pcie_p2p`, `pcie_no_p2p` (through host memory) or `host`.
     kind: str

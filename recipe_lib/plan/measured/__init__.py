@@ -1,1 +1,1 @@
-"""What was measured on this machine: rates of its device, and runs that had a plan."""
+"""Measurements of this machine: rates of its device, and runs that had a plan."""

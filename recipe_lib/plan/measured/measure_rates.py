@@ -1,4 +1,4 @@
-"""Measures the rates of this machine's device, and its links, for the planner.
+"""Measure the rates of this machine's device, and its links, for the planner.
 
 `calibrate` measures one device (`tune plan --calibrate`); `list_collective_steps` has what `tune
 doctor` runs on every rank to measure links. `rates_file.py` reads what they write. On a CPU the

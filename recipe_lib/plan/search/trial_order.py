@@ -1,4 +1,4 @@
-"""Which settings a search tries next, on all cores, and which it need not try at all.
+"""The order of a search: which settings are tried next, and which need no trial at all.
 
 A way to share the model between ranks is gone through kind by kind of checkpointing, from the one
 that computes least again, with micro-batches from the smallest on. No trial is made for what
@@ -94,7 +94,7 @@ def make_variant_key(changes: Changes) -> str:
 
 @dataclass
 class SearchState:
-    """What a search has tried so far, and where it submits its next trials."""
+    """The state of a search: what it has tried so far, and where it submits its next trials."""
 
     cfg: Any
     settings: PlanSettings

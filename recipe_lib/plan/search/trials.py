@@ -42,7 +42,7 @@ _IN_MODEL = ("forward", "recompute", "backward")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes on the heaviest rank; bytes are per device unless said otherwise."""
+    """The memory and time of a step on the heaviest rank; bytes are per device unless said."""
 
     # Most bytes in blocks of the allocator, as `PhasePeak.active`.
     active: int

@@ -1,1 +1,1 @@
-"""What traces of simulated ranks come to: memory, verdict, time, communication, assumptions."""
+"""Sums of simulated ranks' traces: memory, verdict, time, communication, assumptions."""

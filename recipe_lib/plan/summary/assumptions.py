@@ -1,4 +1,4 @@
-"""What the figures of a plan rest on, in sentences: assumptions, what is not modeled, warnings."""
+"""Assumptions of a plan in sentences, with what is not modeled, and warnings."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""What ranks communicate in a step: collectives of one rank, and sums over all of them.
+"""Communication of a step: collectives of one rank, and sums over all ranks.
 
 `build_communication_rows` lists the collectives of the heaviest rank. Of each place in the pipeline
 one rank is simulated; ranks of one place communicate alike (shards are padded to equal sizes), so
@@ -139,7 +139,7 @@ def build_dimension_plans(
 
 
 class _CountedStep:
-    """What one rank communicates in a step, by dimension."""
+    """Communication of one rank in a step, by dimension."""
 
     def __init__(
         self, trace: Trace, phase: str, mesh: Mapping[str, int], once: Collection[str]

@@ -1,4 +1,4 @@
-"""Decides whether a plan fits: by device memory, what was not simulated, and host memory.
+"""Decide whether a plan fits: by device memory, what was not simulated, and host memory.
 
 `decide_verdict` judges the simulated memory of the heaviest rank, `lower_verdict` what may come to
 it, and `judge_host` the host memory that a config allows. `views/verdict_text.py` words it all.

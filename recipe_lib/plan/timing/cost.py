@@ -1,4 +1,4 @@
-"""How long operators and collectives take, alone.
+"""The seconds that operators and collectives take, each alone.
 
 Kernels follow a roofline (`compute_op_seconds`), collectives latency plus bandwidth
 (`compute_collective_seconds`). Without a calibration the rates are the data sheet's times the share

@@ -1,4 +1,4 @@
-"""Which share of a card's rates kernels reach, by their shape: from published measurements.
+"""The share of a card's rates that kernels reach, by their shape: from published measurements.
 
 A matmul is cut into tiles, which the multiprocessors take in rounds; the last round is seldom full,
 and each tile begins and ends with work that a short inner dimension does not make up for. Attention

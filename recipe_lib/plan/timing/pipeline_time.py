@@ -1,4 +1,4 @@
-"""When each rank of a pipeline does what: the ranks' own traces on one time line.
+"""The time of a pipeline's step: the ranks' own traces on one time line.
 
 What a rank computes in an action takes what the schedule of its own trace says; when it can begin,
 and when a tensor has arrived, is simulated over all ranks. Before, between and after what goes

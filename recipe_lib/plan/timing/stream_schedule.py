@@ -1,4 +1,4 @@
-"""When each operator of a traced phase runs: a list schedule over streams, links and the host.
+"""A list schedule of a traced phase: when each operator runs on streams, links and the host.
 
 The host issues operators one after the other; an operator starts when it has been issued, when its
 stream is free and, for a collective, when its link is. Kernels on different streams do not slow

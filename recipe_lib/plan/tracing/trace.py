@@ -122,7 +122,7 @@ class Op:
 
 @dataclass(slots=True)
 class Sync:
-    """An event is recorded on, or waited for by, a stream."""
+    """An event that a stream records or waits for."""
 
     # Number of the event.
     event: int
@@ -132,7 +132,7 @@ class Sync:
 
 @dataclass(slots=True)
 class ActionMark:
-    """What a rank of a pipeline does next."""
+    """The next action of a rank of a pipeline."""
 
     # That it does it for.
     stage: int = -1

@@ -1,4 +1,4 @@
-"""What is live at the peak as a tree: kind, then layer or module, then what lies inside.
+"""A tree of what is live at the peak: kind, then layer or module, then what lies inside.
 
 Layers that hold the same are one branch (`model.layers.0-31`). A node is the sum of its branches,
 to the byte. No torch in here.

@@ -212,7 +212,7 @@ _LETTER = 7.0  # width of one
 
 @dataclass
 class Point:
-    """What is live on the device at a time."""
+    """The memory that is live on the device at a time."""
 
     at: int  # allocations and frees up to it
     total: int  # bytes
