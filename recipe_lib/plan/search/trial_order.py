@@ -520,8 +520,8 @@ def list_pipelines(
     ):
         return
     groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
-    schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
-    schedules = tuple(name for name in schedules if splits or not SCHEDULES[name].splits)
+    names = (cfg.parallel.pipeline_schedule,) if SCHEDULE_KEY in fixed else SCHEDULES_TRIED
+    schedules = [name for name in names if splits or not SCHEDULES[name].splits]
     lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
     for size, schedule in product(lengths[-MAX_PIPELINE_LENGTHS:], schedules):
         base: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}

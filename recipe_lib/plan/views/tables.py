@@ -377,13 +377,14 @@ def build_alone_table(plan: Plan) -> Table | None:
     alone = plan.alone
     kinds = [kind for kind in STORAGE_KINDS if kind in alone.most or kind in rank.most]
     sizes = [(kind, alone.most.get(kind, 0), rank.most.get(kind, 0)) for kind in kinds]
-    active = [
+    full_active, rank_active = (
         next(peak.active for peak in planned.peaks if peak.phase == "step")
         for planned in (alone, rank)
-    ]
+    )
+    sizes.append(("all at a time", full_active, rank_active))
     rows = [
         [name, Bytes(full), Bytes(part), f"{part / full:.1%}" if full else "-"]
-        for name, full, part in [*sizes, ("all at a time", *active)]
+        for name, full, part in sizes
     ]
     note = (
         "The most of each kind at a time, with the same micro-batches; not all kinds are there at"
