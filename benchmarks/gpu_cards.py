@@ -41,7 +41,7 @@ from benchmarks.gpu_plan_report import (
 )
 from benchmarks.longest import Longest, read
 from recipe_lib.errors import ConfigError, exit_code_of
-from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import FITS
@@ -245,7 +245,7 @@ def measured(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
     if not gpu:
         result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, job.case), seconds)
         return result if "failed" in result else {"measured": result}
-    free, _ = free_host_memory()
+    free, _ = find_free_host_memory()
     if job.host > free:
         return {
             "skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(job.host)}"

@@ -109,9 +109,9 @@ def measure_host_memory() -> dict[str, Any]:
     """total: of the machine. free: what a process can still get. what: limits it, the machine or a
     control group (a container's, a batch job's).
     """
-    from recipe_lib.memory.peaks import free_host_memory
+    from recipe_lib.memory.peaks import find_free_host_memory
 
-    free, what = free_host_memory()
+    free, what = find_free_host_memory()
     return {
         "total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "free": free,

@@ -27,7 +27,14 @@ from recipe_lib.plan.measured.receipts import (
     quote_line,
     read_receipts,
 )
-from recipe_lib.report.terminal import Table, open_console, put, put_table, terminal_width, text_of
+from recipe_lib.report.terminal import (
+    Table,
+    get_terminal_width,
+    open_console,
+    put,
+    put_table,
+    read_console,
+)
 from recipe_lib.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -122,7 +129,7 @@ def render_receipts(
         rows.append(
             [receipt.time[:10], run.card, str(run.ranks), run.config, run.recipe, *sizes, *off]
         )
-    console = open_console(width or terminal_width())
+    console = open_console(width or get_terminal_width())
     header = [
         "date",
         "card",
@@ -144,4 +151,4 @@ def render_receipts(
         f" {fmean(map(abs, errors)):.1%} mean absolute, {max(errors, key=abs):+.1%} worst",
     )
     put(console, f"in {path}, on this machine alone{passed}")
-    return text_of(console)
+    return read_console(console)

@@ -72,9 +72,9 @@ def run(words: list[str]) -> int:
             f"tune tp-plan: found no package transformers; {install_line('transformers')}"
         )
     silence_torchao()
-    from recipe_lib.checkpoint.verify import quiet_transformers
+    from recipe_lib.checkpoint.verify import silence_transformers
 
-    with quiet_transformers():
+    with silence_transformers():
         from recipe_lib.cli.tp_plan_report import as_json, certificates, plans_for, report
 
         # How weights are stored is no part of the model.

@@ -252,7 +252,7 @@ def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPa
     from recipe_lib.memory import peaks as host
 
     monkeypatch.setattr(
-        host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group")
+        host, "find_free_host_memory", lambda: (3 * GIB, "left in this process's control group")
     )
     found = measure_host_memory()
     assert (found["free"], found["what"]) == (3 * GIB, "left in this process's control group")

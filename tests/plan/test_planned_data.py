@@ -29,8 +29,8 @@ def test_pairs_have_two_rows(schema: type[FullFinetuneConfig], data: DataConfig,
     step = next(PlannedData(schema(data=data, batch_size=3), WORLD, SHAPE).batches())
     (batch,) = step.micro_batches
     assert batch.tokens.shape == (rows, 8)
-    assert (batch.segments is not None) == (rows == 6)
-    assert (step.items, step.total_tokens) == (6, 2 * rows * 8)
+    assert (batch.sequence_ids is not None) == (rows == 6)
+    assert (step.num_items, step.total_tokens) == (6, 2 * rows * 8)
 
 
 def test_what_no_data_was_read_for_is_none():

@@ -73,7 +73,7 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
         return simulate(Judged, cfg, shape, ranks=CASES[name][0], phases=(), like_cpu=True)
 
     rounded = run().trace
-    tracer.pinned_bytes = lambda num_bytes: num_bytes  # type: ignore[assignment]
+    tracer.round_up_to_pinned = lambda num_bytes: num_bytes  # type: ignore[assignment]
     exact = run()
     for storage in exact.trace.storages:
         storage.device = True

@@ -46,11 +46,11 @@ from recipe_lib.report.phases import phase
 from recipe_lib.report.terminal import (
     WIDEST,
     Table,
+    get_terminal_width,
     open_console,
     put,
     put_table,
-    terminal_width,
-    text_of,
+    read_console,
 )
 from recipe_lib.units import format_bytes, format_count, format_duration
 
@@ -245,7 +245,7 @@ def render_search(result: SearchResult) -> str:
             lacking = f"; closest, short of {format_bytes(shown[0].shortfall)}:"
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
-    console = open_console(terminal_width(WIDEST))
+    console = open_console(get_terminal_width(WIDEST))
     put(console, title)
     for number, candidate in enumerate(shown, 1):
         estimate = candidate.estimate
@@ -279,4 +279,4 @@ def render_search(result: SearchResult) -> str:
         others = "; after the first: the fastest of those that were estimated"
     console.print()
     put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
-    return text_of(console).rstrip("\n")
+    return read_console(console).rstrip("\n")

@@ -22,7 +22,7 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.mesh import micro_batches, same_batch_ranks
 from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.data.tokenize_dataset import forks, worker_count
+from recipe_lib.data.tokenize_dataset import count_workers, start_forks
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.caching_allocator import block_bytes
@@ -418,12 +418,12 @@ def open_workers(
     # Where a simulation has run in this process, its autograd has threads that a fork lacks: work
     # is done here then, one piece after the other.
     has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
-    workers = 1 if has_simulated else worker_count(processes)
+    workers = 1 if has_simulated else count_workers(processes)
     if workers == 1:
         yield functools.partial(_run_now, work), 1
         return
     try:
-        with forks(work, workers) as submit:
+        with start_forks(work, workers) as submit:
             yield submit, workers
     except BrokenProcessPool as error:
         raise SetupError(_KILLED) from error

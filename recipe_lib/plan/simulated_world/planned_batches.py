@@ -13,7 +13,7 @@ from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step
-from recipe_lib.data.dataset import Dataset, as_trained
+from recipe_lib.data.dataset import Dataset, adapt_to_recipe
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
 from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
@@ -80,10 +80,10 @@ class PlannedData:
             )  # fmt: skip
         whole = replace(
             step,
-            trained_tokens=ranks * step.trained_tokens,
+            num_label_tokens=ranks * step.num_label_tokens,
             total_tokens=ranks * step.total_tokens,
             padded_tokens=ranks * step.padded_tokens,
-            items=ranks * step.items,
+            num_items=ranks * step.num_items,
         )
         on_device = _without_bytes(whole).to(self._world.device)
         if self._traced is None or self._traced >= len(on_device.micro_batches):
@@ -144,7 +144,7 @@ def _dataset(cfg: FullFinetuneConfig, shape: Sequence) -> Dataset:
     offsets = np.concatenate([[0], np.cumsum(lengths + (0 if scored else 1))]).astype(np.int64)
     report: Any = None
     ids = np.zeros(int(offsets[-1]), dtype=np.int32)
-    return as_trained(
+    return adapt_to_recipe(
         cfg,
         Dataset(ids, offsets, np.ones(len(ids), dtype=np.uint8), report, "planned", group=group),
     )

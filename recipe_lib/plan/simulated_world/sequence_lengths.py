@@ -18,7 +18,7 @@ from recipe_lib.config.local_files import cache_root, find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.data import (
     DataPlan,
-    as_trained,
+    adapt_to_recipe,
     build_dataset,
     build_validation_dataset,
     settle_formats,
@@ -85,7 +85,7 @@ def planned_sequence(
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _dataset(cfg, wait)
     if dataset is not None:
-        return _of_dataset(cfg, as_trained(cfg, dataset), choice, ranks)
+        return _of_dataset(cfg, adapt_to_recipe(cfg, dataset), choice, ranks)
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
@@ -161,7 +161,7 @@ def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
     """
     if dataset is None:
         return None
-    dataset = as_trained(cfg, dataset)
+    dataset = adapt_to_recipe(cfg, dataset)
     capacity = cfg.max_seq_len if cfg.data.packing else None
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
     order = DataPlan(

@@ -15,7 +15,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.memory.budget import GROUPED, grouped_flops
+from recipe_lib.memory.budget import GROUPED, count_grouped_flops
 from recipe_lib.plan.tracing.trace import Collective
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
@@ -116,7 +116,7 @@ def _flops(
         )
         return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
-        return grouped_flops(args, result)
+        return count_grouped_flops(args, result)
     if name in _VARLEN and any(tensor.dim() == 3 for tensor in tensors_in(args)):
         return _VARLEN[name] * _varlen_products(args)
     if count is not None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.checkpoint.weights_out import refused_extra, whole
+from recipe_lib.checkpoint.model_export import find_extra_fault, gather_whole
 from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
@@ -326,7 +326,7 @@ def _set_up(
     models = models_of(recipe)
     for name, model in models.items():
         tracer.name_modules(model, name)
-        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
+        fault = find_extra_fault(cfg.checkpoint, extra_tensors(model))
         if fault is not None:
             notes.append(f"a run would be refused: {fault}")
     if "load" in phases:
@@ -382,7 +382,7 @@ def _gather_trained(model: nn.Module) -> None:
     """What an export takes: each trained parameter whole, one after the other, then on the host."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            piece = whole(parameter).to("cpu")
+            piece = gather_whole(parameter).to("cpu")
             del piece
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.memory.peaks import pinned_bytes
+from recipe_lib.memory.peaks import round_up_to_pinned
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.simulated_world.compiled_code import around_operator, inside_of
 from recipe_lib.plan.simulated_world.patches import (
@@ -343,7 +343,7 @@ class Tracer(TorchDispatchMode):
             storage = tensor.untyped_storage()
             size = storage.nbytes()
             if self._pinned and device != self.device_type:
-                size = pinned_bytes(size)
+                size = round_up_to_pinned(size)
             self.hold(storage, self.new(size, device == self.device_type, name, kind))
 
     def hold(self, storage: Any, number: int) -> None:

@@ -43,8 +43,15 @@ from recipe_lib.plan.views.verdict_text import (
     list_time_facts,
 )
 from recipe_lib.report import terminal
-from recipe_lib.report.chart import Chart, Scale, as_svg, render_page, short, ticks
-from recipe_lib.report.terminal import HEADING, open_console, put, put_section, text_of
+from recipe_lib.report.chart import (
+    Chart,
+    Scale,
+    compute_ticks,
+    format_short,
+    render_page,
+    render_svg,
+)
+from recipe_lib.report.terminal import HEADING, open_console, put, put_section, read_console
 from recipe_lib.report.view import Figure, Section, Table, show_table
 from recipe_lib.units import (
     Bytes,
@@ -87,7 +94,7 @@ def render(
         width: columns; by default those of the terminal, between 80 and 120.
         color: styles of a terminal; `wants_color` says whether a stream should get them.
     """
-    console = terminal.open_console(width or terminal.terminal_width(), color)
+    console = terminal.open_console(width or terminal.get_terminal_width(), color)
     style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
     put(console, format_verdict(plan), style)
     console.print()
@@ -117,7 +124,7 @@ def render(
     console.print()
     put(console, format_verdict_line(plan), style)
     put(console, f"next: {describe_next_step(plan)}")
-    return terminal.text_of(console)
+    return terminal.read_console(console)
 
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
@@ -275,19 +282,19 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         bottom=_BOTTOM,
     )
     last = shown[-1].at
-    counts = [(at, short(at)) for at in ticks(0, last, 8) if at == int(at)]
+    counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
     chart.x = Scale("allocations and releases, in their order", 0, high=last, ticks=counts)
     chart.y = Scale(
         f"live on the device ({unit[1]})",
         0,
         high=top,
-        ticks=[(value, f"{value:g}") for value in ticks(0, top, 5)],
+        ticks=[(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
     )
     _draw_areas(chart, shown, unit)
-    _draw_phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
+    _draw_phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in begins.items()])
     usable_text = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
-        y = chart.up(usable / unit[0])
+        y = chart.compute_y(usable / unit[0])
         title = f"usable: {usable_text}"
         chart.put("line", "limit", title=title, x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
         chart.put("text", "limit-name", f"usable {usable_text}", x=_LEFT + 24, y=y + 14)
@@ -302,8 +309,8 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         "circle",
         "peak",
         title=highest_text,
-        cx=chart.across(highest.at),
-        cy=chart.up(highest.total / unit[0]),
+        cx=chart.compute_x(highest.at),
+        cy=chart.compute_y(highest.total / unit[0]),
         r=3.5,
     )
     peak = plan.heaviest.peak
@@ -311,7 +318,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     if highest.total == peak.requested:
         highest_text += f", {format_running(peak)}"
     note = f"{highest_text}. {_CAPTION} {limit}"
-    return Figure(as_svg(chart), _list_kind_keys(highest, unit), note, wide=True)
+    return Figure(render_svg(chart), _list_kind_keys(highest, unit), note, wide=True)
 
 
 _CAPTION = (
@@ -322,16 +329,19 @@ _CAPTION = (
 
 def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
     """Draw the areas of all kinds, stacked."""
-    base = f"{chart.up(0):.1f}"
+    base = f"{chart.compute_y(0):.1f}"
     # The highest sum first, each lower one over it: what is left to see of an area is its own kind.
     for place in reversed(range(len(STORAGE_KINDS))):
         if any(point.kinds[place] for point in shown):
             tops = [
-                (chart.across(point.at), chart.up(sum(point.kinds[: place + 1]) / unit[0]))
+                (
+                    chart.compute_x(point.at),
+                    chart.compute_y(sum(point.kinds[: place + 1]) / unit[0]),
+                )
                 for point in shown
             ]
             steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
-            path = f"M{chart.across(0):.1f},{base}{steps}V{base}Z"
+            path = f"M{chart.compute_x(0):.1f},{base}{steps}V{base}Z"
             chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
 
 
@@ -389,7 +399,8 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
         bottom=_BOTTOM,
     )
     times = [
-        (value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)
+        (value, format_duration(value) if value else "0")
+        for value in compute_ticks(0, plan.seconds, 6)
     ]
     chart.x = Scale("planned time of the step", 0, high=plan.seconds, ticks=times)
     rows = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
@@ -412,14 +423,14 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     if plan.stages_per_rank > 1:
         note += " A rank's later stages have lower boxes."
     note += " The optimizer and what else a step does outside the pipeline are not here."
-    return Figure(as_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
+    return Figure(render_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
 
 
 def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
     """Draw a box with the number of its micro-batch. stage_index: among the rank's stages."""
     name, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
-    x = chart.across(span.start)
-    width = chart.across(span.end) - x
+    x = chart.compute_x(span.start)
+    width = chart.compute_x(span.end) - x
     # Those of a rank's later stages are lower, to tell them apart.
     top = y + 4 * min(stage_index, 3)
     title = (
@@ -478,7 +489,7 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
         rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
         table = Table(title=title, header=["", "a", "b", "b - a"], rows=rows, left=("",))
         put_section(console, Section(title, table=table if rows else None))
-    return text_of(console)
+    return read_console(console)
 
 
 def _compare(a: Any, b: Any, title: str) -> list[Any]:

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
-from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.tokenizer_out import GENERATION, tokenizer_files
-from recipe_lib.checkpoint.verify import compute_logits, open_model, quiet_transformers
-from recipe_lib.checkpoint.weight_accounts import read_headers
-from recipe_lib.checkpoint.weights_in import unknown_extras
-from recipe_lib.checkpoint.weights_out import SideFiles, spell_config, stage_folder
+from recipe_lib.checkpoint.model_export import SideFiles, spell_config, stage_folder
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.tensor_matching import read_headers
+from recipe_lib.checkpoint.tokenizer_export import GENERATION, list_tokenizer_files
+from recipe_lib.checkpoint.verify import compute_logits, open_model, silence_transformers
+from recipe_lib.checkpoint.weight_loading import make_unknown_extras_error
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.qat import base_config
+from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.report.phases import phase
@@ -66,20 +66,22 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     folder: a Hugging Face model, not quantized. Raises CheckpointError, StorageError, or SetupError
     without transformers; then there is no `out`, but where the check of the whole folder fails.
     """
-    transformers = _transformers()
+    transformers = _import_transformers()
     spec = check_quantizable(folder, kind, group_size)
-    tokenizer_files(folder)  # transformers reads some of them too, whatever they are
+    list_tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
-    with files.storage_faults(), quiet_transformers():
+    with files.storage_faults(), silence_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
-            expected = _logits(_opened(folder))
-            model = _opened(
+            expected = _compute_logits(_open(folder))
+            model = _open(
                 folder,
-                quantization_config=transformers.TorchAoConfig(base_config(kind, group_size)),
+                quantization_config=transformers.TorchAoConfig(
+                    build_torchao_config(kind, group_size)
+                ),
             )
-        quantized = _logits(model)
+        quantized = _compute_logits(model)
         plain = (torch.Tensor, nn.Parameter)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         num_quantized = sum(type(linear.weight.data) not in plain for linear in linears)
@@ -105,7 +107,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
                 files.before_operation("flush", path)
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-        reopened = _logits(_opened(out))
+        reopened = _compute_logits(_open(out))
     if not torch.equal(reopened, quantized):
         raise CheckpointError(
             f"{out}: does not compute what was quantized: logits differ by "
@@ -121,7 +123,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     )
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     silence_torchao()
     try:
         import transformers
@@ -140,7 +142,9 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
     spec = read_trained_spec(config, str(folder))
     extras = [name for name, tensor in read_headers(folder).items() if tensor.extra]
     if extras:
-        raise unknown_extras(folder, extras)  # transformers would drop them without a word
+        raise make_unknown_extras_error(
+            folder, extras
+        )  # transformers would drop them without a word
     if isinstance(spec, DecoderSpec) and spec.mixture is not None:
         raise CheckpointError(
             f"{folder}: is a mixture of experts, whose weights are stacked and no linears to"
@@ -164,7 +168,7 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
     return spec
 
 
-def _opened(folder: Path, **more: Any) -> Any:
+def _open(folder: Path, **more: Any) -> Any:
     try:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -173,6 +177,6 @@ def _opened(folder: Path, **more: Any) -> Any:
         ) from error
 
 
-def _logits(model: Any) -> Tensor:
+def _compute_logits(model: Any) -> Tensor:
     """Return logits `[2, 32, v]` of random tokens, in fp32."""
     return compute_logits(model, model.config.get_text_config().vocab_size, _LENGTH).float()

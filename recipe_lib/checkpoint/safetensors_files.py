@@ -101,39 +101,39 @@ def read_header(path: Path) -> Header:
                 " `tune download`"
             )
         if len(start) < 8:
-            raise _cut_short(path, size, 8)
+            raise _make_cut_short_fault(path, size, 8)
         (length,) = struct.unpack("<Q", start[:8])
         if length > MAX_HEADER_BYTES:
-            raise _not_safetensors(path, f"a header of {length} bytes")
+            raise _make_format_fault(path, f"a header of {length} bytes")
         if 8 + length > size:
-            raise _cut_short(path, size, 8 + length)
+            raise _make_cut_short_fault(path, size, 8 + length)
         file.seek(8)
         text = file.read(length)
     try:
         fields = parse_json(text)
     except ValueError as error:
-        raise _not_safetensors(path, "a header that is not JSON") from error
+        raise _make_format_fault(path, "a header that is not JSON") from error
     return _check_header(path, fields, size - 8 - length, 8 + length)
 
 
 def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> Header:
     if not isinstance(fields, dict):
-        raise _not_safetensors(path, "a header that is not a JSON object")
+        raise _make_format_fault(path, "a header that is not a JSON object")
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise _not_safetensors(path, "metadata that is not a JSON object")
+        raise _make_format_fault(path, "metadata that is not a JSON object")
     tensors = {name: _read_entry(path, name, entry) for name, entry in fields.items()}
     position = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:
-            raise _not_safetensors(
+            raise _make_format_fault(
                 path, f"{name} at byte {entry.start} of the data where {position} was due"
             )
         position = entry.end
     if position > data_bytes:
-        raise _cut_short(path, data_start + data_bytes, data_start + position)
+        raise _make_cut_short_fault(path, data_start + data_bytes, data_start + position)
     if position < data_bytes:
-        raise _not_safetensors(path, f"{data_bytes - position} bytes after the last tensor")
+        raise _make_format_fault(path, f"{data_bytes - position} bytes after the last tensor")
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 
 
@@ -144,17 +144,17 @@ def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
             if all(type(number) is int and number >= 0 for number in numbers):
                 if dtype not in _ITEM_BYTES or end - start == math.prod(shape) * _ITEM_BYTES[dtype]:
                     return TensorEntry(dtype, tuple(shape), start, end)
-    raise _not_safetensors(path, f"an impossible entry for {name}")
+    raise _make_format_fault(path, f"an impossible entry for {name}")
 
 
-def _cut_short(path: Path, found: int, expected: int) -> CheckpointError:
+def _make_cut_short_fault(path: Path, found: int, expected: int) -> CheckpointError:
     return CheckpointError(
         f"{path}: cut short: {format_bytes(found)} ({found} bytes), expected {expected} bytes;"
         " fetch the file again"
     )
 
 
-def _not_safetensors(path: Path, found: str) -> CheckpointError:
+def _make_format_fault(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: not a whole safetensors file: found {found}; fetch the file again"
     )
@@ -176,7 +176,7 @@ class Reader(ExitStack):
         """Return the tensor's slices, none of which is read yet."""
         return self._open(name).get_slice(name)
 
-    def opened(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
+    def open_entry(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
         """Return slices of the tensor that an entry lies in, or is made of. dtype: of what is made
         of codes.
         """
@@ -193,7 +193,7 @@ class Reader(ExitStack):
         return self._files[path]
 
 
-def hold_same_numbers(first: Any, second: Any) -> bool:
+def have_same_numbers(first: Any, second: Any) -> bool:
     """Return whether two opened tensors are equal, the second in the first's type; some rows at a
     time.
     """
@@ -246,7 +246,7 @@ def write_tensor_file(
     with HashedFile(path) as file, phase(f"writing {path.name}", total, "bytes") as going:
         file.write(header)
         for piece in pieces:
-            for chunk in host_bytes(piece):
+            for chunk in copy_to_host(piece):
                 file.write(chunk)
                 going.advance(len(chunk))
             del piece  # a gathered tensor must be gone before the next one is gathered
@@ -273,7 +273,7 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
     return struct.pack("<Q", len(text)) + text
 
 
-def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+def copy_to_host(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES, copied to the host
     one by one.
     """

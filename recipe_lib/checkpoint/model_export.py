@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
-from recipe_lib.checkpoint.rank_agreement import (
+from recipe_lib.checkpoint.model_folders import INDEX, SINGLE
+from recipe_lib.checkpoint.rank_groups import (
     Holders,
     RankGroup,
-    decide,
     find_holders,
+    run_on_rank_0,
     write_gathered,
 )
 from recipe_lib.checkpoint.run_files import publish
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
-from recipe_lib.checkpoint.weight_accounts import EXTRA, file_shapes
-from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
+from recipe_lib.checkpoint.safetensors_files import DTYPE_NAMES, DTYPES, PlannedTensor
+from recipe_lib.checkpoint.tensor_matching import EXTRA, compute_file_shapes
+from recipe_lib.checkpoint.tokenizer_export import copy_tokenizer, list_tokenizer_files
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import (
@@ -89,23 +89,23 @@ def export_model(
     known = {entry.our_name for entry in weight_map(spec)}
     extras = [name for name in everything if name not in known]
     if extras and not save_extra:
-        raise CheckpointError(f"{out}: {extra_fault(extras)}")
+        raise CheckpointError(f"{out}: {describe_extra_fault(extras)}")
     shards = plan_shards(spec, everything, max_shard_bytes, extras)
 
     pieces = TensorPieces(
-        spec, partial(relay_whole, model, parameters, holders), everything, extras
+        spec, partial(stream_parameter, model, parameters, holders), everything, extras
     )
     config = export_config(source_config, spec, next(model.parameters()).dtype)
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
     with stage_folder(out, shards, list_model_files(shards, config), beside, world) as temporary:
         for name, tensors in shards.items():
-            metadata = {"format": "pt"} | extra_metadata(
+            metadata = {"format": "pt"} | make_extra_metadata(
                 {tensor.name for tensor in tensors} & set(extras)
             )
-            write_gathered(temporary / name, tensors, pieces.of_all(tensors), metadata, world)
+            write_gathered(temporary / name, tensors, pieces.read_all(tensors), metadata, world)
 
 
-def extra_fault(names: Collection[str]) -> str:
+def describe_extra_fault(names: Collection[str]) -> str:
     """What is wrong with exporting a model that has extra parameters, and the remedy."""
     return (
         f"found {name_first(names)}, which the recipe added and no other program knows; "
@@ -113,14 +113,14 @@ def extra_fault(names: Collection[str]) -> str:
     )
 
 
-def refused_extra(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
+def find_extra_fault(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
     """Why a run whose models have these extra parameters does not start; None if it does."""
     if not names or not cfg.save_model or cfg.extra_parameters == "save":
         return None
-    return f"checkpoint.extra_parameters: {extra_fault(names)}"
+    return f"checkpoint.extra_parameters: {describe_extra_fault(names)}"
 
 
-def extra_metadata(names: Collection[str]) -> dict[str, str]:
+def make_extra_metadata(names: Collection[str]) -> dict[str, str]:
     """The metadata of a file with these extra parameters."""
     return {EXTRA: " ".join(sorted(names))} if names else {}
 
@@ -143,13 +143,13 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
             else 0
         )
         files.require_space(
-            folder, needed - cleared, f"the model at the end of the run{_beside(out)}"
+            folder, needed - cleared, f"the model at the end of the run{_describe_second_copy(out)}"
         )
 
-    decide(world, require)
+    run_on_rank_0(world, require)
 
 
-def _beside(out: Path) -> str:
+def _describe_second_copy(out: Path) -> str:
     """What a message on room says where there is a model already: there must be room for two."""
     return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
@@ -183,7 +183,7 @@ def plan_shards(
     other = written_layout(spec)
     if other is None:
         entries = weight_map(spec)
-        shapes = file_shapes(
+        shapes = compute_file_shapes(
             entries, {name: parameter.shape for name, parameter in parameters.items()}
         )
         dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
@@ -240,7 +240,7 @@ class TensorPieces:
             self._parts = {name: [own] for name, own in self._other.renamed.items()}
         self._parts |= {name: [name] for name in extras}
 
-    def of_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
+    def read_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
         """The tensors one after the other, in consecutive pieces of rows, on rank 0. Collective."""
         # chain keeps no reference to what it gave, so that a gathered tensor is gone before the
         # next one is gathered.
@@ -311,8 +311,8 @@ def stage_folder(
     contents: the other files' names and what they hold, as JSON. After an error the temporary
     folder is gone, and `out` is as it was.
     """
-    copied = tokenizer_files(beside.tokenizer_folder)
-    temporary = Path(decide(world, lambda: _begin_folder(out, shards, copied)))
+    copied = list_tokenizer_files(beside.tokenizer_folder)
+    temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, copied)))
 
     def finish() -> None:
         for name, content in contents.items():
@@ -324,7 +324,7 @@ def stage_folder(
 
     try:
         yield temporary
-        decide(world, finish)
+        run_on_rank_0(world, finish)
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
@@ -341,24 +341,24 @@ def _begin_folder(
     needed = (
         weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))
     )  # headers, index, config
-    files.require_space(out.parent, needed, f"the model{_beside(out)}")
+    files.require_space(out.parent, needed, f"the model{_describe_second_copy(out)}")
     temporary = files.temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
 
 
-def relay_whole(
+def stream_parameter(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], holders: Holders, name: str
 ) -> Iterator[torch.Tensor]:
     """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
 
     def gather() -> Iterator[torch.Tensor]:
-        yield ordered(whole(tensors[name].detach()), all_runs(model).get(name))
+        yield ordered(gather_whole(tensors[name].detach()), all_runs(model).get(name))
 
-    return holders.relay(name, gather)
+    return holders.stream_to_rank_0(name, gather)
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
+def gather_whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full parameter, gathered where it is computed with, even if its shards are kept in host
     memory.
     """

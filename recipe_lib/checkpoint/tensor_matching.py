@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import torch
 
-from recipe_lib.checkpoint.tensor_files import (
+from recipe_lib.checkpoint.model_folders import INDEX, SINGLE, find_weights, list_unread_weights
+from recipe_lib.checkpoint.safetensors_files import (
     DTYPE_NAMES,
     FileTensor,
     Header,
     Reader,
-    hold_same_numbers,
+    have_same_numbers,
     read_header,
 )
-from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
@@ -77,7 +77,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
         fault = f"names {min(lost)} in {index[min(lost)]}, which does not hold it"
         more = f" (and {len(lost) - 1} more such names)" if len(lost) > 1 else ""
         raise CheckpointError(f"{folder / INDEX}: {fault}{more}; download the folder again")
-    extras = {name for header in headers.values() for name in extra_names(header)}
+    extras = {name for header in headers.values() for name in list_extra_names(header)}
     tensors: dict[str, FileTensor] = {}
     for file_name, header in headers.items():
         for name, entry in header.tensors.items():
@@ -95,10 +95,10 @@ def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool
     """Return whether two files have the same tensor under one name."""
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
         is_same_type = first.entry.dtype == second.entry.dtype
-        return is_same_type and hold_same_numbers(first_file.slice(name), second_file.slice(name))
+        return is_same_type and have_same_numbers(first_file.slice(name), second_file.slice(name))
 
 
-def extra_names(header: Header) -> set[str]:
+def list_extra_names(header: Header) -> set[str]:
     """Return the tensors of a file that its metadata names as extra parameters."""
     return set(header.metadata.get(EXTRA, "").split())
 
@@ -123,13 +123,13 @@ def match_tensors(
     shapes: of the parameters, by our names.
     """
     tensors = read_headers(folder)
-    raise_faults(CheckpointError, [quantized_fault(spec, folder, tensors)])
+    raise_faults(CheckpointError, [find_quantized_fault(spec, folder, tensors)])
     entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
     if SCORE not in tensors and head_labels(read_config(folder)) is None:
         entries = [
             entry for entry in entries if entry.our_name != SCORE
         ]  # a new head, which starts at random
-    expected = file_shapes(
+    expected = compute_file_shapes(
         [entry for entry in entries if entry.made is None and entry.view is None], shapes
     )
     readable: dict[
@@ -200,11 +200,11 @@ def _check_copy(
     user knows.
     """
     with Reader(tensors) as read:
-        weight = read.opened(entry, torch.float32)
+        weight = read.open_entry(entry, torch.float32)
         opened_copy = read.slice(copy)
         # Both ways: each casts the second to the type of the first, and the narrower one would hide
         # a difference.
-        if hold_same_numbers(weight, opened_copy) and hold_same_numbers(opened_copy, weight):
+        if have_same_numbers(weight, opened_copy) and have_same_numbers(opened_copy, weight):
             return
     raise CheckpointError(
         f"{folder}: {copy} differs from {entry.file_name}, and config.json ties the two; if it was"
@@ -213,7 +213,7 @@ def _check_copy(
     )
 
 
-def tell_left_out(
+def log_left_out(
     spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Log a line for each reason to leave tensors of a checked folder out, and for files that are
@@ -267,7 +267,7 @@ def _shorten(names: Collection[str]) -> str:
     return ", ".join(shown)
 
 
-def file_shapes(
+def compute_file_shapes(
     entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape that each tensor of a file must have; that of a fused one is its parts' rows
@@ -327,7 +327,7 @@ def find_shape_fault(
     )
 
 
-def made_for(made: Mapping[str, Made], name: str) -> Made:
+def get_converted(made: Mapping[str, Made], name: str) -> Made:
     """Return what of a conversion, tensors or shapes, is a parameter's: that of its name, or the
     first.
     """
@@ -359,7 +359,7 @@ def _find_conversion_fault(
     for entry in entries:
         if entry.made is not None:
             shapes_made = entry.made.shapes(lambda name: tensors[name].entry.shape)
-            shape = made_for(shapes_made, entry.our_name) if shapes_made else None
+            shape = get_converted(shapes_made, entry.our_name) if shapes_made else None
             if shape != shapes[entry.our_name]:
                 misfits.append((entry, entry.made.names(), shape))
     if not misfits:
@@ -428,7 +428,9 @@ def _find_kind(spec: ModelSpec, name: str) -> str:
     return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, name)), _OTHER)
 
 
-def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTensor]) -> str | None:
+def find_quantized_fault(
+    spec: ModelSpec, folder: Path, found: Mapping[str, FileTensor]
+) -> str | None:
     """One line for codes that config.json does not speak of, and for codes without their scales;
     None: no such fault.
 
@@ -446,11 +448,11 @@ def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTenso
             f" {_ORIGINAL}"
         )
     if blocks and not spec.codes.mxfp4:
-        return _unsaid(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
+        return _describe_undeclared(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
     codes = sorted(name for name, kind in types.items() if kind == _FP8)
     bare = [name for name in codes if f"{name}_scale_inv" not in types]
     if len(bare) < len(codes) and spec.codes.fp8_block is None:
-        return _unsaid(
+        return _describe_undeclared(
             folder,
             codes,
             "FP8 numbers with scales of blocks",
@@ -465,7 +467,7 @@ def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTenso
     return None
 
 
-def _unsaid(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
+def _describe_undeclared(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
     return (
         f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say;"
         f" expected quantization_config with {expected}: take the config.json of the same"

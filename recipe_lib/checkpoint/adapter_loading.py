@@ -8,25 +8,25 @@ from torch import nn
 
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
-    LENGTHS,
-    SECOND,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
+    MAGNITUDE,
+    LORA_B,
     FileModule,
     MergedRows,
-    expert_factors,
-    targets_of,
+    list_targets,
+    unstack_expert_factors,
 )
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
     check_fits,
+    find_used_parts,
+    is_stacked,
     read_adapter,
-    stacked_rank,
-    used_parts,
 )
-from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.checkpoint.weights_in import extras_to_read, read_part
+from recipe_lib.checkpoint.safetensors_files import FileTensor
+from recipe_lib.checkpoint.weight_loading import find_extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.language_model import LanguageModel, own_parts
 from recipe_lib.models.meta_init import saved_whole
@@ -57,13 +57,13 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     for module in adapter.modules(spec):
         used = [part for part in module.parts if part.module in adapted]
         for number, part in enumerate(used):
-            _fill(adapter, module, part, number, len(used), adapted[part.module], model)
+            _fill_module(adapter, module, part, number, len(used), adapted[part.module], model)
             filled.add(part.module)
     _fill_extras(adapter, model)
     if filled != adapted.keys() and not some:
         raise CheckpointError(
             f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.target_modules="
-            f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
+            f"[{','.join(list_targets(find_used_parts(adapter, module) for module in adapter.modules(spec)))}]"
         )
     return len(filled)
 
@@ -74,7 +74,7 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
         for name, (_, entry) in adapter.extras.items()
     }
     tensors = saved_whole(model)
-    names = extras_to_read(model, adapter.folder, found)
+    names = find_extras_to_read(model, adapter.folder, found)
     with safe_open(str(adapter.path), framework="pt") as file:
         for name in names:
             for local, offsets in own_parts(model, name, tensors[name]):
@@ -83,7 +83,7 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
         model.loaded_extras |= frozenset(names)
 
 
-def _fill(
+def _fill_module(
     adapter: AdapterFile,
     module: FileModule,
     part: MergedRows,
@@ -95,8 +95,8 @@ def _fill(
     """One module of ours. number, parts: which of the fused module's adapted parts it is, and how
     many there are.
     """
-    rank, settings = adapter.config.rank_of(module), target.settings
-    stacked = stacked_rank(adapter, module, parts, settings.rank)
+    rank, settings = adapter.config.get_rank(module), target.settings
+    stacked = is_stacked(adapter, module, parts, settings.rank)
     first = number * settings.rank if stacked else 0
     count = settings.rank if stacked else rank
     if count > settings.rank:
@@ -104,7 +104,7 @@ def _fill(
             f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set"
             f" lora.rank={count}"
         )
-    ratio = adapter.config.scaling_of(module) / settings.scaling
+    ratio = adapter.config.compute_scaling(module) / settings.scaling
     if module.experts:
         _fill_experts(adapter, module, part.module, count, ratio, target, model)
         return
@@ -113,7 +113,7 @@ def _fill(
     def held(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
-    suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+    suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
@@ -130,9 +130,9 @@ def _fill(
             local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
-            for local, (row,) in held(LENGTHS):
+            for local, (row,) in held(MAGNITUDE):
                 local.copy_(
-                    file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)]
+                    file.get_slice(entries[MAGNITUDE][0])[start + row : start + row + len(local)]
                 )
 
 
@@ -148,12 +148,12 @@ def _fill_experts(
     """The factors of a layer's experts, which a file has one below, or next to, the other: see
     `expert_factors`.
     """
-    factors = expert_factors(
-        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts
+    factors = unstack_expert_factors(
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
     )
     if abs(ratio - 1) >= 1e-6:
         factors = (factors[0], factors[1].double() * ratio)
-    for suffix, whole, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
+    for suffix, whole, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
         for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
             local.zero_()
             begin, size = offset[dim], local.shape[dim]

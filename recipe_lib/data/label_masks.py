@@ -1,7 +1,7 @@
 """Turns a sample into ids and says which of them the loss counts.
 
 An answer is trained from the first token after the prompt that generation would be given, up to and
-including the token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it
+including the token that ends the turn; `recipe_lib.data.trained_spans` finds it in the text, and here it
 becomes ids.
 """
 
@@ -12,24 +12,8 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
 
-from recipe_lib.data.answers import (
-    Marked,
-    Span,
-    check_in_whole,
-    check_system,
-    check_tools,
-    check_train_on,
-    count_left_out,
-    find_answer,
-    find_marked_answers,
-    find_others,
-    list_requests,
-    pick_trained,
-    prepare_message,
-    share_out,
-)
+from recipe_lib.data.chat_templates import RenderedChat, Template, Tools, get_eos_text
 from recipe_lib.data.escaping import TAGS, Escape, SpecialTokens, encode_escaped
-from recipe_lib.data.rendering import RenderedChat, Template, TemplateFields, Tools, eos_text
 from recipe_lib.data.samples import (
     Completion,
     Conversation,
@@ -38,6 +22,23 @@ from recipe_lib.data.samples import (
     Message,
     Preference,
     SampleFault,
+)
+from recipe_lib.data.thinking import TemplateFields
+from recipe_lib.data.trained_spans import (
+    MarkedAnswers,
+    Span,
+    check_in_whole,
+    check_system,
+    check_tools,
+    check_train_on,
+    count_left_out,
+    find_answer,
+    find_marked_answers,
+    find_other_spans,
+    list_requests,
+    pick_trained,
+    prepare_message,
+    split_sequences,
 )
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
@@ -87,7 +88,7 @@ class EncodedSample:
 
     sequences: Sequence[Encoded]
     whole_tokens: int = 0  # ids of the whole conversation in one, where it became several
-    marked: Marked | None = (
+    marked: MarkedAnswers | None = (
         None  # how it differs from the template's own marks, if there are any and they were used
     )
 
@@ -153,7 +154,7 @@ def _encode_between(
     return text_ids, [end - start for start, end in pairwise(ends)], False
 
 
-_PROMPTS: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
+_PROMPT_ROLES: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
     (
@@ -184,7 +185,11 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
     ]
     roles = [message["role"] for message in prompt]
     are_single = all(len(answer) == 1 for answer in answers)
-    if roles not in _PROMPTS or not are_single or not all(chat.places.are_texts for chat in chats):
+    if (
+        roles not in _PROMPT_ROLES
+        or not are_single
+        or not all(chat.places.are_texts for chat in chats)
+    ):
         return None
     columns = {
         "tools": first.tools,
@@ -246,7 +251,7 @@ class Encoder:
         """The one sequence of a sample. Raises SampleFault for a sample that does not fit the
         template, or that becomes several.
         """
-        return _only(self.encode_sample(sample))
+        return _get_only_sequence(self.encode_sample(sample))
 
     def encode_sample(self, sample: Conversation | Completion) -> EncodedSample:
         """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not
@@ -258,7 +263,7 @@ class Encoder:
                 picked[: sample.asked] = [
                     message.get("train") is True for message in sample.messages[: sample.asked]
                 ]
-            return self._conversation(sample, picked)
+            return self._encode_conversation(sample, picked)
         return EncodedSample([self.encode_completion(sample, with_prompt=self.train_on == "all")])
 
     def encode_answers(self, sample: Preference | LabeledAnswer) -> tuple[Encoded, ...]:
@@ -275,7 +280,7 @@ class Encoder:
             encoded = [self._encode_answer(chat, parses) for chat in sample.conversations()]
             for _ in encoded[1:]:
                 prompt = Conversation(sample.prompt, sample.tools, variables=sample.variables)
-                self.special.note_once(self._prepared(prompt), parses)
+                self.special.note_once(self._prepare_content(prompt), parses)
         if len(encoded) == 2 and encoded[0].ids == encoded[1].ids:
             raise SampleFault(
                 "nothing to prefer",
@@ -293,7 +298,7 @@ class Encoder:
             and message.get("train") is not False
             for number, message in enumerate(chat.messages)
         ]
-        return _only(self._conversation(chat, picked, only=True, parses=parses))
+        return _get_only_sequence(self._encode_conversation(chat, picked, only=True, parses=parses))
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
         """A text, or messages up to the end of the last one; all of it is trained. Raises
@@ -323,7 +328,7 @@ class Encoder:
         ids = encode_escaped(self.tokenizer, [text], chat.escape)[0]
         return put_bos(self.tokenizer, ids) if self._puts_bos else ids
 
-    def _conversation(
+    def _encode_conversation(
         self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
     ) -> EncodedSample:
         """only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as
@@ -339,19 +344,19 @@ class Encoder:
         numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         parses = parses or self._parses
         written = (
-            [self._without_end(message) for message in sample.messages]
+            [self._strip_end_token(message) for message in sample.messages]
             if parses
             else sample.messages
         )
         try:
             chat = self.open_chat(replace(sample, messages=written), parses)
-            return self._shared_out(chat, numbers, inside)
+            return self._encode_picked(chat, numbers, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
             ) from None
 
-    def _without_end(self, message: Message) -> Message:
+    def _strip_end_token(self, message: Message) -> Message:
         """Return an answer without the end token that its text ends with: the template writes
         it.
         """
@@ -359,9 +364,9 @@ class Encoder:
         if not end:
             return message
         self.special.note([end], parses=True)
-        return {**message, "content": self.take_end(message["content"])}
+        return {**message, "content": self.strip_end(message["content"])}
 
-    def _shared_out(
+    def _encode_picked(
         self, chat: RenderedChat, numbers: Sequence[int], inside: bool
     ) -> EncodedSample:
         """Return the messages with these numbers in as few sequences as the template allows; inside
@@ -373,10 +378,10 @@ class Encoder:
         whole = chat.whole
         marked = None
         if inside and len(answers) == len(numbers):
-            if self._template.habits.marks:
+            if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
             found = marked.answers if marked else [find_answer(chat, number) for number in answers]
-            sequences = share_out(chat, found, self.history)
+            sequences = split_sequences(chat, found, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
             if marked and len(sequences) == 1 and has_all:
                 parts = [marked.whole]
@@ -400,7 +405,7 @@ class Encoder:
     def _find_in_whole(self, chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
         """Return where these messages stand in the one rendering of all."""
         others = [number for number in numbers if chat.messages[number]["role"] != "assistant"]
-        by_number = dict(zip(others, find_others(chat, others), strict=True))
+        by_number = dict(zip(others, find_other_spans(chat, others), strict=True))
         for number in sorted(set(numbers) - set(others)):
             answer = find_answer(chat, number)
             remedy = (
@@ -418,13 +423,15 @@ class Encoder:
 
         parses: as `_encode_answer` has it.
         """
-        (messages, tools, variables), escape = self.special.escape(self._prepared(sample), parses)
+        (messages, tools, variables), escape = self.special.escape(
+            self._prepare_content(sample), parses
+        )
         opened = replace(sample, messages=messages, tools=tools, variables=variables)
         return RenderedChat(self._template, opened, escape)
 
-    def _prepared(self, sample: Conversation) -> list[Any]:
+    def _prepare_content(self, sample: Conversation) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
-        habits = self._template.habits
+        habits = self._template.features
         messages = [
             prepare_message(message, sample.places.at(number), habits)
             for number, message in enumerate(sample.messages)
@@ -458,7 +465,7 @@ class Encoder:
             texts, escape = self.special.escape(texts)
         is_ended = self._parses_texts and self.find_end(sample.completion)
         whole_text = "".join(texts) + (
-            eos_text(self.tokenizer) if self._add_eos and not is_ended else ""
+            get_eos_text(self.tokenizer) if self._add_eos and not is_ended else ""
         )
         span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
         return encode_spans(self.tokenizer, whole_text, [span], escape, self.add_bos)
@@ -470,7 +477,7 @@ class Encoder:
         bare = text.rstrip()
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
 
-    def take_end(self, text: str) -> str:
+    def strip_end(self, text: str) -> str:
         """Return the text without the end token at its end, if it has one."""
         end = self.find_end(text)
         return text.rstrip().removesuffix(end) if end else text
@@ -483,7 +490,7 @@ class Encoder:
         """
         turns = self._turn_tokens
         if turns is None or not any(
-            map(turns.search, [row.prompt, *map(self.take_end, row.answers)])
+            map(turns.search, [row.prompt, *map(self.strip_end, row.answers)])
         ):
             self.special.note_foreign([row.prompt, *row.answers])
             return False
@@ -541,7 +548,7 @@ class Encoder:
         turn_tokens = (
             set(self._ends)
             if bos is None
-            else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
+            else {*self._ends, self.tokenizer.get_token_bytes(bos).decode()}
         )
         for messages in _PROBES:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
@@ -550,7 +557,7 @@ class Encoder:
         return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
 
 
-def _only(sample: EncodedSample) -> Encoded:
+def _get_only_sequence(sample: EncodedSample) -> Encoded:
     if len(sample.sequences) > 1:
         raise SampleFault(
             "several sequences",
@@ -570,7 +577,7 @@ def render_prompt(
     return Encoder(tokenizer, template, add_bos=add_bos).prompt(messages)
 
 
-def system_fault(tokenizer: Tokenizer, text: str) -> str | None:
+def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:
     """Why a conversation cannot begin with this message of the system; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
     chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch import nn
 
-from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.checkpoint.verify import adapter_settings_of
+from recipe_lib.checkpoint.verify import make_adapter_settings
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.generation.source import GenerationSource
@@ -27,7 +27,7 @@ from recipe_lib.parallel.world import derive_seed
 
 
 @dataclass
-class PlacedModel:
+class EvaluatedModel:
     """model: frozen, in this rank's memory. parallel: how it is divided. base: the name of what it
     was trained from, None where that is not known; `as_base` has it in place of what was trained.
     rounding: of the trained weights, as `qat` had it.
@@ -41,7 +41,7 @@ class PlacedModel:
     _load_base: Callable[[], None] | None = None
 
     @contextmanager
-    def as_base(self) -> Iterator[nn.Module]:
+    def use_base_weights(self) -> Iterator[nn.Module]:
         """The model before training, in its own weights. Without adapters they replace the trained
         ones, for good.
         """
@@ -49,13 +49,13 @@ class PlacedModel:
             self.rounding.is_on = False
         if self._load_base is not None:
             self._load_base()
-        with adapters_off(self.model) if self.source.adapter is not None else nullcontext():
+        with disable_adapters(self.model) if self.source.adapter is not None else nullcontext():
             yield self.model
 
 
-def place_model(
+def load_evaluated_model(
     cfg: FullFinetuneConfig, source: GenerationSource, world: World, storage: str, base: Path | None
-) -> PlacedModel:
+) -> EvaluatedModel:
     """Reads the weights, each rank its part as `cfg.parallel` divides them.
 
     storage: how an adapter's base is kept, as `lora.quantize_base`. base: of a model without
@@ -68,7 +68,7 @@ def place_model(
     if source.adapter is not None:
         held = read_adapter(source.adapter)
         check_fits(held, spec)
-        lora = adapter_settings_of(held, spec)
+        lora = make_adapter_settings(held, spec)
         kept = replace(lora, quantize_base=storage, dtype=None if cfg.dtype == "fp64" else "fp32")
         assert isinstance(cfg, LoraFinetuneConfig)
         cfg = replace(cfg, lora=kept)
@@ -85,11 +85,11 @@ def place_model(
     if source.adapter is not None:
         init_adapters(model, 0)
         load_adapter(model, spec, source.adapter, some=True)
-        return PlacedModel(model.eval(), parallel, source, str(source.folder), rounding)
+        return EvaluatedModel(model.eval(), parallel, source, str(source.folder), rounding)
     load: Callable[[], None] | None = None
     if base is not None:
         load = partial(load_weights, model, source.spec, base)
     elif cfg.model.preset is not None:
         load = partial(init_weights, model, derive_seed(cfg.seed, "model"), source.spec)
     name = str(base) if base is not None else cfg.model.preset
-    return PlacedModel(model.eval(), parallel, source, name, rounding, load)
+    return EvaluatedModel(model.eval(), parallel, source, name, rounding, load)

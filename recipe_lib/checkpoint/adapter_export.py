@@ -13,21 +13,21 @@ from torch import nn
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
     HEAD,
-    LENGTHS,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
+    LORA_B,
     FileModule,
-    adapted_modules,
-    file_name,
+    find_adapted_modules,
+    get_file_name,
     is_target,
-    stacked_factors,
+    stack_expert_factors,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, make_config_fields
 from recipe_lib.checkpoint.adapter_files import (
     BASE_DTYPE,
     BASE_FINGERPRINT,
@@ -36,24 +36,24 @@ from recipe_lib.checkpoint.adapter_files import (
     OF_SCORES,
     SCORE_KEYS,
 )
-from recipe_lib.checkpoint.rank_agreement import (
+from recipe_lib.checkpoint.model_export import (
+    SideFiles,
+    describe_extra_fault,
+    gather_whole,
+    make_extra_metadata,
+    plan_tensors,
+    stage_folder,
+    stream_parameter,
+)
+from recipe_lib.checkpoint.rank_groups import (
     Holders,
     RankGroup,
     find_holders,
-    together,
+    run_on_all_ranks,
     write_gathered,
 )
-from recipe_lib.checkpoint.tensor_files import PlannedTensor
-from recipe_lib.checkpoint.weights_in import base_fingerprint
-from recipe_lib.checkpoint.weights_out import (
-    SideFiles,
-    extra_fault,
-    extra_metadata,
-    plan_tensors,
-    relay_whole,
-    stage_folder,
-    whole,
-)
+from recipe_lib.checkpoint.safetensors_files import PlannedTensor
+from recipe_lib.checkpoint.weight_loading import compute_base_fingerprint
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import has_score_head
@@ -92,8 +92,8 @@ def export_adapter(
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards
     model.state_dict()
-    modules = adapted_modules(spec, cfg)
-    ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
+    modules = find_adapted_modules(spec, cfg)
+    ranks = {module.name: cfg.rank * len(_list_targets(module, cfg)) for module in modules}
     multimodal = (
         isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
     )
@@ -103,7 +103,7 @@ def export_adapter(
         iter(plan_tensors(adapters, holders, world).values())
     ).dtype  # a rank of a pipeline may have none
     plan = [
-        PlannedTensor(f"{PREFIX}{file_name(module.name, multimodal)}.{suffix}", dtype, shape)
+        PlannedTensor(f"{PREFIX}{get_file_name(module.name, multimodal)}.{suffix}", dtype, shape)
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
@@ -111,9 +111,9 @@ def export_adapter(
     extras = plan_tensors(whole_tensors, holders, world)
     added = [name for name in extras if name != SCORE]
     if added and not save_extra:
-        raise CheckpointError(f"{out}: {extra_fault(added)}")
+        raise CheckpointError(f"{out}: {describe_extra_fault(added)}")
     plan += [
-        replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}")
+        replace(extra, name=f"{PREFIX}{get_file_name(name, multimodal)}")
         for name, extra in extras.items()
     ]
     saved = dict.fromkeys(
@@ -121,44 +121,46 @@ def export_adapter(
     )
     if has_score_head(spec):
         saved[SCORE.removesuffix(".weight")] = None
-    fields = write_fields(
+    fields = make_config_fields(
         cfg,
         base,
         ranks,
-        target_modules=_target_modules(modules, spec, multimodal),
+        target_modules=_choose_target_modules(modules, spec, multimodal),
         parameters=[module.parameter for module in modules if module.parameter],
-        saved=[file_name(name, multimodal) for name in saved],
+        saved=[get_file_name(name, multimodal) for name in saved],
     )
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
     transposed = [
         module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
     ]
     fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
-    metadata = together(
-        world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {})
+    metadata = run_on_all_ranks(
+        world, lambda: _make_metadata(model, spec, cfg, base_folder, source_config or {})
     )
-    metadata |= extra_metadata(added)
+    metadata |= make_extra_metadata(added)
     pad_id = (source_config or {}).get("pad_token_id") if has_score_head(spec) else None
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
     with stage_folder(out, {TENSOR_FILE: plan}, {CONFIG_FILE: fields}, beside, world) as temporary:
-        of_adapters = (_pieces(model, module, cfg, holders) for module in modules)
-        of_extras = (relay_whole(model, whole_tensors, holders, name) for name in extras)
+        of_adapters = (_gather_pieces(model, module, cfg, holders) for module in modules)
+        of_extras = (stream_parameter(model, whole_tensors, holders, name) for name in extras)
         pieces = chain.from_iterable(chain(of_adapters, of_extras))
         write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
 
-def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
+def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused
     projections are stacked.
     """
-    return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
+    return max(
+        cfg.rank * len(_list_targets(module, cfg)) for module in find_adapted_modules(spec, cfg)
+    )
 
 
-def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
+def _list_targets(module: FileModule, cfg: LoraConfig) -> list[str]:
     return [part.target for part in module.parts if is_target(part, cfg)]
 
 
-def _target_modules(
+def _choose_target_modules(
     modules: list[FileModule], spec: ModelSpec, multimodal: bool
 ) -> list[str] | str:
     """What the last parts of names are; in a multimodal model a pattern, as its other part may have
@@ -180,7 +182,7 @@ def _target_modules(
     return rf".*\blanguage_model\.(.*\.)?({'|'.join(ends)}){head}"
 
 
-def _metadata(
+def _make_metadata(
     model: nn.Module,
     spec: ModelSpec,
     cfg: LoraConfig,
@@ -199,79 +201,83 @@ def _metadata(
         metadata[BASE_IMPLEMENTATION] = spec.implementation
     metadata[BASE_DTYPE] = str(dtype).removeprefix("torch.")
     if base_folder is not None:
-        metadata[BASE_FINGERPRINT] = base_fingerprint(spec, base_folder)
+        metadata[BASE_FINGERPRINT] = compute_base_fingerprint(spec, base_folder)
     if has_score_head(spec):
         kept = {name: source_config[name] for name in OF_SCORES if name in source_config}
         metadata[SCORE_KEYS] = json.dumps(kept)
     return metadata
 
 
-def _pieces(
+def _gather_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders
 ) -> Iterator[torch.Tensor]:
     """On rank 0 the data of a module's planned tensors, in their order, a gathered parameter at a
     time. Collective.
     """
-    first = _names_of(module)[0]
+    first = _get_factor_names(module)[0]
     names = [f"{part.module}.{first}" for part in module.parts]
     holder = next(
         name for name in names if name in holders.first
     )  # all parts of a module are in one layer
-    return holders.relay(holder, lambda: _own_pieces(model, module, cfg))
+    return holders.stream_to_rank_0(holder, lambda: _gather_own_pieces(model, module, cfg))
 
 
-def _names_of(module: FileModule) -> tuple[str, str]:
-    return (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+def _get_factor_names(module: FileModule) -> tuple[str, str]:
+    return (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
 
 
 @torch.no_grad()
-def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterator[torch.Tensor]:
+def _gather_own_pieces(
+    model: nn.Module, module: FileModule, cfg: LoraConfig
+) -> Iterator[torch.Tensor]:
     """What `_pieces` gives, on the ranks that have the module. Collective."""
     held = [(part, model.get_submodule(part.module)) for part in module.parts]
-    names = _names_of(module)
+    names = _get_factor_names(module)
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
     if module.experts:
         ((part, owner),) = held
         runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
-        parameters = [whole(owner.get_parameter(name).detach()) for name in names]
-        yield from stacked_factors(*map(ordered, parameters, runs))
+        parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
+        yield from stack_expert_factors(*map(ordered, parameters, runs))
         return
     for owner in adapted:
-        yield whole(owner.get_parameter(names[0]).detach())
+        yield gather_whole(owner.get_parameter(names[0]).detach())
     for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
         if len(held) == 1:
-            second = whole(owner.get_parameter(names[1]).detach())
+            second = gather_whole(owner.get_parameter(names[1]).detach())
             yield ordered(second, all_runs(model).get(f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
         second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
         if owner in adapted:
             at = adapted.index(owner) * cfg.rank
-            second[:, at : at + cfg.rank] = whole(owner.get_parameter(names[1]).detach()).cpu()
+            second[:, at : at + cfg.rank] = gather_whole(
+                owner.get_parameter(names[1]).detach()
+            ).cpu()
         yield second
     if cfg.dora:
         for _, owner in held:
-            yield _lengths(owner, adapted[0].settings.dtype)
+            yield _gather_lengths(owner, adapted[0].settings.dtype)
 
 
-def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """DoRA's lengths; of a fused module's part without an adapter those that its rows have.
     Collective.
     """
     if isinstance(module, AdaptedModule):
-        return whole(module.get_parameter(LENGTHS).detach())
-    return torch.linalg.vector_norm(frozen_weight(module).float(), dim=1).to(dtype)
+        return gather_whole(module.get_parameter(MAGNITUDE).detach())
+    return torch.linalg.vector_norm(gather_frozen_weight(module).float(), dim=1).to(dtype)
 
 
-def frozen_weight(module: nn.Module) -> torch.Tensor:
+def gather_frozen_weight(module: nn.Module) -> torch.Tensor:
     """The whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
     if not isinstance(module, QuantizedLinear):
-        return whole(module.get_parameter("weight").detach())
+        return gather_whole(module.get_parameter("weight").detach())
     linear = nn.Linear(
         module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
     )
     copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":
-            setattr(copy, name, nn.Parameter(whole(parameter.detach()), requires_grad=False))
-    return copy.full_weight()
+            setattr(copy, name, nn.Parameter(gather_whole(parameter.detach()), requires_grad=False))
+    return copy.dequantize_weight()

@@ -16,52 +16,52 @@ from torch import Tensor
 
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
     HEAD,
-    LENGTHS,
-    SECOND,
+    MAGNITUDE,
+    LORA_B,
     FileModule,
-    expert_factors,
-    target_of,
+    get_target,
+    unstack_expert_factors,
 )
-from recipe_lib.adapters.quantized import can_quantize, dequantized
+from recipe_lib.adapters.quantized import can_quantize, fake_quantize_weight
+from recipe_lib.checkpoint.adapter_base_weights import SavedWeights
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
     check_base,
     check_fits,
     read_adapter,
-    score_keys,
+    read_score_keys,
 )
-from recipe_lib.checkpoint.rank_agreement import (
+from recipe_lib.checkpoint.model_export import (
+    SideFiles,
+    TensorPieces,
+    export_config,
+    export_model,
+    find_padding,
+    list_model_files,
+    make_extra_metadata,
+    plan_shards,
+    stage_folder,
+)
+from recipe_lib.checkpoint.rank_groups import (
     RankGroup,
     SingleRank,
     check_shared,
-    decide,
-    together,
+    run_on_all_ranks,
+    run_on_rank_0,
 )
-from recipe_lib.checkpoint.saved_weights import SavedWeights
-from recipe_lib.checkpoint.tensor_files import (
+from recipe_lib.checkpoint.safetensors_files import (
     DTYPES,
     FileTensor,
     PlannedTensor,
     Reader,
     write_tensor_file,
 )
-from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers, tell_left_out
-from recipe_lib.checkpoint.weights_in import load_weights, unknown_extras
-from recipe_lib.checkpoint.weights_out import (
-    SideFiles,
-    TensorPieces,
-    export_config,
-    export_model,
-    extra_metadata,
-    find_padding,
-    list_model_files,
-    plan_shards,
-    stage_folder,
-)
+from recipe_lib.checkpoint.tensor_matching import check_weights, log_left_out, read_headers
+from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
 from recipe_lib.models.families import scored_spec
@@ -91,7 +91,7 @@ class Update:
     lengths: Tensor | None = None
     by_column: bool = False
 
-    def of_rows(self, start: int, stop: int) -> "Update":
+    def slice_rows(self, start: int, stop: int) -> "Update":
         """The update of these rows of the weight alone; not for one whose lengths are by column."""
         lengths = None if self.lengths is None else self.lengths[start:stop]
         return replace(self, second=self.second[start:stop], lengths=lengths)
@@ -115,16 +115,16 @@ def merge_rows(
     DoRA, whose lengths are those of whole columns. update: None leaves the weight as it is.
     """
     if update is None:
-        for start, stop in _pieces(read_rows, count):
-            yield _wide(read_rows(start, stop))
+        for start, stop in _cut_pieces(read_rows, count):
+            yield _widen(read_rows(start, stop))
         return
     factors = (
-        _column_factors(read_rows, count, update)
+        _compute_column_factors(read_rows, count, update)
         if update.by_column and update.lengths is not None
         else None
     )
-    for start, stop in _pieces(read_rows, count):
-        rows = update.add_to(_wide(read_rows(start, stop)), start)
+    for start, stop in _cut_pieces(read_rows, count):
+        rows = update.add_to(_widen(read_rows(start, stop)), start)
         if factors is not None:
             rows.mul_(factors)
         elif update.lengths is not None:
@@ -133,23 +133,25 @@ def merge_rows(
         yield rows
 
 
-def _column_factors(read_rows: Callable[[int, int], Tensor], count: int, update: Update) -> Tensor:
+def _compute_column_factors(
+    read_rows: Callable[[int, int], Tensor], count: int, update: Update
+) -> Tensor:
     """Return what each column `[m]` is multiplied by: its trained length over the one it has with
     the update.
     """
     squares = sum(
-        update.add_to(_wide(read_rows(start, stop)), start).square_().sum(dim=0)
-        for start, stop in _pieces(read_rows, count)
+        update.add_to(_widen(read_rows(start, stop)), start).square_().sum(dim=0)
+        for start, stop in _cut_pieces(read_rows, count)
     )
     assert isinstance(squares, Tensor) and update.lengths is not None
     return update.lengths.to(squares.dtype) / squares.sqrt_()
 
 
-def _wide(rows: Tensor) -> Tensor:
+def _widen(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _pieces(read_rows: Callable[[int, int], Tensor], count: int) -> list[tuple[int, int]]:
+def _cut_pieces(read_rows: Callable[[int, int], Tensor], count: int) -> list[tuple[int, int]]:
     width = read_rows(0, 1).shape[1] if count else 1
     return cut_rows(count, width, _PIECE_ELEMENTS)
 
@@ -184,11 +186,11 @@ def merge_adapter(
     rank; then `out` is as it was.
     """
     stored = out_dtype or dtype
-    adapter, spec, saved = together(
-        ranks, lambda: _checked(base_folder, adapter_folder, implementation)
+    adapter, spec, saved = run_on_all_ranks(
+        ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
     if ranks.rank == 0:
-        tell_left_out(spec, base_folder, "export")
+        log_left_out(spec, base_folder, "export")
     tokenizer_folder = tokenizer_folder or base_folder
     if isinstance(spec, ExternalSpec):
         beside = {"tokenizer_folder": tokenizer_folder, "chat_template": chat_template, "stop_ids": stop_ids,
@@ -205,7 +207,7 @@ def merge_adapter(
             stored,
             **beside,
         )
-        decide(ranks, merge)
+        run_on_rank_0(ranks, merge)
         return
     assert isinstance(saved.spec, DecoderSpec)
     # Embedding and head differ as soon as one of them has an adapter.
@@ -231,7 +233,9 @@ def merge_adapter(
         dtype=dtype,
         stored=stored,
     )
-    config = export_config(read_config(base_folder) | score_keys(adapter.metadata), written, stored)
+    config = export_config(
+        read_config(base_folder) | read_score_keys(adapter.metadata), written, stored
+    )
     if written.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
         config["vocab_size"] = written.vocab_size
     contents = list_model_files(shards, config)
@@ -245,15 +249,15 @@ def merge_adapter(
             pieces = TensorPieces(written, weights.read, parameters, adapter.extras)
             for name in sorted(shards)[ranks.rank :: ranks.size]:
                 extras = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
-                metadata = {"format": "pt"} | extra_metadata(extras)
+                metadata = {"format": "pt"} | make_extra_metadata(extras)
                 write_tensor_file(
-                    temporary / name, shards[name], pieces.of_all(shards[name]), metadata
+                    temporary / name, shards[name], pieces.read_all(shards[name]), metadata
                 )
 
-        together(ranks, write)
+        run_on_all_ranks(ranks, write)
 
 
-def _checked(
+def _read_checked(
     base_folder: Path, adapter_folder: Path, implementation: str | None
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
     """Return the adapter, the spec of the base, and what the adapter has of it. Raises
@@ -270,7 +274,7 @@ def _checked(
     check_base(adapter, spec, base_folder)
     extras = {name for name, tensor in read_headers(base_folder).items() if tensor.extra}
     if extras - adapter.extras.keys():
-        raise unknown_extras(base_folder, extras - adapter.extras.keys())
+        raise make_unknown_extras_error(base_folder, extras - adapter.extras.keys())
     return adapter, spec, saved
 
 
@@ -325,7 +329,7 @@ class _MergedWeights:
             module, part = adapted
             update = _read_update(self._adapter, module)
             if len(module.parts) > 1:
-                update = update.of_rows(part.start, part.start + part.rows)
+                update = update.slice_rows(part.start, part.start + part.rows)
         for piece in merge_rows(read_rows, shape[0], update):
             yield piece.to(self._stored)
 
@@ -341,7 +345,7 @@ class _MergedWeights:
 
         def read(start: int, stop: int) -> Tensor:
             with Reader(self._tensors) as reader:
-                source = reader.opened(entry, self._dtype)
+                source = reader.open_entry(entry, self._dtype)
                 rows = self._saved.read_rows(
                     name,
                     start=start,
@@ -350,11 +354,11 @@ class _MergedWeights:
                 )
                 return rows.to(self._dtype)
 
-        target = target_of(name.removesuffix(".weight"))
+        target = get_target(name.removesuffix(".weight"))
         is_kept = target in (None, "router", "embedding", "head") or not name.endswith(".weight")
         if is_kept or name in self._saved.parts or not self._is_rounded(*shape):
             return read
-        weight = dequantized(read(0, shape[0]), self._storage)
+        weight = fake_quantize_weight(read(0, shape[0]), self._storage)
         return lambda start, stop: weight[start:stop]
 
     def _is_rounded(self, rows: int, columns: int) -> bool:
@@ -366,18 +370,18 @@ class _MergedWeights:
         together.
         """
         with Reader(self._tensors) as reader:
-            weight = reader.opened(self._entries[name], self._dtype)[:].to(self._dtype)
+            weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
-            weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)
+            weight = fake_quantize_weight(weight.flatten(0, 1), self._storage).view_as(weight)
         if module is None:
             return weight.to(self._stored)
-        first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
-        scaling = self._adapter.config.scaling_of(module)
+        first, second = (self._adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
+        scaling = self._adapter.config.compute_scaling(module)
         merged = (
             weight if self._stored == self._dtype else torch.empty_like(weight, dtype=self._stored)
         )
         for number, factors in enumerate(
-            zip(*expert_factors(first, second, module.experts), strict=True)
+            zip(*unstack_expert_factors(first, second, module.experts), strict=True)
         ):
             merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
         return merged
@@ -423,7 +427,7 @@ def _merge_external(
                 and module in layout.plain
                 and can_quantize(columns, rows, quantize)
             ):
-                weight = dequantized(weight, quantize)
+                weight = fake_quantize_weight(weight, quantize)
             if module in adapted:
                 is_transposed = module in layout.transposed
                 update = _read_update(adapter, adapted[module])
@@ -440,13 +444,13 @@ def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
     """Return the adapter of one module of a file."""
-    lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
-    scaling = adapter.config.scaling_of(module)
+    lengths = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
+    scaling = adapter.config.compute_scaling(module)
     if module.is_embedding:  # its matrices are those of the transposed weight
         first, second = (
-            adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST)
+            adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_B, EMBEDDING_A)
         )
         return Update(first, second, scaling, lengths, by_column=True)
     return Update(
-        adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), scaling, lengths
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), scaling, lengths
     )

@@ -49,7 +49,7 @@ _TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
 _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokenizer.json as it is
 
 
-def tokenizer_files(source: Path | None) -> list[Path]:
+def list_tokenizer_files(source: Path | None) -> list[Path]:
     """Return the files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the
     settings next to it.
 
@@ -110,11 +110,15 @@ def copy_tokenizer(
     vocabulary = next((path for path in copied if path.name not in SETTINGS_FILES), None)
     before = next((path for path in copied if path.name == TOKENIZER_CONFIG), None)
     _write_settings(
-        temporary, before, None if vocabulary is None else _loaded(vocabulary), text, pad_id
+        temporary,
+        before,
+        None if vocabulary is None else _load_if_readable(vocabulary),
+        text,
+        pad_id,
     )
 
 
-def _loaded(vocabulary: Path) -> Tokenizer | None:
+def _load_if_readable(vocabulary: Path) -> Tokenizer | None:
     """The tokenizer; None for one that we cannot read, which is copied as it is."""
     try:
         return load_tokenizer(
@@ -144,7 +148,7 @@ def _write_settings(
         return
     config = dict(read)
     if tokenizer is not None and not (temporary / TOKENIZER_JSON).is_file():
-        made = tokenizer_json(tokenizer)
+        made = make_tokenizer_json(tokenizer)
         if made is not None:
             files.write_bytes(temporary / TOKENIZER_JSON, made.encode())
             config["tokenizer_class"] = _ANY_CLASS
@@ -167,12 +171,14 @@ def _write_settings(
             role: number for role, number in ids.items() if number is not None and role not in named
         }
         config = {
-            **{role: tokenizer.token_bytes(number).decode() for role, number in unnamed.items()},
+            **{
+                role: tokenizer.get_token_bytes(number).decode() for role, number in unnamed.items()
+            },
             **config,
         }
     is_written = before is not None or config != read
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
-        config["pad_token"] = tokenizer.token_bytes(pad_id).decode("utf-8", errors="replace")
+        config["pad_token"] = tokenizer.get_token_bytes(pad_id).decode("utf-8", errors="replace")
     if config != read:
         files.write_json(temporary / TOKENIZER_CONFIG, config)
     elif before is not None:
@@ -192,7 +198,7 @@ _SAMPLES = (
 )
 
 
-def tokenizer_json(tokenizer: Tokenizer) -> str | None:
+def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """The file's text; None for a tokenizer that is no sentencepiece model, or is one that this
     cannot write.
 
@@ -209,16 +215,16 @@ def tokenizer_json(tokenizer: Tokenizer) -> str | None:
     unigrams = tokenizers.models.Unigram(
         list(scores.items()), model.unk_id(), byte_fallback=_has_bytes(model)
     )
-    for kind in (_byte_pairs(model, scores), unigrams):
+    for kind in (_build_byte_pairs(model, scores), unigrams):
         built = tokenizers.Tokenizer(kind)
-        _put_spaces(built, vocabulary)
+        _set_space_rules(built, vocabulary)
         added = sorted(tokenizer.added_tokens, key=lambda token: token.id)
-        built.add_tokens([_added(token) for token in added])
-        if all(built.token_to_id(token.content) == token.id for token in added) and _same(
+        built.add_tokens([_convert_added_token(token) for token in added])
+        if all(built.token_to_id(token.content) == token.id for token in added) and _encodes_same(
             built, tokenizer
         ):
             if tokenizer.add_bos_by_default and tokenizer.bos_id is not None:
-                bos = tokenizer.token_bytes(tokenizer.bos_id).decode()
+                bos = tokenizer.get_token_bytes(tokenizer.bos_id).decode()
                 built.post_processor = tokenizers.processors.TemplateProcessing(
                     single=f"{bos}:0 $A:0",
                     pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
@@ -228,7 +234,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def _byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -> Any:
+def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -> Any:
     """The merges are what two pieces make another one, the best scored first."""
     ids = {piece: at for at, piece in enumerate(scores)}
     merges: list[tuple[float, int, int, str, str]] = []
@@ -249,7 +255,7 @@ def _has_bytes(model: SentencePieceProcessor) -> bool:
     return any(model.is_byte(i) for i in range(len(model)))
 
 
-def _put_spaces(built: Any, vocabulary: SentencePieceVocabulary) -> None:
+def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
     """Where a space is put before a text: nowhere, at its start alone, or after special tokens
     too.
     """
@@ -274,7 +280,7 @@ def _put_spaces(built: Any, vocabulary: SentencePieceVocabulary) -> None:
     built.decoder = tokenizers.decoders.Sequence([replaced, fallback, fused, *stripped])
 
 
-def _added(token: AddedToken) -> Any:
+def _convert_added_token(token: AddedToken) -> Any:
     return tokenizers.AddedToken(
         token.content,
         special=token.special,
@@ -284,28 +290,30 @@ def _added(token: AddedToken) -> Any:
     )
 
 
-def _same(built: Any, tokenizer: Tokenizer) -> bool:
+def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
     """Whether both give the same ids for the samples, and for the vocabulary's own words.
 
     A text alone is taken without spaces around it: models that drop them do so at the ends of a
     whole text only.
     """
     marks = [
-        tokenizer.token_bytes(i).decode()
+        tokenizer.get_token_bytes(i).decode()
         for i in (tokenizer.bos_id, tokenizer.eos_id)
         if i is not None
     ]
     return all(
         built.encode(text, add_special_tokens=False).ids
         == tokenizer.encode(text, allow_special=True)
-        for sample in (*_SAMPLES, *_words(tokenizer))
+        for sample in (*_SAMPLES, *_list_words(tokenizer))
         for text in (sample.strip(), *(f"{mark}{sample}{mark}{sample}" for mark in marks))
     )
 
 
-def _words(tokenizer: Tokenizer) -> Iterator[str]:
+def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
     """All pieces as text, some thousand at a time."""
-    texts = [tokenizer.token_bytes(i).decode(errors="ignore") for i in range(tokenizer.vocab_size)]
+    texts = [
+        tokenizer.get_token_bytes(i).decode(errors="ignore") for i in range(tokenizer.vocab_size)
+    ]
     words = [
         text
         for i, text in enumerate(texts)

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
-    EMBEDDING_FIRST,
+    EMBEDDING_A,
     HEAD,
-    LENGTHS,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
-    extra_name,
-    file_modules,
+    LORA_B,
+    build_file_modules,
+    get_extra_name,
 )
-from recipe_lib.checkpoint.tensor_files import TensorEntry, hold_same_numbers
-from recipe_lib.checkpoint.weight_accounts import file_shapes
+from recipe_lib.checkpoint.safetensors_files import TensorEntry, have_same_numbers
+from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import LanguageModel
@@ -87,7 +87,7 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
     if not ending and "lora_" in name:
         return False
     base_ending, kind = _ENDINGS.get(ending, ("", "copy"))
-    base_name = extra_name(name.removesuffix(ending) + base_ending)
+    base_name = get_extra_name(name.removesuffix(ending) + base_ending)
     before = saved.get(base_name, SavedTensor())
     if kind != "again" and getattr(before, kind) is not None:
         return False  # two tensors for one
@@ -188,11 +188,11 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     if not is_resized:
         return
     row_dims = {
-        EMBEDDING_FIRST: 1,
-        SECOND: 0,
+        EMBEDDING_A: 1,
+        LORA_B: 0,
     }  # of the adapter's tensors, the dimension that is the matrix's rows
     if name != EMBEDDING_WEIGHT:
-        row_dims[LENGTHS] = 0
+        row_dims[MAGNITUDE] = 0
     for inner_name, adapter in list(owner.named_parameters()):
         if inner_name in row_dims:
             shape = list(adapter.shape)
@@ -244,7 +244,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     ]
     raise_faults(CheckpointError, faults)
     saved, spec = _settle_vocabulary(adapter, saved, base)
-    modules = file_modules(base)
+    modules = build_file_modules(base)
     parts: dict[str, tuple[SavedTensor, int]] = {}
     token_rows: dict[str, tuple[int, ...]] = {}
     scalings: dict[str, float] = {}
@@ -254,7 +254,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
             if tensor.rows is not None:
                 token_rows[entry.our_name] = _find_token_rows(adapter, name) or ()
             if tensor.added is not None:
-                scalings[entry.our_name] = adapter.config.scaling_of(
+                scalings[entry.our_name] = adapter.config.compute_scaling(
                     modules[name.removesuffix(".bias")]
                 )
     return SavedWeights(
@@ -272,7 +272,7 @@ def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
     entries = [
         entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE
     ]
-    shapes = file_shapes(entries, parameter_shapes(spec))
+    shapes = compute_file_shapes(entries, parameter_shapes(spec))
     base_tensors: dict[str, _BaseTensor] = {}
     for entry in entries:
         name = entry.file_name
@@ -413,7 +413,7 @@ def _list_missing(
         name: tensor.rows[0] for name, tensor in sorted(saved.items()) if tensor.rows is not None
     }
     for end, tokens in adapter.config.token_rows.items():
-        if tokens and not any(_fits_rows(name, end) for name in saved_rows):
+        if tokens and not any(_is_named_by(name, end) for name in saved_rows):
             faults.append(
                 f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}"
             )
@@ -442,16 +442,16 @@ def _is_listed(adapter: "AdapterFile", name: str) -> bool:
     compares names.
     """
     module = name.rpartition(".")[0].split(".")
-    ends = tuple(map(extra_name, adapter.config.saved))
+    ends = tuple(map(get_extra_name, adapter.config.saved))
     return any(".".join(module[:length]).endswith(ends) for length in range(1, len(module) + 1))
 
 
-def _fits_rows(name: str, end: str) -> bool:
+def _is_named_by(name: str, end: str) -> bool:
     """Return whether a name in trainable_token_indices is that of a tensor's module; empty: the
     embedding's.
     """
     module = name.rpartition(".")[0]
-    return module.endswith(extra_name(end)) if end else module in (EMBEDDING, HEAD)
+    return module.endswith(get_extra_name(end)) if end else module in (EMBEDDING, HEAD)
 
 
 def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:
@@ -460,7 +460,7 @@ def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | Non
     """
     for row_name in [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]:
         for end, tokens in adapter.config.token_rows.items():
-            if _fits_rows(row_name, end):
+            if _is_named_by(row_name, end):
                 return tokens
     return None
 
@@ -485,7 +485,7 @@ def _settle_vocabulary(
             or _is_listed(adapter, HEAD_WEIGHT)
             or head.rows is not None
         )
-        is_same = _are_same(adapter, embedding, head)
+        is_same = _have_same_numbers(adapter, embedding, head)
         if not (is_listed or is_same or _NOTHING in (embedding, head)):
             raise CheckpointError(
                 f"{adapter.path}: {EMBEDDING_WEIGHT} and {HEAD_WEIGHT} differ, which are one matrix"
@@ -514,13 +514,13 @@ def _settle_vocabulary(
     return saved, replace(base, vocab_size=vocab_size, tied=tied)
 
 
-def _are_same(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
+def _have_same_numbers(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
     """Return whether both matrices are saved with the same numbers."""
     with safe_open(str(adapter.path), framework="pt") as file:
         for of_embedding, of_head in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
             if of_embedding is None or of_head is None:
                 if of_embedding is not of_head:
                     return False
-            elif not hold_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
+            elif not have_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
                 return False
     return _find_token_rows(adapter, EMBEDDING_WEIGHT) == _find_token_rows(adapter, HEAD_WEIGHT)

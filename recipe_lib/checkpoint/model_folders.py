@@ -88,7 +88,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weights
 
 
-def exported_folder(folder: Path) -> Path:
+def find_exported_folder(folder: Path) -> Path:
     """The folder itself, or what the run whose output_dir it is has written: its model or its
     adapter, the newer one.
 

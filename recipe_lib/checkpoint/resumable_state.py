@@ -34,29 +34,30 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from recipe_lib import files
+from recipe_lib.checkpoint.model_export import gather_whole
 from recipe_lib.checkpoint.optimizer_state import (
     MODEL,
     OPTIMIZER,
     PlaceState,
-    adapter_use,
-    check_mark,
-    check_use,
+    check_adapter_use,
+    check_frozen_hash,
     describe_tensor,
-    frozen_mark,
+    gather_adapter_use,
+    gather_optimizer_settings,
+    get_parameter_name,
+    hash_frozen_parameters,
+    list_model_tensors,
+    list_optimizer_tensors,
     make_optimizer_states,
-    model_tensors,
-    name_of,
-    optimizer_settings,
-    optimizer_tensors,
     restore_settings,
 )
-from recipe_lib.checkpoint.rank_agreement import (
+from recipe_lib.checkpoint.rank_groups import (
     Holders,
     RankGroup,
     check_shared,
-    decide,
     find_holders,
-    together,
+    run_on_all_ranks,
+    run_on_rank_0,
 )
 from recipe_lib.checkpoint.run_files import (
     PREFIX,
@@ -65,16 +66,20 @@ from recipe_lib.checkpoint.run_files import (
     DamagedState,
     Manifest,
     check_presence,
-    damaged_file,
+    find_damaged_file,
     find_free,
+    list_readable_states,
+    list_state_folders,
     prune_states,
     read_state_json,
-    readable_states,
-    state_folders,
     write_manifest,
 )
-from recipe_lib.checkpoint.tensor_files import DTYPES, PlannedTensor, read_header, write_tensor_file
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.safetensors_files import (
+    DTYPES,
+    PlannedTensor,
+    read_header,
+    write_tensor_file,
+)
 from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
@@ -106,19 +111,25 @@ def save_state(
     changed on the disk.
     """
     holders = find_holders(model, world)
-    tensors = model_tensors(
+    tensors = list_model_tensors(
         model, holders
     )  # before the optimizer's: FSDP frees gathered parameters in it
     if optimizer is not None:
-        tensors |= together(world, lambda: optimizer_tensors(model, optimizer))
-    tensors = {name: tensor for name, tensor in tensors.items() if holders.is_ours(name_of(name))}
+        tensors |= run_on_all_ranks(world, lambda: list_optimizer_tensors(model, optimizer))
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if holders.is_ours(get_parameter_name(name))
+    }
     settings = {
         "extra": extra,
         "optimizer": (
-            None if optimizer is None else optimizer_settings(model, optimizer, world, holders)
+            None
+            if optimizer is None
+            else gather_optimizer_settings(model, optimizer, world, holders)
         ),
-        "adapters": adapter_use(model, world, holders),
-        "frozen": frozen_mark(model, world, holders),
+        "adapters": gather_adapter_use(model, world, holders),
+        "frozen": hash_frozen_parameters(model, world, holders),
         "runs": {
             name: runs for part in world.gather_json(all_runs(model)) for name, runs in part.items()
         },
@@ -127,16 +138,18 @@ def save_state(
     needed = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned))) + MIB * (
         world.size + 1
     )
-    place = decide(world, lambda: _begin(root, step, needed))
+    place = run_on_rank_0(world, lambda: _begin(root, step, needed))
     temporary, final = root / place["temporary"], root / place["final"]
     try:
-        together(world, lambda: check_shared(temporary))
-        records = together(world, lambda: _write_shard(temporary, shard, world))
+        run_on_all_ranks(world, lambda: check_shared(temporary))
+        records = run_on_all_ranks(world, lambda: _write_shard(temporary, shard, world))
         if optimizer is not None:
-            records.append(together(world, lambda: save_rng(temporary, world.rank, world.device)))
+            records.append(
+                run_on_all_ranks(world, lambda: save_rng(temporary, world.rank, world.device))
+            )
         gathered = world.gather_json([asdict(record) for record in records])
         all_records = [FileRecord(**record) for part in gathered for record in part]
-        decide(
+        run_on_rank_0(
             world,
             lambda: _publish(
                 temporary, final, step, place["sequence"], world.size, all_records, settings
@@ -147,7 +160,7 @@ def save_state(
             files.discard(temporary)
         raise
     if keep is not None:
-        decide(world, lambda: prune_states(root, keep))
+        run_on_rank_0(world, lambda: prune_states(root, keep))
     return final
 
 
@@ -159,7 +172,7 @@ def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     files.remove_leftovers(root, f"{PREFIX}*")
     files.require_space(root, needed, f"the state of step {step}")
     name = find_free(root / f"{PREFIX}{step}").name
-    sequence = 1 + max((manifest.sequence for _, manifest in readable_states(root)), default=0)
+    sequence = 1 + max((manifest.sequence for _, manifest in list_readable_states(root)), default=0)
     temporary = files.temporary_path(root / name)
     files.make_folder(temporary)
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
@@ -248,7 +261,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
         if damage:
             raise CheckpointError(no_whole_state(resume, damage))
         return path
-    names = decide(world, lambda: _candidates(root))
+    names = run_on_rank_0(world, lambda: _list_candidates(root))
     damages: list[str] = []
     for name in names:
         damage = verify_state(root / name, world)
@@ -271,7 +284,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
     return None
 
 
-def _candidates(root: Path) -> list[str]:
+def _list_candidates(root: Path) -> list[str]:
     """Rank 0: names of all state folders, newest first; those without a readable manifest first, to
     be reported.
     """
@@ -281,8 +294,8 @@ def _candidates(root: Path) -> list[str]:
         files.remove_leftovers(root, f"{PREFIX}*")
     except OSError:  # a disk that is read only may still be read
         get_logger().warning("warning: %s: what a killed save left could not be removed", root)
-    readable = [path for path, _ in readable_states(root)]
-    unreadable = [path for path in state_folders(root) if path not in readable]
+    readable = [path for path, _ in list_readable_states(root)]
+    unreadable = [path for path in list_state_folders(root) if path not in readable]
     return [path.name for path in [*unreadable, *readable]]
 
 
@@ -290,15 +303,15 @@ def verify_state(path: Path, world: RankGroup) -> str | None:
     """What is wrong with a state's folder, or None. Collective.
 
     Rank 0 looks at names and sizes, all ranks hash their share."""
-    damage = decide(world, lambda: _presence_damage(path))
+    damage = run_on_rank_0(world, lambda: _find_missing_files(path))
     if damage:
         return damage
-    manifest = together(world, lambda: _manifest_of(path))
-    found = world.gather_json(damaged_file(path, manifest, world.rank, world.size))
+    manifest = run_on_all_ranks(world, lambda: _read_whole_manifest(path))
+    found = world.gather_json(find_damaged_file(path, manifest, world.rank, world.size))
     return next((line for line in found if line), None)
 
 
-def _presence_damage(path: Path) -> str | None:
+def _find_missing_files(path: Path) -> str | None:
     if not path.is_dir():
         return "no such folder"
     try:
@@ -312,7 +325,7 @@ def _presence_damage(path: Path) -> str | None:
     return None
 
 
-def _manifest_of(path: Path) -> Manifest:
+def _read_whole_manifest(path: Path) -> Manifest:
     try:
         manifest = check_presence(path)
         if all(record.name != STATE for record in manifest.files):
@@ -340,32 +353,32 @@ def load_state(
     offloaded state; None: next to its parameter. Raises CheckpointError if the state is that of
     another model, dtype or optimizer.
     """
-    manifest = together(world, lambda: _manifest_of(path))
+    manifest = run_on_all_ranks(world, lambda: _read_whole_manifest(path))
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
-    saved = together(world, lambda: _read_settings(path, optimizer is not None))
+    saved = run_on_all_ranks(world, lambda: _read_settings(path, optimizer is not None))
     holders = find_holders(model, world)
-    adapters = adapter_use(model, world, holders)
-    together(world, lambda: check_use(path, saved.get("adapters"), adapters))
-    metadata = together(world, lambda: _read_shards(path, names))
-    targets = together(
-        world, lambda: _targets(path, metadata, model, optimizer, holders, place_state)
+    adapters = gather_adapter_use(model, world, holders)
+    run_on_all_ranks(world, lambda: check_adapter_use(path, saved.get("adapters"), adapters))
+    metadata = run_on_all_ranks(world, lambda: _read_shards(path, names))
+    targets = run_on_all_ranks(
+        world, lambda: _make_targets(path, metadata, model, optimizer, holders, place_state)
     )
-    mark = frozen_mark(model, world, holders)
-    together(world, lambda: check_mark(path, saved.get("frozen"), mark))
-    together(world, lambda: _read_tensors(path, metadata, targets))
-    _put_in_order(targets, saved.get("runs", {}), model)
+    mark = hash_frozen_parameters(model, world, holders)
+    run_on_all_ranks(world, lambda: check_frozen_hash(path, saved.get("frozen"), mark))
+    run_on_all_ranks(world, lambda: _read_tensors(path, metadata, targets))
+    _reorder_fused(targets, saved.get("runs", {}), model)
     if optimizer is None:
         return saved["extra"]
-    groups = optimizer_settings(model, optimizer, world, holders)["groups"]
-    together(
+    groups = gather_optimizer_settings(model, optimizer, world, holders)["groups"]
+    run_on_all_ranks(
         world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups)
     )
     if manifest.world_size == world.size:
-        together(world, lambda: load_rng(path, world.rank, world.device))
+        run_on_all_ranks(world, lambda: load_rng(path, world.rank, world.device))
     return saved["extra"]
 
 
-def holds_adapters(path: Path) -> bool:
+def has_adapters(path: Path) -> bool:
     """Whether a state that `find_state` has verified is one of adapters, without the frozen
     weights.
     """
@@ -425,14 +438,14 @@ def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tenso
 
 
 @torch.no_grad()
-def _put_in_order(
+def _reorder_fused(
     targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module
 ) -> None:
     """Where the ranks that saved held a fused matrix in another order than these do, puts it in
     theirs. Collective.
     """
     for full_name, tensor in targets.items():
-        name = name_of(full_name)
+        name = get_parameter_name(full_name)
         dim, runs = saved.get(name, (0, ()))
         before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
         now = all_runs(model).get(name)
@@ -444,7 +457,7 @@ def _put_in_order(
                 f"optimizer.state_bits: found states of {name} in blocks that another"
                 " parallel.tensor has in another order; resume with the run's own parallel.tensor"
             )
-        in_file = ordered(whole(tensor), before)
+        in_file = ordered(gather_whole(tensor), before)
         for part, offset in own_parts(model, name, tensor):
             part.copy_(
                 in_file[
@@ -453,7 +466,7 @@ def _put_in_order(
             )
 
 
-def _targets(
+def _make_targets(
     path: Path,
     metadata: Metadata,
     model: nn.Module,
@@ -468,9 +481,9 @@ def _targets(
         name: (entry.properties.dtype, tuple(entry.size))
         for name, entry in metadata.state_dict_metadata.items()
     }
-    own = model_tensors(model, holders)
+    own = list_model_tensors(model, holders)
     saved_model = {name for name in saved if name.startswith(f"{MODEL}/")}
-    unknown = saved_model - {f"{MODEL}/{name}" for name in holders.saved_names()}
+    unknown = saved_model - {f"{MODEL}/{name}" for name in holders.list_saved_names()}
     for name in sorted(
         unknown | {name for name, tensor in own.items() if tensor.numel()} - saved_model
     ):
@@ -497,7 +510,7 @@ def _targets(
 # States of the random number generators of one rank, as uint8 tensors in a safetensors file.
 
 
-def _rng_name(rank: int) -> str:
+def _get_rng_file_name(rank: int) -> str:
     """Name of the rank's file in a state folder."""
     return f"rng-{rank + 1:05d}.safetensors"
 
@@ -508,14 +521,16 @@ def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     plan = [PlannedTensor(name, state.dtype, tuple(state.shape)) for name, state in states.items()]
-    return write_tensor_file(folder / _rng_name(rank), plan, states.values(), {"format": "pt"})
+    return write_tensor_file(
+        folder / _get_rng_file_name(rank), plan, states.values(), {"format": "pt"}
+    )
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
     """Sets this rank's generators as they were saved; a device type that has no saved state is left
     alone.
     """
-    with safe_open(str(folder / _rng_name(rank)), framework="pt") as file:
+    with safe_open(str(folder / _get_rng_file_name(rank)), framework="pt") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if device.type != "cpu" and device.type in file.keys():
             torch.get_device_module(device).set_rng_state(file.get_tensor(device.type), device)

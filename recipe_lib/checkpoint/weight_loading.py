@@ -12,13 +12,13 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.tensor_files import FileTensor, Reader, hold_same_numbers
-from recipe_lib.checkpoint.weight_accounts import (
+from recipe_lib.checkpoint.safetensors_files import FileTensor, Reader, have_same_numbers
+from recipe_lib.checkpoint.tensor_matching import (
     find_shape_fault,
-    made_for,
+    get_converted,
+    log_left_out,
     match_tensors,
     read_headers,
-    tell_left_out,
 )
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
@@ -72,7 +72,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     entries = [
         entry for entry in entries if entry.our_name in shapes
     ]  # others are of another rank's stages
-    extras = extras_to_read(model, folder, tensors)
+    extras = find_extras_to_read(model, folder, tensors)
     reset_extra(model, seed, extras)
     entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                     _load_entry(model, read, entry, parameters, stored)
                     going.advance(1)
     _load_converted(model, parameters, entries, tensors)
-    tell_left_out(spec, folder, what="model", tensors=tensors)
+    log_left_out(spec, folder, what="model", tensors=tensors)
     loaded = {entry.our_name for entry in entries} & parameters.keys()
     if SCORE in parameters.keys() - loaded:
         init_weight(model, SCORE, seed, spec)
@@ -110,11 +110,13 @@ def _load_entry(
     """
     holder = stored.get(entry.our_name)
     if holder is not None:
-        source = read.opened(entry, holder.dtype)
-        holder.fill_weight(_row_reader(source, entry.start) if entry.view is None else source.rows)
+        source = read.open_entry(entry, holder.dtype)
+        holder.fill_weight(
+            _make_row_reader(source, entry.start) if entry.view is None else source.rows
+        )
         return
     parameter = parameters[entry.our_name]
-    source = read.opened(entry, parameter.dtype)
+    source = read.open_entry(entry, parameter.dtype)
     for local, offsets in own_parts(model, entry.our_name, parameter):
         read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
 
@@ -134,7 +136,7 @@ def _load_converted(
     """
     stored = stored_weights(model)
     with Reader(tensors) as read:
-        for conversion, names in _by_conversion(entries):
+        for conversion, names in _group_by_conversion(entries):
             quantized = [name for name in names if name in stored]
             places = {
                 name: own_parts(model, name, parameters[name])
@@ -143,20 +145,20 @@ def _load_converted(
             }
             for start, stop, taken in conversion.pieces():
                 if not quantized and not any(
-                    _meets(part, start, stop) for parts in places.values() for part in parts
+                    _has_rows_in(part, start, stop) for parts in places.values() for part in parts
                 ):
                     continue
                 made = conversion.convert(read, taken)
                 for name in names:
-                    value = made_for(made, name)
+                    value = get_converted(made, name)
                     if name in stored:
-                        stored[name].fill_weight(_row_reader(value, 0))
+                        stored[name].fill_weight(_make_row_reader(value, 0))
                     else:
                         for local, offset in places[name]:
-                            _place(local, offset, value, start)
+                            _copy_overlap(local, offset, value, start)
 
 
-def _by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConversion, list[str]]]:
+def _group_by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConversion, list[str]]]:
     """Each conversion with the parameters that it makes."""
     found: dict[int, tuple[FileConversion, list[str]]] = {}
     for entry in entries:
@@ -165,7 +167,7 @@ def _by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConversion,
     return list(found.values())
 
 
-def _meets(part: tuple[torch.Tensor, tuple[int, ...]], start: int, stop: int | None) -> bool:
+def _has_rows_in(part: tuple[torch.Tensor, tuple[int, ...]], start: int, stop: int | None) -> bool:
     """Whether a rank's part of a parameter has any of its rows from `start` to `stop`."""
     local, offset = part
     if not local.numel():
@@ -173,7 +175,9 @@ def _meets(part: tuple[torch.Tensor, tuple[int, ...]], start: int, stop: int | N
     return stop is None or not offset or (offset[0] < stop and start < offset[0] + local.shape[0])
 
 
-def _place(local: torch.Tensor, offset: tuple[int, ...], value: torch.Tensor, start: int) -> None:
+def _copy_overlap(
+    local: torch.Tensor, offset: tuple[int, ...], value: torch.Tensor, start: int
+) -> None:
     """Copies what a part and the rows from `start` on have in common."""
     if not local.numel():
         return
@@ -190,7 +194,9 @@ def _place(local: torch.Tensor, offset: tuple[int, ...], value: torch.Tensor, st
         )
 
 
-def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor]) -> list[str]:
+def find_extras_to_read(
+    model: nn.Module, folder: Path, tensors: dict[str, FileTensor]
+) -> list[str]:
     """Return the extra parameters of the model that the folder has, and the weight of a score head
     that an adapter has.
 
@@ -205,13 +211,13 @@ def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor
         if name.rpartition(".")[0] not in elsewhere
     }
     if strange:
-        raise unknown_extras(folder, strange)
+        raise make_unknown_extras_error(folder, strange)
     shapes = {name: tuple(parameters[name].shape) for name in parameters.keys() & exported.keys()}
     raise_faults(CheckpointError, [find_shape_fault(folder, shapes, exported, by="the recipe")])
     return list(shapes)
 
 
-def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
+def make_unknown_extras_error(folder: Path, names: Collection[str]) -> CheckpointError:
     """The fault of a folder with extra parameters that the model does not have."""
     return CheckpointError(
         f"{folder}: holds {name_first(names)}, which a recipe added to the model and this one has"
@@ -241,7 +247,7 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> No
         )
 
 
-def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:
+def _make_row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:
     """Reads rows, or columns of them, of a weight that begins at row `offset` of the file's
     tensor.
     """
@@ -289,7 +295,7 @@ def _read_along(dim: int, source: Any, local: torch.Tensor, offsets: tuple[int, 
 _SAMPLE_COLUMNS = 64
 
 
-def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
+def compute_base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     """A hash of some numbers of every weight, rounded to bf16: the same for files of other types,
     sizes or layouts.
     """
@@ -300,7 +306,7 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     ]  # it is trained
     with Reader(tensors) as read:
         for entry in sorted(entries, key=lambda entry: entry.our_name):
-            digest.update(_mark(entry.our_name, _read_middle(read, entry)))
+            digest.update(_format_sample(entry.our_name, _read_middle(read, entry)))
     return digest.hexdigest()
 
 
@@ -308,9 +314,9 @@ def _read_middle(read: Reader, entry: WeightEntry) -> torch.Tensor:
     """Return the row in the middle of a parameter, of experts in the middle one."""
     if entry.made is not None:
         pieces = list(entry.made.pieces())
-        rows = made_for(entry.made.convert(read, pieces[len(pieces) // 2][2]), entry.our_name)
+        rows = get_converted(entry.made.convert(read, pieces[len(pieces) // 2][2]), entry.our_name)
         return rows[len(rows) // 2 :][:1]
-    source = read.opened(entry, torch.bfloat16)
+    source = read.open_entry(entry, torch.bfloat16)
     shape = source.get_shape() if entry.view is None else entry.view.shape
     if not shape:
         return source[...]
@@ -319,7 +325,7 @@ def _read_middle(read: Reader, entry: WeightEntry) -> torch.Tensor:
     return source[rows] if entry.view is None else source[(rows, *(slice(0, 1) for _ in shape[2:]))]
 
 
-def _mark(name: str, rows: torch.Tensor) -> bytes:
+def _format_sample(name: str, rows: torch.Tensor) -> bytes:
     """A parameter's name, and the first numbers of some of its rows."""
     sample = rows.flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
     return f"{name} ".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
@@ -340,7 +346,7 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
         entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
         with safe_open(str(path), framework="pt") as file, Reader(found) as read:
             rows = file.get_slice(copy)
-            alike = hold_same_numbers(rows, read.opened(entry, rows[:1].dtype))
+            alike = have_same_numbers(rows, read.open_entry(entry, rows[:1].dtype))
         if not alike:
             raise CheckpointError(
                 f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained"
@@ -356,7 +362,7 @@ SAMPLE = 512  # rows that say what is usual
 TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initialized, or is zero
 
 
-def untrained_embeddings(
+def find_untrained_embeddings(
     spec: DecoderSpec, folder: Path, tokens: Collection[int], special: Collection[int]
 ) -> list[int]:
     """The ids among `tokens` whose embedding is next to zero, or the very same as that of another
@@ -372,7 +378,7 @@ def untrained_embeddings(
         if entry.our_name == "model.embed_tokens.weight"
     )
     with Reader(headers) as read:
-        rows, size = read.opened(entry, torch.float32), headers[entry.file_name].entry.shape[0]
+        rows, size = read.open_entry(entry, torch.float32), headers[entry.file_name].entry.shape[0]
         sample = np.unique(np.linspace(0, size - 1, min(SAMPLE, size)).astype(int)).tolist()
         usual = (
             torch.stack([rows[at : at + 1].float().flatten() for at in sample]).norm(dim=1).median()

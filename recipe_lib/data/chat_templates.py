@@ -281,8 +281,10 @@ class Template:
         self.special = special
         self.is_chat = is_chat
         # It is written, so that what follows is encoded as it is after BOS.
-        self._bos = bos_text(tokenizer, add_bos)
-        self.stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
+        self._bos = get_bos_text(tokenizer, add_bos)
+        self.stops = {
+            tokenizer.get_token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids
+        }
 
     @cached_property
     def end(self) -> TurnEnd:
@@ -290,12 +292,12 @@ class Template:
         return self.tokenizer.turn_end if self.is_chat else TurnEnd()
 
     @cached_property
-    def habits(self) -> Habits:
+    def features(self) -> Habits:
         """Return what the template makes of thoughts and tool calls."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
             return Habits()
-        letter = self.special.unused_letters([], 1)[0]
+        letter = self.special.find_unused_letters([], 1)[0]
         return learn_habits(self.tokenizer.render_chats, source, self.special.pattern, letter)
 
     def render(
@@ -313,8 +315,8 @@ class Template:
         """
         if self.is_chat:
             return self.tokenizer.render_chats(messages, requests, tools, options)
-        eos = eos_text(self.tokenizer)
-        return [plain_or_fault(messages, request, eos, self._bos) for request in requests]
+        eos = get_eos_text(self.tokenizer)
+        return [try_render_plain(messages, request, eos, self._bos) for request in requests]
 
 
 class RenderedChat:
@@ -339,7 +341,7 @@ class RenderedChat:
     def letters(self) -> Sequence[str]:
         """Return two letters that neither the conversation nor the template holds."""
         content = [self.messages, self.tools, self._variables]
-        return self.template.special.unused_letters(content, 2)
+        return self.template.special.find_unused_letters(content, 2)
 
     def render(
         self,
@@ -370,7 +372,7 @@ class RenderedChat:
         """Return a text as tokens, for error lines."""
         tokenizer = self.template.tokenizer
         ids = encode_escaped(tokenizer, [text], self.escape)[0]
-        return [tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
+        return [tokenizer.get_token_bytes(i).decode(errors="replace") for i in ids]
 
 
 def require_text(rendering: str | DataError) -> str:
@@ -460,7 +462,7 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
     return "".join(parts)
 
 
-def plain_or_fault(
+def try_render_plain(
     messages: Sequence[Message], wanted: RenderRequest, eos: str, bos: str
 ) -> str | DataError:
     """One rendering of a conversation, as a tokenizer's `render_chats` gives them."""
@@ -476,7 +478,7 @@ def plain_or_fault(
         return error
 
 
-def plain_jinja(eos: str, bos: str = "") -> str:
+def build_plain_jinja(eos: str, bos: str = "") -> str:
     """The Jinja that writes what `render_plain` does, for transformers' `apply_chat_template` and
     what else reads it.
 
@@ -489,27 +491,29 @@ def plain_jinja(eos: str, bos: str = "") -> str:
     )
 
 
-def eos_text(tokenizer: Tokenizer) -> str:
+def get_eos_text(tokenizer: Tokenizer) -> str:
     """The EOS token as it is written. Raises DataError: there is none."""
     if tokenizer.eos_id is None:
         raise DataError(
             f"{tokenizer.place}: the tokenizer has no EOS token to end an answer with; "
             "set eos_token in tokenizer_config.json"
         )
-    return tokenizer.token_bytes(tokenizer.eos_id).decode()
+    return tokenizer.get_token_bytes(tokenizer.eos_id).decode()
 
 
-def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
+def get_bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
     """What a conversation begins with: BOS as it is written where the tokenizer begins texts with
     it, else nothing.
     """
     if not add_bos or tokenizer.bos_id is None or not tokenizer.add_bos_by_default:
         return ""
-    bos = tokenizer.token_bytes(tokenizer.bos_id).decode(errors="replace")
+    bos = tokenizer.get_token_bytes(tokenizer.bos_id).decode(errors="replace")
     return bos if tokenizer.encode_pieces([bos])[0] == [tokenizer.bos_id] else ""
 
 
-def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0) -> str | None:
+def find_trained_template(
+    cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0
+) -> str | None:
     """The template that wrote the conversations of a run, where the tokenizer's own files do not
     hold it; None: they do, or no sample of the run is a conversation. One that asks for today's
     date has that of training instead.
@@ -520,6 +524,6 @@ def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int =
     if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
-        return plain_jinja(eos_text(tokenizer), bos_text(tokenizer, cfg.data.add_bos))
+        return build_plain_jinja(get_eos_text(tokenizer), get_bos_text(tokenizer, cfg.data.add_bos))
     is_own = not cfg.tokenizer.chat_template and tokenizer.dated_template == tokenizer.chat_template
     return None if is_own else tokenizer.dated_template

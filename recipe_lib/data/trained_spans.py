@@ -12,27 +12,26 @@ from os.path import commonprefix
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.chat_templates import RenderedChat, require_text
 from recipe_lib.data.messages import parse_arguments
-from recipe_lib.data.rendering import (
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
+from recipe_lib.data.thinking import (
     CLOSED,
     OPENED,
     THOUGHT_KEYS,
     Habits,
-    RenderedChat,
     after_opening,
-    require_text,
     thought_of,
     under_its_name,
     without_thought,
 )
-from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, shown
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 
 # Which messages are trained, where those that are no answers stand in a rendering, and what a
 # rendering leaves out.
 #
-# Such a message is found by writing a private-use letter in its place. `recipe_lib.data.answers`
+# Such a message is found by writing a private-use letter in its place. `recipe_lib.data.trained_spans`
 # finds answers.
 
 
@@ -89,13 +88,13 @@ def pick_trained(
         if own is not None and not isinstance(own, bool):
             raise SampleFault(
                 "train is no switch",
-                f"{places.at(number, '.train')}: found {shown(own)}, expected true or false",
+                f"{places.at(number, '.train')}: found {format_value(own)}, expected true or false",
             )
         chosen[number] = chosen[number] if own is None else own
     return chosen
 
 
-def find_others(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
     """Return where the messages with these numbers, none of them an answer, stand in the rendering
     of all.
 
@@ -159,10 +158,10 @@ def check_written(message: Message, written: str, where: str) -> None:
     """Raise SampleFault if the template leaves out text or a call: the model would learn to say
     nothing in its place. where: the message is.
     """
-    squeezed = _squeezed(written)
+    squeezed = _remove_white_space(written)
     for key in ("content", *THOUGHT_KEYS):
         text = message.get(key)
-        if isinstance(text, str) and _squeezed(text) not in squeezed:
+        if isinstance(text, str) and _remove_white_space(text) not in squeezed:
             raise SampleFault(
                 "part of an answer left out",
                 f"{where}: found a {key} that the chat template does not write in full"
@@ -170,7 +169,7 @@ def check_written(message: Message, written: str, where: str) -> None:
                 " tokenizer.chat_template to one",
             )
     for call in message.get("tool_calls") or ():
-        name = name_of(call)
+        name = get_function_name(call)
         if name is None or name not in written:
             raise SampleFault(
                 "tool call left out",
@@ -190,8 +189,8 @@ def count_left_out(messages: Sequence[Message], whole: str) -> int:
         text = message.get("content")
         if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
             continue
-        squeezed = squeezed or _squeezed(whole)  # templates strip, and indent
-        count += _squeezed(text) not in squeezed
+        squeezed = squeezed or _remove_white_space(whole)  # templates strip, and indent
+        count += _remove_white_space(text) not in squeezed
     return count
 
 
@@ -222,7 +221,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: st
     shown. where: they are.
     """
     for number, tool in enumerate(tools or ()):
-        name = name_of(tool)
+        name = get_function_name(tool)
         if name is not None and name not in whole:
             raise SampleFault(
                 "tools left out",
@@ -232,7 +231,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: st
             )
 
 
-def name_of(described: Any) -> str | None:
+def get_function_name(described: Any) -> str | None:
     """Return the function's name in a tool call or a tool's description; None: there is none."""
     function = described.get("function", described) if isinstance(described, Mapping) else {}
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -260,7 +259,7 @@ def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, A
             if arguments is None and isinstance(given, str):
                 raise SampleFault(
                     "tool call's arguments are no JSON",
-                    f"{where}: found the arguments {shown(given)} of a tool call, expected a JSON"
+                    f"{where}: found the arguments {format_value(given)} of a tool call, expected a JSON"
                     " object",
                 )
             if habits.text_arguments:
@@ -272,7 +271,7 @@ def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, A
     return changed | {"tool_calls": calls}
 
 
-def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
+def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Return the first token in which two texts differ, in words."""
     same = 0
     while same < min(len(found), len(expected)) and found[same] == expected[same]:
@@ -283,7 +282,7 @@ def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     return f"at token {same + 1} found {left}, expected {right}"
 
 
-def _squeezed(text: str) -> str:
+def _remove_white_space(text: str) -> str:
     return "".join(text.split())
 
 
@@ -344,7 +343,7 @@ def _build_difference(
         "what stands before it differently once it is there" if is_past else "it otherwise later on"
     )
     when = "as when generating" if is_past else "as when the answer comes last"
-    difference = first_difference(chat.show_tokens(found), chat.show_tokens(expected))
+    difference = describe_difference(chat.show_tokens(found), chat.show_tokens(expected))
     return SampleFault(
         f"template writes {what} anew",
         f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
@@ -380,7 +379,7 @@ def _go_on_from_thought(
         return "" if isinstance(rendering, DataError) else rendering
 
     return prompt, prompt + after_opening(
-        alone, begin, message, habits=chat.template.habits, letter=letter, render=render_with
+        alone, begin, message, habits=chat.template.features, letter=letter, render=render_with
     )
 
 
@@ -414,7 +413,7 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
     body = alone.removesuffix(closing) if len(alone) - len(closing) >= start else alone
     tokens = list(special.finditer(body, start)) if special else []
     end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
-    begins = template.habits.after_call if is_call else template.end.next_turn
+    begins = template.features.after_call if is_call else template.end.next_turn
     if end is not None and (tokens[-1].group() in template.stops or begins not in template.stops):
         return body[:end], ""
     if begins:
@@ -434,7 +433,7 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
 
 
 @dataclass(frozen=True)
-class Shared:
+class RenderedSequence:
     """Holds one sequence as text, to the end of its last answer."""
 
     text: str
@@ -446,14 +445,16 @@ class Shared:
         return [span for answer in self.answers for span in answer.spans]
 
 
-def share_out(chat: RenderedChat, answers: Sequence[Answer], history: str) -> list[Shared]:
+def split_sequences(
+    chat: RenderedChat, answers: Sequence[Answer], history: str
+) -> list[RenderedSequence]:
     """Return the sequences of a conversation, in the order of their last answers.
 
     history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a
     SampleFault.
     """
     if history == "split":
-        return [Shared(answer.text, [answer]) for answer in answers]
+        return [RenderedSequence(answer.text, [answer]) for answer in answers]
     if history == "refuse":
         for answer in answers:
             check_in_whole(
@@ -461,12 +462,14 @@ def share_out(chat: RenderedChat, answers: Sequence[Answer], history: str) -> li
                 answer,
                 "data.history to auto, or tokenizer.chat_template to one that does not",
             )
-        return [Shared(answers[-1].text, answers)]
-    sequences = list[Shared]()
+        return [RenderedSequence(answers[-1].text, answers)]
+    sequences = list[RenderedSequence]()
     left = list(answers)
     while left:
         text = left[-1].text
-        sequences.append(Shared(text, [answer for answer in left if text.startswith(answer.text)]))
+        sequences.append(
+            RenderedSequence(text, [answer for answer in left if text.startswith(answer.text)])
+        )
         left = [answer for answer in left if not text.startswith(answer.text)]
     return sequences[::-1]
 
@@ -486,7 +489,7 @@ def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedAnswers:
     """answers: with the template's marks for spans. whole: the rendering and all marks in it.
     differing: a line for each answer that would be trained otherwise without marks, by more than
     white space after its end.
@@ -497,7 +500,7 @@ class Marked:
     differing: list[str]
 
 
-def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
+def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAnswers:
     """Return the answers with these numbers as the template marks them. Raises SampleFault: one has
     no mark.
     """
@@ -510,7 +513,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
     differing = list[str]()
     for number in numbers:
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
-        text, spans = _read(by_request[RenderRequest(number + 1)], chat.letters)
+        text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
         before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
         written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         own_spans = [
@@ -532,7 +535,9 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
         answer = Answer(number, prompt, marked, spans=tuple(own_spans), added="", ends=ends)
         answers.append(answer)
         differing += _list_differences(chat, answer)
-    return Marked(answers, whole=_read(by_request[everything], chat.letters), differing=differing)
+    return MarkedAnswers(
+        answers, whole=_remove_marks(by_request[everything], chat.letters), differing=differing
+    )
 
 
 def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
@@ -556,7 +561,7 @@ def _quote_ends(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}")
 
 
-def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
+def _remove_marks(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
     """A rendering without the letters around marks, and where these are."""
     begin, end = letters
     parts: list[str] = []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.tensor_files import PlannedTensor, host_bytes, write_tensor_file
+from recipe_lib.checkpoint.safetensors_files import PlannedTensor, copy_to_host, write_tensor_file
 from recipe_lib.errors import StorageError
 from recipe_lib.files import storage_faults
 from recipe_lib.models.meta_init import persistent_buffers
@@ -68,7 +68,7 @@ class SingleRank:
         return [value]
 
 
-def together(world: RankGroup, action: Callable[[], Result]) -> Result:
+def run_on_all_ranks(world: RankGroup, action: Callable[[], Result]) -> Result:
     """Runs `action`, which holds no collective, on every rank; returns this rank's result.
     Collective.
 
@@ -82,11 +82,13 @@ def together(world: RankGroup, action: Callable[[], Result]) -> Result:
     return world.agree(guarded)
 
 
-def decide(world: RankGroup, action: Callable[[], Any]) -> Any:
+def run_on_rank_0(world: RankGroup, action: Callable[[], Any]) -> Any:
     """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is
     raised on all.
     """
-    return world.broadcast_json(together(world, action if world.rank == 0 else lambda: None))
+    return world.broadcast_json(
+        run_on_all_ranks(world, action if world.rank == 0 else lambda: None)
+    )
 
 
 def write_gathered(
@@ -117,7 +119,7 @@ def write_gathered(
         if fault is not None:
             raise fault
 
-    together(world, write)
+    run_on_all_ranks(world, write)
 
 
 def check_shared(folder: Path) -> None:
@@ -169,14 +171,14 @@ class Holders:
         """Whether a parameter is for this rank's group to count and to write."""
         return self.first[name] == self.own
 
-    def saved_names(self) -> list[str]:
+    def list_saved_names(self) -> list[str]:
         """What a state holds of the model: the trained parameters, or all if none is, and the
         buffers.
         """
         kept = {TRAINED if TRAINED in self.kinds.values() else FROZEN, BUFFER}
         return [name for name, kind in self.kinds.items() if kind in kept]
 
-    def counts_here(self, name: str, tensor: torch.Tensor) -> bool:
+    def is_counted_here(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether this rank's part of a parameter, or of a state of it, is to be counted.
 
         What several ranks hold counts on one of them.
@@ -197,7 +199,7 @@ class Holders:
         found = world.gather_json(value if self.rank == self.own else None)
         return [found[leader] for leader in sorted(set(self.leaders))]
 
-    def relay(
+    def stream_to_rank_0(
         self, name: str, pieces: Callable[[], Iterator[torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
         """On rank 0 the pieces that the ranks with the parameter `name` make, on the others
@@ -239,7 +241,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     places: dict[str, tuple[int, int, int]] = {}
     for rank, part in enumerate(parts):
         for (name, kind), place in zip(
-            part or [], _places([name for name, _ in part or []]), strict=True
+            part or [], _find_sort_keys([name for name, _ in part or []]), strict=True
         ):
             if name not in first:
                 first[name], kinds[name], places[name] = rank, kind, place
@@ -252,7 +254,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     )
 
 
-def _places(names: list[str]) -> list[tuple[int, int, int]]:
+def _find_sort_keys(names: list[str]) -> list[tuple[int, int, int]]:
     """What the names of a part of a model are sorted by, for the whole model's order: before, in,
     after the layers.
     """
@@ -268,7 +270,7 @@ def _places(names: list[str]) -> list[tuple[int, int, int]]:
 
 
 def _send(piece: torch.Tensor) -> None:
-    for chunk in host_bytes(piece):
+    for chunk in copy_to_host(piece):
         dist.send(torch.tensor([len(chunk)]), dst=0)
         dist.send(torch.frombuffer(chunk, dtype=torch.uint8), dst=0)
 
