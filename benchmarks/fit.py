@@ -114,24 +114,24 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
     found = [searched(config, on)]
     if method == "full" and not any(
-        result.found and OFFLOADED not in result.found[0].changes for result in found
+        result.fitting and OFFLOADED not in result.fitting[0].changes for result in found
     ):
         found.append(searched(config, on, IN_BACKWARD))
     line.tried, line.skipped = (
         sum(getattr(result, name) for result in found) for name in ("tried", "skipped")
     )
     fitting = [
-        (result.found[0], begun)
+        (result.fitting[0], begun)
         for result, begun in zip(found, ((), IN_BACKWARD), strict=False)
-        if result.found
+        if result.fitting
     ]
     if not fitting:
         return line
     best, begun = max(fitting, key=lambda pair: pair[0].speed)
     line.settings, line.verdict = [*begun, *format_overrides(best.changes).split()], best.verdict
-    line.active = best.quick.active
-    line.reserved = best.quick.reserved
-    line.host = best.quick.host
+    line.active = best.estimate.active
+    line.reserved = best.estimate.reserved
+    line.host = best.estimate.host
     line.tokens_per_second = best.speed
     return line
 

@@ -173,7 +173,7 @@ def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple
     }  # what was asked for stays
     with explained(recipe, cfg):
         result = find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
-    return render_search(result), bool(result.found)
+    return render_search(result), bool(result.fitting)
 
 
 def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:

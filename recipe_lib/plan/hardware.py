@@ -1,5 +1,6 @@
-"""Devices that a run can be planned for: memory, rates and links, each figure with its source. No
-torch in here.
+"""Devices that a run can be planned for: memory, rates and links, each figure with its source.
+
+`find_hardware` finds one by a name as typed; `_CARDS` is the table. No torch in here.
 
 Memory is what CUDA reports as the total (`torch.cuda.mem_get_info()[1]`, the "total capacity" of
 torch's out-of-memory message), which is less than what nvidia-smi shows, because the driver keeps
@@ -19,21 +20,20 @@ from recipe_lib.config.suggest import nearest, quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.units import GIB
 
-TERA, GIGA = 1e12, 1e9
+TERA = 1e12
+GIGA = 1e9
 EIGHT_BITS = ("int8", "fp8")  # dtypes of matmuls whose operands have 8 bits
 
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks of a machine reach each other.
+    """A link between the ranks of a machine."""
 
-    kind: `nvlink`, `pcie_p2p`, `pcie_no_p2p` (through host memory) or `host`. bandwidth: bus
-    bandwidth of a large collective as nccl-tests counts it, bytes/second. latency: seconds for each
-    step of a ring.
-    """
-
+    # `nvlink`, `pcie_p2p`, `pcie_no_p2p` (through host memory) or `host`.
     kind: str
+    # Bus bandwidth of a large collective as nccl-tests counts it, bytes per second.
     bandwidth: float
+    # Seconds for each step of a ring.
     latency: float
 
 
@@ -48,81 +48,84 @@ PCIE5 = Link("pcie_p2p", 40e9, 5.7e-6)  # twice PCIe 4, as its specification say
 NO_P2P = Link("pcie_no_p2p", 10e9, 5.7e-6)  # torch/_inductor/comm_analysis.py has the same for PCIe
 HOST = Link("host", 2e9, 20e-6)  # gloo over loopback; a guess
 
-# Network, bytes/second for one rank of a machine: InfiniBand NDR 400 Gb/s and HDR 200 Gb/s, one
-# card for each GPU, at the bus bandwidth commonly seen; 100 Gb/s and 10 Gb/s Ethernet shared by
-# eight GPUs.
-NDR, HDR, ETHERNET_100, ETHERNET_10 = 45e9, 22e9, 1.5e9, 0.15e9
+# Network, bytes/second for one rank of a machine.
+NDR = 45e9  # InfiniBand of 400 Gb/s, one card for each GPU, at the bus bandwidth commonly seen
+HDR = 22e9  # the same of 200 Gb/s
+ETHERNET_100 = 1.5e9  # 100 Gb/s shared by eight GPUs
+ETHERNET_10 = 0.15e9  # 10 Gb/s likewise
 
-# The host's memory, bytes/second. Of one rank's optimizer: DeepSpeed's CPU Adam takes 8.2 s for
-# 11.6e9 parameters at 28 bytes each (microsoft/DeepSpeed pull request 735). Of the machine: eight
-# channels of DDR4-3200, of whose 205 GB/s four fifths are taken to come through; a desktop's two
-# channels give a quarter of that.
-HOST_MEMORY_OF_ONE, HOST_MEMORY = 40e9, 160e9
+# The host's memory, bytes/second, of one rank's optimizer: DeepSpeed's CPU Adam takes 8.2 s for
+# 11.6e9 parameters at 28 bytes each (microsoft/DeepSpeed pull request 735).
+HOST_MEMORY_OF_ONE = 40e9
+# Of the machine: eight channels of DDR4-3200, of whose 205 GB/s four fifths are taken to come
+# through; a desktop's two channels give a quarter of that.
+HOST_MEMORY = 160e9
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and what it is linked with.
+    """A device and what it is linked with."""
 
-    name: as typed. aliases: other spellings, the one that CUDA reports among them. architecture:
-    `sm80` ... `sm120`, or `cpu`. memory: total bytes. flops: dense rate by dtype, per second.
-    bandwidth: of its memory, bytes/second. ranks_per_node: ranks that share `link`;
-    inter_node_bandwidth: bytes/second that the network has for each of them. ranks_here: ranks of
-    the run on one machine. rates_of: the device that the rates are taken from, where only a size of
-    memory was given.
-    """
-
+    # As typed.
     name: str
+    # `sm80` ... `sm120`, or `cpu`.
     architecture: str
+    # Total bytes.
     memory: int
+    # Dense rate by dtype, operations per second.
     flops: Mapping[str, float]
+    # Of its memory, bytes per second.
     bandwidth: float
+    # Between the ranks of a machine.
     link: Link
+    # Bytes per second that the network has for each rank of a machine.
     inter_node_bandwidth: float
+    # Other spellings, the one that CUDA reports among them.
     aliases: tuple[str, ...] = ()
+    # Ranks that share `link`.
     ranks_per_node: int = 8
+    # The device that the rates are taken from, where only a size of memory was given.
     rates_of: str = ""
+    # Ranks of the run on one machine.
     ranks_here: int = 1
-    inter_node_latency: float = 14e-6  # NCCL's src/graph/tuning.cc, ring, Simple, network
+    # Seconds of a step over the network: NCCL's src/graph/tuning.cc, ring, Simple.
+    inter_node_latency: float = 14e-6
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second of a large copy between the device and pinned host memory, one way, while
-        all ranks of the machine copy: what 16 lanes of PCIe 4 commonly give (24.8 GB/s by
-        nvbandwidth on an A100, forums.developer.nvidia.com 352186), twice that from Hopper and
-        Blackwell on, which have PCIe 5; shared by the ranks of a switch, and together no more than
-        the host's memory.
+        """Return the bytes a second of a large copy to or from pinned host memory, one way.
+
+        All ranks of the machine copy meanwhile.
         """
-        newer = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
-        lanes = 50e9 if newer else 25e9
-        on_switch = min(self.ranks_here, 2) if self.link == NVLINK3 else 1
-        return min(lanes / on_switch, HOST_MEMORY / self.ranks_here)
+        # What 16 lanes of PCIe 4 commonly give (24.8 GB/s by nvbandwidth on an A100,
+        # forums.developer.nvidia.com 352186); Hopper and Blackwell have PCIe 5, twice as fast.
+        has_pcie5 = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
+        lanes = 50e9 if has_pcie5 else 25e9
+        # Two A100s share a switch, and all ranks the host's memory.
+        ranks_on_switch = min(self.ranks_here, 2) if self.link == NVLINK3 else 1
+        return min(lanes / ranks_on_switch, HOST_MEMORY / self.ranks_here)
 
     @property
     def host_memory_bandwidth(self) -> float:
-        """Bytes a second that one rank's optimizer on the CPU moves while those of all ranks of the
-        machine do.
-        """
+        """Return the bytes a second of a rank's optimizer on the CPU, beside those of all ranks."""
         return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
 
     @property
     def generic(self) -> bool:
-        """Whether only a size of memory is known."""
+        """Return True if only a size of memory is known."""
         return bool(self.rates_of)
 
     def rate(self, dtype: str) -> float:
-        """Dense operations a second in `dtype`; of fp32 for a dtype that is not listed.
-
-        `int8` and `fp8` are twice bf16 where they are not listed, as specifications from Ampere
-        (Ada) on have it; int8 of GeForce cards is faster still by theirs.
-        """
+        """Return dense operations a second in `dtype`; of fp32 for a dtype that is not listed."""
+        # Eight bits are twice bf16 where they are not listed, as specifications from Ampere (Ada)
+        # on have it; int8 of GeForce cards is faster still by theirs.
         if dtype in EIGHT_BITS and self.architecture != "cpu":
             return self.flops.get(dtype, 2 * self.flops["bf16"])
         return self.flops.get(dtype, self.flops["fp32"])
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """Compute capability; None: a CPU."""
+        """Return the compute capability; None: a CPU."""
         if self.architecture == "cpu":
             return None
         major, minor = divmod(int(self.architecture.removeprefix("sm")), 10)
@@ -133,19 +136,24 @@ def _make_card(
     name: str,
     architecture: str,
     gibibytes: float,
+    *,
     rates: tuple[float, float, float],
     bandwidth: float,
     link: Link,
     network: float,
-    *aliases: str,
+    aliases: tuple[str, ...] = (),
 ) -> Hardware:
-    """A row of the table. rates: TFLOP/s in bf16 (fp16 is the same), tf32 and fp32. bandwidth:
-    GB/s.
-    """
+    """Return a row of the table: rates in TFLOP/s (bf16, tf32, fp32), bandwidth in GB/s."""
     bf16, tf32, fp32 = (rate * TERA for rate in rates)
-    flops = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
     return Hardware(
-        name, architecture, int(gibibytes * GIB), flops, bandwidth * GIGA, link, network, aliases
+        name=name,
+        architecture=architecture,
+        memory=int(gibibytes * GIB),
+        flops={"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32},
+        bandwidth=bandwidth * GIGA,
+        link=link,
+        inter_node_bandwidth=network,
+        aliases=aliases,
     )
 
 
@@ -154,24 +162,87 @@ def _make_card(
 _CARDS = (
     # NVIDIA Turing whitepaper (T4: 65 in fp16, no bf16 or tf32 / 8.1, 320 GB/s). With error
     # correction: OOM 14.56.
-    _make_card("t4", "sm75", 14.56, (65, 8.1, 8.1), 320, NO_P2P, ETHERNET_100, "teslat4"),
+    _make_card(
+        "t4",
+        "sm75",
+        14.56,
+        rates=(65, 8.1, 8.1),
+        bandwidth=320,
+        link=NO_P2P,
+        network=ETHERNET_100,
+        aliases=("teslat4",),
+    ),
     # NVIDIA Ampere GA102 whitepaper 2.0 (3090: 71 / 35.6 / 35.6, 936 GB/s). OOM 23.56. nvidia-smi
     # 24576 MiB.
-    _make_card("rtx3090", "sm86", 23.56, (71, 35.6, 35.6), 936, NO_P2P, ETHERNET_10, "3090"),
+    _make_card(
+        "rtx3090",
+        "sm86",
+        23.56,
+        rates=(71, 35.6, 35.6),
+        bandwidth=936,
+        link=NO_P2P,
+        network=ETHERNET_10,
+        aliases=("3090",),
+    ),
     # Rates of the 3090 by cores and boost clock (10752 x 1.86 GHz); NVIDIA's page: 1008 GB/s.
     # Memory as the 3090.
-    _make_card("rtx3090ti", "sm86", 23.56, (80, 40, 40), 1008, NO_P2P, ETHERNET_10, "3090ti"),
+    _make_card(
+        "rtx3090ti",
+        "sm86",
+        23.56,
+        rates=(80, 40, 40),
+        bandwidth=1008,
+        link=NO_P2P,
+        network=ETHERNET_10,
+        aliases=("3090ti",),
+    ),
     # NVIDIA Ada whitepaper 2.0 (165.2 / 82.6 / 82.6, 1008 GB/s). OOM 23.52 (23.64 by older
     # drivers); nvidia-smi 24564.
-    _make_card("rtx4090", "sm89", 23.52, (165.2, 82.6, 82.6), 1008, NO_P2P, ETHERNET_10, "4090"),
+    _make_card(
+        "rtx4090",
+        "sm89",
+        23.52,
+        rates=(165.2, 82.6, 82.6),
+        bandwidth=1008,
+        link=NO_P2P,
+        network=ETHERNET_10,
+        aliases=("4090",),
+    ),
     # NVIDIA RTX Blackwell whitepaper (209.5 / 104.8 / 104.8, 1792 GB/s). OOM 31.36. nvidia-smi
     # 32607 MiB.
-    _make_card("rtx5090", "sm120", 31.36, (209.5, 104.8, 104.8), 1792, NO_P2P, ETHERNET_10, "5090"),
+    _make_card(
+        "rtx5090",
+        "sm120",
+        31.36,
+        rates=(209.5, 104.8, 104.8),
+        bandwidth=1792,
+        link=NO_P2P,
+        network=ETHERNET_10,
+        aliases=("5090",),
+    ),
     # Datasheets of the RTX A5000 (222.2 with sparsity, 27.8, 768 GB/s) and A6000 (309.7, 38.7, 768
     # GB/s); their error correction is off as delivered. OOM 47.40; the A5000 as the 3090, with the
     # same chips.
-    _make_card("a5000", "sm86", 23.56, (111.1, 55.6, 27.8), 768, PCIE4, ETHERNET_10, "rtxa5000"),
-    _make_card("a6000", "sm86", 47.40, (154.8, 77.4, 38.7), 768, PCIE4, ETHERNET_10, "rtxa6000"),
+    _make_card(
+        "a5000",
+        "sm86",
+        23.56,
+        rates=(111.1, 55.6, 27.8),
+        bandwidth=768,
+        link=PCIE4,
+        network=ETHERNET_10,
+        aliases=("rtxa5000",),
+    ),
+    _make_card(
+        "a6000",
+        "sm86",
+        47.40,
+        rates=(154.8, 77.4, 38.7),
+        bandwidth=768,
+        link=PCIE4,
+        network=ETHERNET_10,
+        aliases=("rtxa6000",),
+    ),
     # Datasheets of the RTX 5000 Ada (1044.4 in fp8 with sparsity, 65.3, 576 GB/s) and 6000 Ada
     # (1457, 91.1, 960 GB/s). With error correction: OOM 44.39 (46068 MiB); the 5000 Ada by the same
     # share of 32760 MiB. Without: 6 % more.
@@ -179,21 +250,21 @@ _CARDS = (
         "rtx5000ada",
         "sm89",
         29.50,
-        (261.1, 130.6, 65.3),
-        576,
-        PCIE4,
-        ETHERNET_10,
-        "rtx5000adageneration",
+        rates=(261.1, 130.6, 65.3),
+        bandwidth=576,
+        link=PCIE4,
+        network=ETHERNET_10,
+        aliases=("rtx5000adageneration",),
     ),
     _make_card(
         "rtx6000ada",
         "sm89",
         44.39,
-        (364.2, 182.1, 91.1),
-        960,
-        PCIE4,
-        ETHERNET_10,
-        "rtx6000adageneration",
+        rates=(364.2, 182.1, 91.1),
+        bandwidth=960,
+        link=PCIE4,
+        network=ETHERNET_10,
+        aliases=("rtx6000adageneration",),
     ),
     # NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition (503.8 / 251.9 / 126, 1792 GB/s). OOM
     # 94.96.
@@ -201,44 +272,107 @@ _CARDS = (
         "rtxpro6000",
         "sm120",
         94.96,
-        (503.8, 251.9, 126.0),
-        1792,
-        PCIE5,
-        ETHERNET_100,
-        "pro6000",
-        "rtxpro6000blackwell",
-        "rtxpro6000blackwellworkstationedition",
+        rates=(503.8, 251.9, 126.0),
+        bandwidth=1792,
+        link=PCIE5,
+        network=ETHERNET_100,
+        aliases=(
+            "pro6000",
+            "rtxpro6000blackwell",
+            "rtxpro6000blackwellworkstationedition",
+        ),
     ),
     # Datasheet of the A10 (125 / 62.5 / 31.2, 600 GB/s); the A10G is its variant for AWS g5 (70 /
     # 35 / 35, as AWS and Baseten say). With error correction: OOM 21.95. nvidia-smi 23028 MiB.
-    _make_card("a10", "sm86", 21.95, (125, 62.5, 31.2), 600, NO_P2P, ETHERNET_100),
-    _make_card("a10g", "sm86", 21.95, (70, 35, 35), 600, NO_P2P, ETHERNET_100),
+    _make_card(
+        "a10",
+        "sm86",
+        21.95,
+        rates=(125, 62.5, 31.2),
+        bandwidth=600,
+        link=NO_P2P,
+        network=ETHERNET_100,
+    ),
+    _make_card(
+        "a10g", "sm86", 21.95, rates=(70, 35, 35), bandwidth=600, link=NO_P2P, network=ETHERNET_100
+    ),
     # Datasheets with sparsity halved: L4 (242 / 120 / 30.3, 300 GB/s; OOM 21.95), A40 (149.7 dense
     # / 74.8 / 37.4, 696 GB/s), L40 (362 / 181 / 90.5, 864 GB/s), L40S (733 / 366 / 91.6, 864 GB/s).
     # The last three: OOM 44.34.
-    _make_card("l4", "sm89", 21.95, (121, 60, 30.3), 300, NO_P2P, ETHERNET_100),
-    _make_card("a40", "sm86", 44.34, (149.7, 74.8, 37.4), 696, PCIE4, ETHERNET_100),
-    _make_card("l40", "sm89", 44.34, (181, 90.5, 90.5), 864, PCIE4, ETHERNET_100),
-    _make_card("l40s", "sm89", 44.34, (362, 183, 91.6), 864, PCIE4, ETHERNET_100),
+    _make_card(
+        "l4", "sm89", 21.95, rates=(121, 60, 30.3), bandwidth=300, link=NO_P2P, network=ETHERNET_100
+    ),
+    _make_card(
+        "a40",
+        "sm86",
+        44.34,
+        rates=(149.7, 74.8, 37.4),
+        bandwidth=696,
+        link=PCIE4,
+        network=ETHERNET_100,
+    ),
+    _make_card(
+        "l40",
+        "sm89",
+        44.34,
+        rates=(181, 90.5, 90.5),
+        bandwidth=864,
+        link=PCIE4,
+        network=ETHERNET_100,
+    ),
+    _make_card(
+        "l40s",
+        "sm89",
+        44.34,
+        rates=(362, 183, 91.6),
+        bandwidth=864,
+        link=PCIE4,
+        network=ETHERNET_100,
+    ),
     # Datasheet of the A100 (312 / 156 / 19.5; 1555, 2039 and, PCIe with 80 GB, 1935 GB/s). OOM
     # 39.38 and 79.14.
-    _make_card("a100-40gb", "sm80", 39.38, (312, 156, 19.5), 1555, NVLINK3, HDR, "a100sxm440gb"),
+    _make_card(
+        "a100-40gb",
+        "sm80",
+        39.38,
+        rates=(312, 156, 19.5),
+        bandwidth=1555,
+        link=NVLINK3,
+        network=HDR,
+        aliases=("a100sxm440gb",),
+    ),
     _make_card(
         "a100-80gb",
         "sm80",
         79.14,
-        (312, 156, 19.5),
-        2039,
-        NVLINK3,
-        HDR,
-        "a100sxm480gb",
-        "a100sxm80gb",
+        rates=(312, 156, 19.5),
+        bandwidth=2039,
+        link=NVLINK3,
+        network=HDR,
+        aliases=(
+            "a100sxm480gb",
+            "a100sxm80gb",
+        ),
     ),
     _make_card(
-        "a100-40gb-pcie", "sm80", 39.38, (312, 156, 19.5), 1555, PCIE4, ETHERNET_100, "a100pcie40gb"
+        "a100-40gb-pcie",
+        "sm80",
+        39.38,
+        rates=(312, 156, 19.5),
+        bandwidth=1555,
+        link=PCIE4,
+        network=ETHERNET_100,
+        aliases=("a100pcie40gb",),
     ),
     _make_card(
-        "a100-80gb-pcie", "sm80", 79.14, (312, 156, 19.5), 1935, PCIE4, ETHERNET_100, "a100pcie80gb"
+        "a100-80gb-pcie",
+        "sm80",
+        79.14,
+        rates=(312, 156, 19.5),
+        bandwidth=1935,
+        link=PCIE4,
+        network=ETHERNET_100,
+        aliases=("a100pcie80gb",),
     ),
     # Datasheet of the H100 with sparsity halved: SXM (1979 / 989 / 67, 3.35 TB/s), PCIe (1513 / 756
     # / 51, 2 TB/s), NVL (1671 / 835 / 60, 3.9 TB/s). OOM 79.14 and 93.00.
@@ -246,21 +380,50 @@ _CARDS = (
         "h100",
         "sm90",
         79.14,
-        (989.4, 494.7, 66.9),
-        3350,
-        NVLINK4,
-        NDR,
-        "h100sxm",
-        "h100-80gb",
-        "h10080gbhbm3",
+        rates=(989.4, 494.7, 66.9),
+        bandwidth=3350,
+        link=NVLINK4,
+        network=NDR,
+        aliases=(
+            "h100sxm",
+            "h100-80gb",
+            "h10080gbhbm3",
+        ),
     ),
-    _make_card("h100-pcie", "sm90", 79.14, (756, 378, 51), 2000, PCIE5, ETHERNET_100),
-    _make_card("h100-nvl", "sm90", 93.00, (835, 417.5, 60), 3900, PCIE5, ETHERNET_100),
+    _make_card(
+        "h100-pcie",
+        "sm90",
+        79.14,
+        rates=(756, 378, 51),
+        bandwidth=2000,
+        link=PCIE5,
+        network=ETHERNET_100,
+    ),
+    _make_card(
+        "h100-nvl",
+        "sm90",
+        93.00,
+        rates=(835, 417.5, 60),
+        bandwidth=3900,
+        link=PCIE5,
+        network=ETHERNET_100,
+    ),
     # Datasheet of the H200 SXM: rates of the H100, 4.8 TB/s, sold as 141 GB. OOM 139.80.
-    _make_card("h200", "sm90", 139.80, (989.4, 494.7, 66.9), 4800, NVLINK4, NDR, "h200sxm"),
+    _make_card(
+        "h200",
+        "sm90",
+        139.80,
+        rates=(989.4, 494.7, 66.9),
+        bandwidth=4800,
+        link=NVLINK4,
+        network=NDR,
+        aliases=("h200sxm",),
+    ),
     # Datasheet of the HGX B200, an eighth of eight GPUs: 36 PFLOP/s in bf16 with sparsity (2250
     # dense), 18 in tf32, 600 TFLOP/s in fp32, 62 TB/s. OOM 178.35.
-    _make_card("b200", "sm100", 178.35, (2250, 1125, 75), 7750, NVLINK5, NDR),
+    _make_card(
+        "b200", "sm100", 178.35, rates=(2250, 1125, 75), bandwidth=7750, link=NVLINK5, network=NDR
+    ),
 )
 
 HARDWARE = {card.name: card for card in _CARDS}
@@ -293,16 +456,15 @@ _FIT = re.compile(r"(\d{1,6}) ?[x*] ?(.+)", re.IGNORECASE)
 
 
 def find_hardware(name: str) -> Hardware:
-    """The device of that name, in any spelling: `rtx4090`, `RTX 4090`, `NVIDIA GeForce RTX 4090`.
+    """Return the device of a name in any spelling: `rtx4090`, `NVIDIA GeForce RTX 4090`.
 
-    Also sizes: `24GB` is a card sold as one of 24 GB, whose CUDA total is 98 % of 24 GiB (cards
-    with error correction have 6 % less: name them); `24GiB` is a CUDA total of exactly 24 GiB;
-    their rates are those of a common card. `cpu` is this machine's memory. ConfigError for anything
-    else.
+    `24GB` is a card sold as one of 24 GB, whose CUDA total is 98 % of 24 GiB (cards with error
+    correction have 6 % less: name them); `24GiB` is a CUDA total of exactly 24 GiB. Their rates are
+    those of a common card. `cpu` is this machine's memory. ConfigError for anything else.
     """
-    found = _find(name)
-    if found:
-        return found
+    hardware = _find(name)
+    if hardware:
+        return hardware
     plain = _normalize(name)
     close = nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
     likely = [card for card in HARDWARE if plain and _normalize(card).startswith(plain)]
@@ -322,6 +484,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 def _find(name: str) -> Hardware | None:
+    """Return the device of a name or size, None where there is none."""
     size = _SIZE.fullmatch(name.strip())
     if size:
         return _make_sized_card(name.strip(), float(size[1]), exact=size[2].lower() == "gib")
@@ -335,38 +498,37 @@ def _find(name: str) -> Hardware | None:
 
 
 def find_reported_hardware(name: str, memory: int) -> Hardware:
-    """Return the device that CUDA calls `name`, with `memory` bytes; rates of one that is not in
-    the table are those of a common card of that size.
-    """
+    """Return the device that CUDA calls `name`, with `memory` bytes."""
+    # Rates of one that is not in the table are those of a common card of that size.
     hardware = _find(name) or _make_sized_card(name, memory / GIB, exact=True)
     return replace(hardware, memory=memory)
 
 
 def parse_fit(text: str) -> tuple[int, Hardware]:
-    """`4x24GB` or `4xrtx4090` as ranks and device; one rank where no number is given. ConfigError
-    for nonsense.
+    """Return ranks and device of `4x24GB`; one rank where no number is given.
+
+    ConfigError for nonsense.
     """
-    found = _FIT.fullmatch(text.strip())
-    if not found or _find(text):
+    match = _FIT.fullmatch(text.strip())
+    if not match or _find(text):
         return 1, find_hardware(text)
-    ranks = int(found[1])
+    ranks = int(match[1])
     if ranks < 1:
         raise ConfigError(
             f"fit: {quote(text)} names {ranks} devices; expected at least one, such as 4x24GB"
         )
-    return ranks, find_hardware(found[2])
+    return ranks, find_hardware(match[2])
 
 
 def _normalize(name: str) -> str:
-    """Letters and digits in lower case, without the maker and its brands: what spellings of a card
-    share.
-    """
+    """Return what spellings of a card share: small letters and digits, without NVIDIA's brands."""
     return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
 
 
 def _make_sized_card(name: str, size: float, exact: bool) -> Hardware:
-    """A device of which only the memory is known. size: GiB; exact: as CUDA reports it, else as it
-    is sold.
+    """Return a device of which only the memory is known.
+
+    size: GiB; exact: as CUDA reports it, else as it is sold.
     """
     if not 1 <= size <= 4096:
         raise ConfigError(
@@ -386,7 +548,13 @@ def _make_sized_card(name: str, size: float, exact: bool) -> Hardware:
 
 
 def _make_cpu() -> Hardware:
-    """This machine's memory; the rates are guesses for a few cores."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    flops = dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), 0.1 * TERA)
-    return Hardware("cpu", "cpu", memory, flops, 10 * GIGA, HOST, ETHERNET_10)
+    """Return this machine's memory; the rates are guesses for a few cores."""
+    return Hardware(
+        name="cpu",
+        architecture="cpu",
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        flops=dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), 0.1 * TERA),
+        bandwidth=10 * GIGA,
+        link=HOST,
+        inter_node_bandwidth=ETHERNET_10,
+    )

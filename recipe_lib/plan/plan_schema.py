@@ -1,5 +1,7 @@
-"""A plan: what a run will take, as numbers that a report, a search or another program reads. No
-torch in here.
+"""The dataclasses of a plan, and its JSON: what a run will take, as numbers.
+
+`build_plan.make_plan` makes a `Plan`, reports and searches read it, `Plan.to_json` and `read_plan`
+write it and read it again. docs/plan_json.md describes the keys. No torch in here.
 """
 
 import itertools
@@ -14,20 +16,25 @@ from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import describe_fault, read_json
 
-# All ranks of a run: the groups of each mesh dimension, and what a plan says of their
-# communication. No torch here.
+# Raised when a key changes its meaning or goes away; a new key does not raise it.
+SCHEMA_VERSION = 5
+
+FITS = "fits"
+RISKY = "risky"
+DOES_NOT_FIT = "does not fit"
+HOST_ALLOWS = "memory.host_memory_limit_gib allows"  # begins the assumption whether it is enough
 
 
 @dataclass
 class Volume:
-    """Communication, summed up. operations: calls, each counted on every rank that takes part; a
-    message is a send and a receive. bytes: of the whole tensors of these calls (the gathered one,
-    the one before it is scattered, the reduced one, the message). wire_bytes: that ranks send for
-    them by a ring; a receive sends none.
-    """
+    """Communication, summed up."""
 
+    # Calls, each counted on every rank that takes part; a message is a send and a receive.
     operations: float = 0
+    # Of the whole tensors of these calls: the gathered one, the one before it is scattered, the
+    # reduced one, the message.
     bytes: float = 0
+    # That ranks send for them by a ring; a receive sends none.
     wire_bytes: float = 0
 
     def __add__(self, other: "Volume") -> "Volume":
@@ -37,399 +44,450 @@ class Volume:
             self.wire_bytes + other.wire_bytes,
         )
 
-    def times(self, factor: int) -> "Volume":
-        """So many of it."""
+    def multiply(self, factor: int) -> "Volume":
+        """Return so many of it."""
         return Volume(self.operations * factor, self.bytes * factor, self.wire_bytes * factor)
 
-    def part(self, count: int) -> "Volume":
-        """One of `count` equal parts of it; whole numbers stay whole where they can."""
+    def divide(self, count: int) -> "Volume":
+        """Return one of `count` equal parts of it; whole numbers stay whole where they can."""
         sizes = (self.operations, self.bytes, self.wire_bytes)
         return Volume(*(size // count if size % count == 0 else size / count for size in sizes))
 
 
 @dataclass
 class DimensionPlan:
-    """A dimension of the mesh with more than one rank, or `world`: several of them as one. dim: its
-    name. along: the dimensions along which the ranks of a group differ. groups: the ranks of every
-    group, in the order of their first ones; together they are all ranks. rank_step: of a steady
-    step, one rank of each place in the pipeline, first to last. rank_micro_batch: the same of one
-    micro-batch, forward and backward. cluster_step, cluster_micro_batch: the same of all ranks;
-    None if not every place was planned. layer: of one micro-batch forward and backward through one
-    transformer layer on one rank, as most layers have it; None if layers communicate nothing along
-    it.
-    """
+    """Communication along a dimension of the mesh with more than one rank."""
 
+    # Name of the dimension; `world`: several of them as one.
     dim: str
+    # The dimensions along which the ranks of a group differ.
     along: list[str]
+    # The ranks of every group, in the order of their first ones; together they are all ranks.
     groups: list[list[int]]
+    # Of a steady step, one rank of each place in the pipeline, first to last.
     rank_step: list[Volume] = field(default_factory=list)
+    # The same of one micro-batch, forward and backward.
     rank_micro_batch: list[Volume] = field(default_factory=list)
+    # Of a steady step, all ranks; None if not every place was planned.
     cluster_step: Volume | None = None
+    # The same of one micro-batch.
     cluster_micro_batch: Volume | None = None
+    # Of one micro-batch forward and backward through one transformer layer on one rank, as most
+    # layers have it; None if layers communicate nothing along it.
     layer: Volume | None = None
 
 
 def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
-    """The ranks of each group: those that differ in the dimensions `along` alone. mesh: sizes,
-    outermost first; a rank is its place in the order of all coordinates.
+    """Return the ranks of each group: those that differ in the dimensions `along` alone.
+
+    mesh: name to size, outermost first; a rank is its place in the order of all coordinates.
     """
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(itertools.product(*(range(size) for size in mesh.values()))):
-        others = tuple(at for name, at in zip(mesh, place, strict=True) if name not in along)
-        found.setdefault(others, []).append(rank)
-    return list(found.values())
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinates in enumerate(itertools.product(*map(range, mesh.values()))):
+        named = zip(mesh, coordinates, strict=True)
+        # What all ranks of a group have in common.
+        key = tuple(coordinate for name, coordinate in named if name not in along)
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
 
 
 def list_stage_ranks(mesh: Mapping[str, int], place: int) -> list[int]:
-    """The ranks at one place of their pipelines."""
-    inner = math.prod(mesh.values()) // mesh.get("pipeline", 1)
-    return list(range(place * inner, (place + 1) * inner))
-
-
-# Raised when a key changes its meaning or goes away; a new key does not raise it.
-SCHEMA_VERSION = 5
-
-FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
+    """Return the ranks at one place of their pipelines."""
+    # The pipeline is the outermost dimension.
+    count = math.prod(mesh.values()) // mesh.get("pipeline", 1)
+    return list(range(place * count, (place + 1) * count))
 
 
 @dataclass
 class PhasePeak:
-    """The most memory that one phase holds at a time, bytes.
+    """The most memory that one phase holds at a time, bytes."""
 
-    phase: `setup`, `load`, `first step`, `step`, `validation` or `save`. active: in blocks that the
-    caching allocator handed out, each a multiple of 512 bytes, and in freed ones that a stream
-    still uses (torch's `active_bytes.all.peak`). allocated: in blocks handed out
-    (`allocated_bytes.all.peak`). reserved: taken from the device by its default configuration
-    (`reserved_bytes.all.peak`); reserved_expandable: with `expandable_segments:True`. host: in
-    tensors of host memory. part, module: what was running when the most was requested. requested:
-    in tensors that are live, as they were asked for (`requested_bytes.all.peak`).
-    """
-
+    # `setup`, `load`, `first step`, `step`, `validation` or `save`.
     phase: str
+    # In blocks that the caching allocator handed out, each a multiple of 512 bytes, and in freed
+    # ones that a stream still uses: torch's `active_bytes.all.peak`.
     active: int
+    # In blocks handed out: `allocated_bytes.all.peak`.
     allocated: int
+    # Taken from the device by the default allocator: `reserved_bytes.all.peak`.
     reserved: int
+    # The same with `expandable_segments:True`.
     reserved_expandable: int
+    # In tensors of host memory.
     host: int
+    # What was running when the most was requested: a part of the step, and a module.
     part: str = ""
     module: str = ""
+    # In tensors that are live, as they were asked for: `requested_bytes.all.peak`.
     requested: int = 0
 
 
 @dataclass
 class Alive:
-    """Storages of one kind and place that are live when the most bytes are requested. kind: of
-    memory, such as `parameters`. module: dotted path of the module that was running, "" outside.
-    label: the parameter's name where one is known. bytes: of all of them, as they were asked for.
-    count: how many.
-    """
+    """Storages of one kind and module that are live when the most bytes are requested."""
 
+    # Of memory, such as `parameters`.
     kind: str
+    # Dotted path of the module that was running; empty: outside of modules.
     module: str
+    # The parameter's name where one is known.
     label: str
+    # Of all of them, as they were asked for.
     bytes: int
+    # Of storages.
     count: int
 
 
 @dataclass
 class OutsideTorch:
-    """Device memory that no allocator of torch hands out, bytes. context: the driver's, with the
-    loaded kernels. nccl: buffers of all communicators. reserve: kept free for kernels that are
-    loaded late, a display, other programs.
-    """
+    """Device memory that no allocator of torch hands out, bytes."""
 
+    # The driver's, with the loaded kernels.
     context: int
+    # Buffers of all communicators.
     nccl: int
+    # Kept free for kernels that are loaded late, a display, other programs.
     reserve: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Return the sum."""
         return self.context + self.nccl + self.reserve
 
 
 @dataclass
 class RankPlan:
-    """One rank. rank: its number. coordinates: mesh dimension to place in it. peaks: by phase.
-    alive: at the largest peak of active bytes, largest first. events: allocations and frees that
-    were replayed. most: kind of memory to the most bytes that it takes at a time in a steady step,
-    as they were asked for.
-    """
+    """The memory of one rank."""
 
     rank: int
+    # Mesh dimension to the place in it.
     coordinates: dict[str, int]
+    # In the order of the phases.
     peaks: list[PhasePeak]
+    # At the largest peak of active bytes, largest first.
     alive: list[Alive]
+    # Allocations and frees that were replayed.
     events: int = 0
+    # Kind of memory to the most bytes that it takes at a time in a steady step, as asked for.
     most: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> PhasePeak:
-        """The phase in which the most is active."""
+        """Return the phase in which the most is active."""
         return max(self.peaks, key=lambda peak: peak.active)
 
     @property
     def reserved(self) -> int:
-        """The most that is reserved in any phase, default allocator."""
+        """Return the most that is reserved in any phase, default allocator."""
         return max(peak.reserved for peak in self.peaks)
 
     @property
     def reserved_expandable(self) -> int:
-        """The same with expandable segments."""
+        """Return the same with expandable segments."""
         return max(peak.reserved_expandable for peak in self.peaks)
 
     @property
     def host(self) -> int:
-        """The most host memory of any phase."""
+        """Return the most host memory of any phase."""
         return max(peak.host for peak in self.peaks)
 
 
 @dataclass
 class LayerRow:
-    """One module of the layer table. module: dotted path. type: its class. parameters: elements of
-    the full model. trained: those of them that are trained. bytes: of all of its parameters,
-    without parallelism; local_bytes: of this rank's share. kept: activation bytes this rank keeps
-    of it for backward at the peak of the steady step's forward, with what is inside; a tensor is of
-    the module whose output it is, or else of the one whose weight alone reads it. weights: its own
-    parameters' names and shapes, as this rank computes with them: gathered where FSDP shards them,
-    its shard of them in tensor parallel.
-    """
+    """A module in the layer table; bytes and elements are of all parameters in it."""
 
+    # Dotted path.
     module: str
+    # Name of its class.
     type: str
+    # Elements, of the full model.
     parameters: int
+    # Those of them that are trained.
     trained: int
+    # Of its parameters, without parallelism.
     bytes: int
+    # Of this rank's share of them.
     local_bytes: int
+    # Activation bytes that this rank keeps of it for backward at the peak of the steady step's
+    # forward, with what is inside; a tensor is of the module whose output it is, or else of the one
+    # whose weight alone reads it.
     kept: int = 0
+    # Its own parameters by name, with their shapes as this rank computes with them: gathered where
+    # FSDP shards them, its shard of them in tensor parallel.
     weights: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
 class CommunicationRow:
-    """Collectives of a steady step that are alike. operation: such as `all_gather`. dim: mesh
-    dimension of the group. ranks: its members. module: dotted path of what was running. dtype: such
-    as `bf16`. bytes: of one (the whole tensor); wire_bytes: that one rank sends for one. where:
-    part of the step. count: in a step. shapes: of this rank's tensors. seconds: of one, alone.
-    """
+    """Collectives of a steady step that are alike."""
 
+    # Such as `all_gather`.
     operation: str
+    # Mesh dimension of the group.
     dim: str
+    # Members of the group.
     ranks: list[int]
+    # Part of the step.
     where: str
+    # Dotted path of what was running.
     module: str
+    # Of this rank's tensors.
     shapes: list[list[int]]
+    # Such as `bf16`.
     dtype: str
+    # Of the whole tensor of one collective.
     bytes: int
+    # That one rank sends for one.
     wire_bytes: int
+    # Of collectives in a step.
     count: int
+    # Of one, alone.
     seconds: float
 
 
 @dataclass
 class TimePlan:
-    """A steady step, seconds, of the heaviest rank, or of the rank of a pipeline that computes the
-    longest. compute: kernels; communication: collectives, alone; exposed: the part of it that no
-    kernel hides; step: all of it, with waiting for other ranks of a pipeline; launch: what the host
-    needs to issue it. tokens_per_step, tokens_per_second: of all ranks. mfu: share of the devices'
-    dense rate. steps: of the run, None where they are not known. total: of the run, None likewise.
-    calibrated: the rates are measured ones. error: how far off the times may be, in words. copies:
-    between host and device, alone; copies_exposed: the part of it that no kernel hides. on_host:
-    what the host computes itself, its optimizer first of all. matmuls, attention, memory_bound: of
-    kernels, each alone, by what they do. idle: while nothing runs: the host launches, or streams or
-    other ranks are waited for. operators: that the host issues. same_experts: the step of a mixture
-    of experts if all tokens of a micro-batch are computed by the same ones; None without a mixture.
+    """A steady step in seconds, of the heaviest rank.
+
+    In a pipeline it is that of the rank that computes the longest.
     """
 
+    # Kernels.
     compute: float
+    # Collectives, alone.
     communication: float
+    # The part of it that no kernel hides.
     exposed: float
+    # For the host to issue it all.
     launch: float
+    # All of it, with waiting for other ranks of a pipeline.
     step: float
+    # Of all ranks.
     tokens_per_step: int
+    # Of all ranks.
     tokens_per_second: float
+    # Share of the devices' dense rate.
     mfu: float
+    # Of the run; None where they are not known.
     steps: int | None
+    # Seconds of the run; None likewise.
     total: float | None
+    # The rates are measured ones.
     calibrated: bool
+    # How far off the times may be, in words.
     error: str
+    # Between host and device, alone.
     copies: float = 0.0
+    # The part of them that no kernel hides.
     copies_exposed: float = 0.0
+    # That the host computes itself, its optimizer first of all.
     on_host: float = 0.0
+    # Of kernels, each alone, by what they do.
     matmuls: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
+    # While nothing runs: the host launches, or streams or other ranks are waited for.
     idle: float = 0.0
+    # That the host issues.
     operators: int = 0
+    # The step of a mixture of experts if all tokens of a micro-batch are computed by the same ones;
+    # None without a mixture.
     same_experts: float | None = None
 
 
 @dataclass
 class ActionSpan:
-    """What a rank of a pipeline computes. place: of the rank in its pipeline. stage: whose turn it
-    is. kind: `F` forward, `B` backward, or its halves: `I` gradient of the input, `W` gradients of
-    the weights. micro_batch: of the step. start, end: seconds since the first one began.
-    """
+    """A forward or backward of one micro-batch on a rank of a pipeline."""
 
+    # Of the rank in its pipeline.
     place: int
+    # That runs the micro-batch.
     stage: int
+    # `F` forward, `B` backward, or its halves: `I` gradient of the input, `W` gradients of the
+    # weights.
     kind: str
+    # Number in the step.
     micro_batch: int
+    # Seconds since the first action of the step began.
     start: float
     end: float
 
 
 @dataclass
 class StagePlan:
-    """The stages of one place in a pipeline; its memory is in the rank plan of `rank`. place: in
-    the pipeline. rank: that was planned for it. stages: their numbers. layers: first and last layer
-    of each. parameters, trained: elements of them, without other parallelism. in_flight: the most
-    micro-batches between forward and backward at a time, each stage counted; deferred: the most
-    with deferred weight gradients. compute: seconds of a step that it computes. idle: share of the
-    pipeline's time that it does not. sends: tensors of a step; sent: their bytes. ranks: all that
-    have these stages.
-    """
+    """The stages of one place in a pipeline; its memory is in the rank plan of `rank`."""
 
+    # In the pipeline.
     place: int
+    # That was planned for it.
     rank: int
+    # Their numbers.
     stages: list[int]
+    # First and last layer of each.
     layers: list[list[int]]
+    # Elements, without other parallelism.
     parameters: int
+    # Those of them that are trained.
     trained: int
+    # The most micro-batches between forward and backward at a time, each stage counted.
     in_flight: int
+    # The most micro-batches with deferred weight gradients.
     deferred: int
+    # Seconds of a step that it computes.
     compute: float
+    # Share of the pipeline's time in which it does not compute.
     idle: float
+    # Tensors of a step that it sends.
     sends: int
+    # Their bytes.
     sent: int
+    # All that have these stages.
     ranks: list[int] = field(default_factory=list)
 
 
 @dataclass
 class PipelinePlan:
-    """A step of a pipeline. schedule: the order of its micro-batches. stages_per_rank: as it says.
-    micro_batches: of a step. micro_batch_size: sequences of each. places: first to last. seconds:
-    from the first forward to the last backward; bubble: share of all ranks' time in it in which
-    they do not compute; spans: what they do; None, None and empty where places or times were left
-    out. ideal: the bubble of equal stages whose tensors arrive at once.
-    """
+    """A step of a pipeline."""
 
+    # Name of the order of its micro-batches.
     schedule: str
     stages_per_rank: int
+    # Of a step.
     micro_batches: int
+    # Sequences of each.
     micro_batch_size: int
+    # First to last.
     places: list[StagePlan]
+    # From the first forward to the last backward; None where places or times were left out.
     seconds: float | None = None
+    # Share of all ranks' time in it in which they do not compute; None likewise.
     bubble: float | None = None
+    # The bubble of equal stages whose tensors arrive at once.
     ideal: float | None = None
+    # What all ranks compute; empty where places or times were left out.
     spans: list[ActionSpan] = field(default_factory=list)
 
 
 @dataclass
 class Advice:
-    """One lever pulled. override: to type. bytes: change of the peak on the device (negative: room
-    gained); seconds: change of the step. fits: whether the run then fits. note: what else it means.
-    """
+    """One lever and its effect."""
 
+    # To type.
     override: str
+    # Change of the peak on the device; negative: room gained.
     bytes: int
+    # Change of the step; None: not planned.
     seconds: float | None
+    # Whether the run then fits.
     fits: bool
+    # What else it means.
     note: str = ""
 
 
 @dataclass
 class DeviceFacts:
-    """The device planned for. name: such as `rtx4090`. memory: total bytes. usable: what the
-    allocator may take, total without `outside`. architecture: such as `sm89`. flops: dense rate of
-    the run's dtype, per second. bandwidth: of its memory, bytes per second. link: between ranks,
-    such as `pcie_p2p`. link_bandwidth: bytes per second of large messages.
-    """
+    """The device planned for."""
 
+    # Such as `rtx4090`.
     name: str
+    # Total bytes.
     memory: int
+    # Bytes that the allocator may take: the total without `outside`.
     usable: int
+    # Such as `sm89`.
     architecture: str
+    # Dense rate of the run's dtype, per second.
     flops: float
+    # Of its memory, bytes per second.
     bandwidth: float
+    # Between ranks, such as `pcie_p2p`.
     link: str
+    # Bytes per second of large messages.
     link_bandwidth: float
 
 
 @dataclass
 class Plan:
-    """Everything `tune plan` knows about one run; `to_json` is the stable form.
+    """Everything `tune plan` knows about one run; `to_json` is the stable form."""
 
-    recipe, config, overrides: as typed. model: its preset or folder. ranks: of the run. mesh:
-    dimension to its size. device: planned for. sequence: {"tokens": sequence length planned,
-    "source": where it is from, "histogram": ...}. verdict: `fits`, `risky` or `does not fit`.
-    margin: usable memory left at the heaviest rank, bytes; negative: short of. rank_plans: of the
-    ranks traced. outside: memory that torch does not hand out. layers: of the model. communication:
-    of a steady step, the heaviest rank. time: None where it was not planned. pipeline: None without
-    one. advice: levers, each tried alone. assumptions, not_modeled: one sentence each. versions:
-    program to version. estimate: why the figures are not those of all micro-batches and steps;
-    empty where they are. notes: those of the assumptions that concern this machine and the start of
-    a run. next_lever: what to change next, in words. ranks_per_node: ranks of one machine,
-    neighbors in their numbers; 0: not known. dimensions: of the mesh, those with more than one
-    rank, and what all ranks communicate along them. alone: the full model on one device, without
-    parallelism, with the same micro-batches; None where it was not planned (without `--full`) or is
-    this very run. smallest_cards: known cards of the least memory on which as many ranks fit with
-    room to spare, by this plan's peak; empty: on none. tried_ranks: numbers of ranks that were
-    planned to find the fewest that fit. fewest_ranks: of this device; None: not looked for (without
-    `--advice`), or none of those. receipt: of the runs on this machine that were planned and
-    measured, the one that is most like this, in a line; empty: there is none of this device and
-    recipe. seconds: from the import of the planner to the plan; in no file, so that a plan is the
-    same bytes every time.
-    """
-
+    # As typed, like `config` and `overrides`.
     recipe: str
     config: str
     overrides: list[str]
+    # Its preset or folder.
     model: str
+    # Of the run.
     ranks: int
+    # Dimension to its size.
     mesh: dict[str, int]
     device: DeviceFacts
+    # `tokens`: sequence length planned, `source`: where it is from, `histogram`, ...
     sequence: dict[str, Any]
+    # FITS, RISKY or DOES_NOT_FIT.
     verdict: str
+    # Usable memory left at the heaviest rank, bytes; negative: short of.
     margin: int
+    # Of the ranks traced.
     rank_plans: list[RankPlan]
+    # Memory that torch does not hand out.
     outside: OutsideTorch
+    # Of the model.
     layers: list[LayerRow]
+    # Of a steady step, the heaviest rank.
     communication: list[CommunicationRow]
+    # None where it was not planned.
     time: TimePlan | None
+    # None without one.
     pipeline: PipelinePlan | None = None
+    # Levers, each tried alone.
     advice: list[Advice] = field(default_factory=list)
+    # One sentence each.
     assumptions: list[str] = field(default_factory=list)
+    # One sentence each.
     not_modeled: list[str] = field(default_factory=list)
+    # Program to version.
     versions: dict[str, str] = field(default_factory=dict)
+    # Why the figures are not those of all micro-batches and steps; empty where they are.
     estimate: str = ""
+    # Those of the assumptions that concern this machine and the start of a run.
     notes: list[str] = field(default_factory=list)
+    # What to change next, in words.
     next_lever: str = ""
+    # Ranks of one machine, neighbors in their numbers; 0: not known.
     ranks_per_node: int = 0
+    # Of the mesh, those with more than one rank, and what all ranks communicate along them.
     dimensions: list[DimensionPlan] = field(default_factory=list)
+    # The full model on one device, without parallelism, with the same micro-batches; None where it
+    # was not planned (without `--full`) or is this very run.
     alone: RankPlan | None = None
+    # Known cards of the least memory on which as many ranks fit with room to spare, by this plan's
+    # peak; empty: on none.
     smallest_cards: list[str] = field(default_factory=list)
+    # Numbers of ranks that were planned to find the fewest that fit.
     tried_ranks: list[int] = field(default_factory=list)
+    # Of this device; None: not looked for (without `--advice`), or none of those tried.
     fewest_ranks: int | None = None
+    # Of the runs on this machine that were planned and measured, the one that is most like this, in
+    # a line; empty: there is none of this device and recipe.
     receipt: str = ""
-    seconds: float = field(
-        default=0.0, compare=False
-    )  # not in the JSON, which is the same every time
+    # From the import of the planner to the plan; in no file, so that a plan is the same bytes every
+    # time.
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def heaviest(self) -> RankPlan:
-        """The rank that reserves the most."""
+        """Return the rank that reserves the most."""
         return max(self.rank_plans, key=lambda rank: rank.reserved)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts and lists; bytes, seconds, tokens."""
+        """Return plain dicts and lists; bytes, seconds, tokens."""
         plain = {"schema": SCHEMA_VERSION, **asdict(self)}
         del plain["seconds"]
         return plain
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "Plan":
-        """The plan that `to_json` wrote. Keys that this version does not know are passed over.
+        """Return the plan that `to_json` wrote; keys that this version lacks are passed over.
 
         place: the file, for errors. ConfigError if the schema is another one, a key is missing or a
         value of another type.
@@ -452,7 +510,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a JSON file; ConfigError if there is none."""
+    """Return the plan in a JSON file; ConfigError if there is none."""
     try:
         data = read_json(path)
     except (OSError, ValueError) as error:
@@ -469,23 +527,24 @@ def read_plan(path: Path) -> Plan:
 _LARGEST = 2**63  # no size that is planned or measured is larger, nor is NaN less
 
 
-def read_typed(wanted: Any, value: Any, place: str) -> Any:
-    """A JSON value as the type that a field is declared with. Keys that a dataclass does not have
-    are passed over.
+def read_typed(declared: Any, value: Any, place: str) -> Any:
+    """Return a JSON value as the type that a field is declared with.
 
-    place: of the value, for errors. ConfigError for a value of another type, and a key without a
-    default that is missing.
+    Keys that a dataclass does not have are passed over. place: of the value, for errors.
+    ConfigError for a value of another type, and a key without a default that is missing.
     """
-    origin, arguments = get_origin(wanted), get_args(wanted)
+    origin = get_origin(declared)
+    arguments = get_args(declared)
+    # NaN is refused as well: it compares as less than no number.
     if isinstance(value, int | float) and not abs(value) < _LARGEST:
         raise ConfigError(f"{place}: found {show(str(value))}, expected a number below 2^63")
-    if wanted is Any:
+    if declared is Any:
         return value
     if origin in (Union, types.UnionType):
         kind = next(part for part in arguments if part is not type(None))
         return None if value is None else read_typed(kind, value, place)
-    if is_dataclass(wanted) and isinstance(value, Mapping):
-        return _read_fields(wanted, value, place)
+    if is_dataclass(declared) and isinstance(value, Mapping):
+        return _read_fields(declared, value, place)
     if origin is list and isinstance(value, list):
         return [
             read_typed(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)
@@ -495,26 +554,27 @@ def read_typed(wanted: Any, value: Any, place: str) -> Any:
             str(name): read_typed(arguments[1], item, f"{place}.{name}")
             for name, item in value.items()
         }
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    # JSON may write a float without its point.
+    if declared is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(wanted, type) and type(value) is wanted:
+    # Not isinstance: a bool is no int here.
+    if isinstance(declared, type) and type(value) is declared:
         return value
-    name = getattr(origin or wanted, "__name__", str(wanted))
+    name = getattr(origin or declared, "__name__", str(declared))
     raise ConfigError(
         f"{place}: found {quote(str(value))}, expected"
-        f" {'an object' if is_dataclass(wanted) else name}"
+        f" {'an object' if is_dataclass(declared) else name}"
     )
 
 
-def _read_fields(wanted: Any, value: Mapping[str, Any], place: str) -> Any:
-    declared, found = get_type_hints(wanted), {}
-    for entry in fields(wanted):
-        if entry.name in value:
-            found[entry.name] = read_typed(
-                declared[entry.name], value[entry.name], f"{place}: {entry.name}"
-            )
+def _read_fields(schema: Any, value: Mapping[str, Any], place: str) -> Any:
+    """Return the dataclass `schema` with its fields from a JSON object."""
+    types_by_name = get_type_hints(schema)
+    arguments = {}
+    for entry in fields(schema):
+        name = entry.name
+        if name in value:
+            arguments[name] = read_typed(types_by_name[name], value[name], f"{place}: {name}")
         elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise ConfigError(
-                f"{place}: found no `{entry.name}`; expected all keys of {wanted.__name__}"
-            )
-    return wanted(**found)
+            raise ConfigError(f"{place}: found no `{name}`; expected all keys of {schema.__name__}")
+    return schema(**arguments)

@@ -151,7 +151,7 @@ def test_totals_of_tensor_parallel(plans: dict[str, Plan]):
     for step, each, more in zip(found.rank_step, found.rank_micro_batch, once, strict=True):
         assert step.operations == COUNT * each.operations + 2
         assert step.bytes == COUNT * each.bytes + more
-    assert found.cluster_step == sum((one.times(8) for one in found.rank_step), Volume())
+    assert found.cluster_step == sum((one.multiply(8) for one in found.rank_step), Volume())
 
 
 @pytest.mark.slow

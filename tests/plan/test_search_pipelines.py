@@ -48,8 +48,8 @@ def searched(folder: Path) -> dict[str, Any]:
     assert whole.time is not None
     return {
         "zero-1": (zero_1.active / whole.heaviest.peak.active, zero_1.seconds / whole.time.step),
-        "changes": [one.changes for one in result.found],
-        "typed": [format_overrides(one.changes) for one in result.found],
+        "changes": [one.changes for one in result.fitting],
+        "typed": [format_overrides(one.changes) for one in result.fitting],
         "global_batch_size": result.global_batch_size,
     }
 

@@ -6,14 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.plan.plan_schema import Alive, PhasePeak, RankPlan
+from recipe_lib.plan.summary.module_paths import join_numbered, split_number
 from recipe_lib.plan.tracing.trace import STORAGE_KINDS
-from recipe_lib.plan.views.tables import (
-    Node,
-    build_alive_tree,
-    fold_small,
-    join_numbered,
-    split_number,
-)
+from recipe_lib.plan.views.memory_tree import Node, build_alive_tree, fold_small
 from recipe_lib.units import number_ranges, share_out
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])

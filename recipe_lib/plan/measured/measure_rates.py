@@ -1,6 +1,8 @@
-"""Measures the rates of this machine's device for the planner.
+"""Measure the rates of this machine's device, and its links, for the planner.
 
-On a CPU the shapes are tiny: a dry run that shows the file, not a figure to use.
+`calibrate` measures one device (`tune plan --calibrate`); `list_collective_steps` has what `tune
+doctor` runs on every rank to measure links. `rates_file.py` reads what they write. On a CPU the
+shapes are tiny: a dry run that shows the file, not a figure to use.
 """
 
 import math
@@ -25,11 +27,10 @@ _LOADED_SECONDS = 3.0
 
 
 def calibrate(device: str | None = None) -> dict[str, Any]:
-    """Measures matmuls, attention, an elementwise operator and issuing; `tune doctor` measures
-    links.
+    """Measure matmuls, attention, an elementwise operator and issuing; it takes some seconds.
 
-    device: `cuda` or `cpu`; None: a GPU if there is one. Takes some seconds on a GPU. Returns what
-    is written as JSON; its `dry_run` is true on a CPU.
+    device: `cuda` or `cpu`; None: a GPU if there is one. Returns what is written as JSON; its
+    `dry_run` is true on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
@@ -46,7 +47,7 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
         "attention": _measure_attention(device),
         "bandwidth": bandwidth,
         **_measure_issuing(device),
-        "link_bandwidth": None,
+        "link_bandwidth": None,  # `rates_file.add_links` fills it in
     }
     if on_gpu:
         result |= measure_copy_rates(device)
@@ -57,9 +58,7 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
 
 
 def _measure_seconds(work: Callable[[], Any], device: str) -> float:
-    """Device time of one call: the median of seven, each of enough calls to last 20 ms (on a CPU, 1
-    ms).
-    """
+    """Return the device time of one call: the median of seven runs, each of many calls."""
     on_gpu = torch.device(device).type != "cpu"
     synchronize = torch.get_device_module(device).synchronize
 
@@ -72,31 +71,27 @@ def _measure_seconds(work: Callable[[], Any], device: str) -> float:
         return time.perf_counter() - start
 
     run(3)  # kernels are loaded and chosen, clocks rise
+    # As many as last 20 ms, so that starting and waiting count for little.
     calls = max(1, math.ceil((0.02 if on_gpu else 0.001) / max(run(1), 1e-7)))
     return sorted(run(calls) / calls for _ in range(7))[3]
 
 
 def measure_copy_rates(device: str) -> dict[str, float]:
-    """copy_to_device, copy_to_host: bytes a second between the device and pinned memory of the
-    host, one way at a time; 256 MiB, on a CPU 1 MiB of ordinary memory.
-    """
+    """Measure the bytes a second to and from pinned memory of the host, one way at a time."""
     on_gpu = torch.device(device).type != "cpu"
-    count = (256 if on_gpu else 1) * MIB
-    host = torch.ones(count, dtype=torch.uint8, pin_memory=on_gpu)
-    there = torch.ones(count, dtype=torch.uint8, device=device)
-    return {
-        "copy_to_device": count
-        / _measure_seconds(lambda: there.copy_(host, non_blocking=True), device),
-        "copy_to_host": count
-        / _measure_seconds(lambda: host.copy_(there, non_blocking=True), device),
-    }
+    num_bytes = (256 if on_gpu else 1) * MIB
+    host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    to_device = _measure_seconds(lambda: on_device.copy_(host, non_blocking=True), device)
+    to_host = _measure_seconds(lambda: host.copy_(on_device, non_blocking=True), device)
+    return {"copy_to_device": num_bytes / to_device, "copy_to_host": num_bytes / to_host}
 
 
 def measure_matmul_rate(device: str, dtype: str) -> float:
-    """Operations a second of one large matmul in bf16, int8 or fp8 (rows of e4m3, one scale each
-    way).
+    """Measure the operations a second of one large matmul in bf16, int8 or fp8.
 
-    torch raises what it likes where a device cannot: fp8 needs compute capability 8.9.
+    fp8 is rows of e4m3, with one scale each way. torch raises what it likes where a device cannot:
+    fp8 needs compute capability 8.9.
     """
     m, n, k = LARGE_MATMUL if torch.device(device).type != "cpu" else TINY_MATMULS[-1]
     if dtype == "int8":
@@ -108,9 +103,14 @@ def measure_matmul_rate(device: str, dtype: str) -> float:
         left, right = (
             torch.randn(size, k, device=device).to(torch.float8_e4m3fn) for size in (m, n)
         )
-        one = torch.ones((), device=device)
+        scale = torch.ones((), device=device)
         work = partial(
-            torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            torch._scaled_mm,
+            left,
+            right.t(),
+            scale_a=scale,
+            scale_b=scale,
+            out_dtype=torch.bfloat16,
         )
     else:
         left, right = (torch.randn(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
@@ -119,25 +119,18 @@ def measure_matmul_rate(device: str, dtype: str) -> float:
 
 
 def _measure_matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
-    """Rates, in operations a second, of `[m, k] @ [k, n]` as a linear layer has them."""
+    """Measure the operations a second of `[m, k] @ [k, n]` as a linear layer has them."""
     measured = []
     for m, n, k in MATMULS if torch.device(device).type != "cpu" else TINY_MATMULS:
-        left, right = (
-            torch.randn(m, k, dtype=dtype, device=device),
-            torch.randn(n, k, dtype=dtype, device=device),
-        )
+        left = torch.randn(m, k, dtype=dtype, device=device)
+        right = torch.randn(n, k, dtype=dtype, device=device)
         seconds = _measure_seconds(partial(torch.nn.functional.linear, left, right), device)
         measured.append({"shape": [m, n, k], "rate": 2 * m * n * k / seconds})
     return measured
 
 
 def _measure_attention(device: str) -> float:
-    """Operations a second of causal attention, forward and backward together, counted as torch's
-    flop counter does.
-
-    It counts every score, also those that causality leaves out: 4 a score and head element forward,
-    10 backward.
-    """
+    """Measure the operations a second of causal attention, forward and backward together."""
     shape = ATTENTION if torch.device(device).type != "cpu" else TINY_ATTENTION
     q, k, v = (
         torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -149,11 +142,13 @@ def _measure_attention(device: str) -> float:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), grad)
 
+    # As torch's flop counter counts: every score, also those that causality leaves out, has 4
+    # operations a head element forward and 10 backward.
     return (4 + 10) * math.prod(shape) * shape[2] / _measure_seconds(work, device)
 
 
 def _measure_bandwidth(device: str) -> float:
-    """Bytes a second of `a + b` in bf16: two read, one written."""
+    """Measure the bytes a second of `a + b` in bf16: two read, one written."""
     elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
     first, second, out = (
         torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3)
@@ -162,24 +157,22 @@ def _measure_bandwidth(device: str) -> float:
 
 
 def measure_optimizer_rate(device: str) -> float:
-    """Return the bytes a second of fused AdamW in bf16: weights, gradients and two states read, all
-    but gradients written.
-    """
+    """Measure the bytes a second of fused AdamW in bf16."""
     tensors, elements = (16, 16 * MIB) if torch.device(device).type != "cpu" else (2, 1024)
     weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW(weights, fused=True)
+    # Weights, gradients and two states are read, all but gradients written.
     return 7 * 2 * tensors * elements / _measure_seconds(optimizer.step, device)
 
 
 def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
-    """Return the share of the bf16 rate of LARGE_MATMUL that such products reach in steps that
-    follow each other.
+    """Measure the share of LARGE_MATMUL's bf16 rate that products reach in steps, one by one.
 
-    matmuls: as `_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a
-    step's operators move between the products is taken off. A step is forward and backward of three
-    gated MLPs with residuals.
+    A step is forward and backward of three gated MLPs with residuals.
+
+    matmuls: as `_measure_matmuls` returns them. bandwidth: bytes a second of an addition.
     """
     on_gpu = torch.device(device).type != "cpu"
     tokens, inner, width = LARGE_MATMUL if on_gpu else TINY_MATMULS[-1]
@@ -208,15 +201,14 @@ def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: fl
     # up 6.
     flops = layers * 3 * 3 * 2 * tokens * inner * width
     moved = layers * 2 * tokens * (14 * inner + 9 * width)
+    # What the other operators move is taken off at the rate of an addition.
     seconds = _measure_seconds(step, device) - moved / bandwidth
     alone = next(point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width])
     return flops / max(seconds, 1e-9) / alone
 
 
 def _measure_issuing(device: str) -> dict[str, float]:
-    """host_seconds: for the host to issue an operator with autograd; kernel_seconds: of the
-    smallest kernel.
-    """
+    """Measure host_seconds, to issue an operator, and kernel_seconds, of the smallest kernel."""
     small = torch.ones(16, device=device)
     tracked = torch.ones(16, device=device, requires_grad=True)
     on_gpu = torch.device(device).type != "cpu"
@@ -227,7 +219,7 @@ def _measure_issuing(device: str) -> dict[str, float]:
         torch.mul(tracked, small)
     host = (time.perf_counter() - start) / calls
     kernel = host
-    if on_gpu:  # events on the device do not see the host
+    if on_gpu:  # a graph has no host between its kernels
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(1000):
@@ -236,27 +228,27 @@ def _measure_issuing(device: str) -> dict[str, float]:
     return {"host_seconds": host, "kernel_seconds": kernel}
 
 
-# Collectives timed by size among the ranks of a machine.
-#
-# Measured with NCCL on GPUs and with gloo on a CPU; the first has not run so far
-# (docs/measurements/on_a_gpu.md).
-
+# Collectives timed by size among the ranks of a machine, with NCCL on GPUs and gloo on a CPU; the
+# first has not run so far (docs/measurements/on_a_gpu.md).
 
 # Bytes of the whole tensor: a norm, a small weight, a layer of 1B, of 8B, an embedding.
 GPU_SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 512 * MIB)
 CPU_SIZES = (4096, 65536, MIB, 8 * MIB)
-FEW, MANY = 3, 20  # calls between two looks at the clock, of large and of small messages
+# Calls between two looks at the clock, of large and of small messages.
+FEW = 3
+MANY = 20
 ROUNDS = 5
 
 
 def list_collective_steps(
     rank: int, ranks: int, folder: Path, *, on_gpu: bool, sizes: tuple[int, ...], seconds: float
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The steps of one rank: joining the others, then every collective at every size.
+    """Yield (name, step) of one rank: joining the others, then every collective at every size.
+
+    Steps return what `measure_collective` does.
 
     folder: shared by the ranks, where they meet. seconds: how long one may take before the backend
-    gives up. Each step gives {"operation", "bytes", "seconds" (the median, of one call), "wrong"
-    (numbers that are not what they should be)}.
+    gives up.
     """
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
@@ -285,31 +277,35 @@ def list_collective_steps(
 def measure_collective(
     operation: str, size: int, rank: int, ranks: int, device: Any
 ) -> dict[str, Any]:
-    """One collective of fp32 numbers, `size` bytes in all: its time, and whether the numbers are
-    right before and after; small whole numbers, so that sums are exact.
+    """Measure one collective of fp32 numbers, `size` bytes in all.
+
+    Returns {"operation", "bytes", "seconds" (the median, of one call), "wrong" (how many numbers
+    are not what they should be)}.
     """
     synchronize = torch.get_device_module(device).synchronize
     part = max(1, size // 4 // ranks)
+    # Small whole numbers, so that sums are exact.
     pattern = torch.arange(part * ranks, device=device).remainder(251).float()
     summed = pattern * ranks + ranks * (ranks - 1) / 2
-    own = slice(rank * part, (rank + 1) * part)
-    given = pattern + rank
+    rank_slice = slice(rank * part, (rank + 1) * part)
+    input_numbers = pattern + rank
     if operation == "all_gather":
         result = torch.full_like(pattern, -1.0)
         expected = pattern
-        call = partial(dist.all_gather_into_tensor, result, pattern[own].clone())
+        call = partial(dist.all_gather_into_tensor, result, pattern[rank_slice].clone())
     elif operation == "all_reduce":
-        result = given
+        result = input_numbers
         expected = summed
-        call = partial(dist.all_reduce, given)
+        call = partial(dist.all_reduce, input_numbers)
     else:
-        result = torch.full_like(pattern[own], -1.0)
-        expected = summed[own]
-        call = partial(dist.reduce_scatter_tensor, result, given)
+        result = torch.full_like(pattern[rank_slice], -1.0)
+        expected = summed[rank_slice]
+        call = partial(dist.reduce_scatter_tensor, result, input_numbers)
     call()
     synchronize()
     wrong = int((result != expected).sum())
-    calls, times = MANY if size <= MIB else FEW, []
+    calls = MANY if size <= MIB else FEW
+    times = []
     for _ in range(ROUNDS):  # as many on every rank
         synchronize()
         start = time.perf_counter()

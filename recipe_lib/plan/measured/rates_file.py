@@ -1,8 +1,12 @@
-"""Reads a file of measured rates, which `calibrate` and `tune doctor` write. No torch in here."""
+"""A file of measured rates, which `measure_rates.calibrate` and `tune doctor` make.
+
+`read_calibration` reads one for a device to plan for, `read_calibrated_device` the device that it
+was measured on. No torch in here.
+"""
 
 import math
 from dataclasses import fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +44,21 @@ LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
 def add_links(
     measured: dict[str, Any], links: dict[str, Any] | None, low_precision: dict[str, float]
 ) -> dict[str, Any]:
-    """A calibration as `calibrate` makes it, with what was measured next to it.
+    """Return a calibration as `calibrate` makes it, with what was measured beside it.
 
     links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None.
-    low_precision: dtype -> operations a second of the matmul of `matmul_rate`.
+    low_precision: dtype to operations a second of the matmul of `measure_matmul_rate`.
     """
-    on_cpu = measured["device"] == "cpu"
-    shape = list(TINY_MATMULS[-1] if on_cpu else LARGE_MATMUL)
+    shape = list(TINY_MATMULS[-1] if measured["device"] == "cpu" else LARGE_MATMUL)
     matmul = {dtype: [{"shape": shape, "rate": rate}] for dtype, rate in low_precision.items()}
     result = measured | {"matmul": measured["matmul"] | matmul}
     if links is None:
         return result
-    points = {
-        operation: [
-            {"bytes": point["bytes"], "seconds": point["seconds"]}
-            for point in links["points"]
-            if point["operation"] == operation
-        ]
-        for operation in OPERATIONS
-    }
+    points: dict[str, list[dict[str, Any]]] = {operation: [] for operation in OPERATIONS}
+    for point in links["points"]:
+        if point["operation"] in points:
+            times = {"bytes": point["bytes"], "seconds": point["seconds"]}
+            points[point["operation"]].append(times)
     largest = max(points["all_gather"], key=lambda point: point["bytes"])
     return result | {
         "link_bandwidth": (
@@ -69,11 +69,10 @@ def add_links(
 
 
 def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
-    """Return the device that a file's rates were measured on, and what is assumed of it; "" for
-    nothing.
+    """Return the device that a file's rates were measured on, and what is assumed of it in words.
 
-    ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows
-    the memory of.
+    ConfigError as for `read_calibration`, and for a card of which neither the table nor the file
+    has the memory.
     """
     place, values = _read_values(path)
     name = values["device"]
@@ -93,11 +92,11 @@ def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
 def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
 
-    ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is
-    of another device (a size of memory, such as 24GB, takes a card of that size).
+    ConfigError if it cannot be read, lacks a key, has no positive number where one is due, or is
+    of another device. A size of memory, such as 24GB, takes a card of that size.
     """
     place, values = _read_values(path)
-    _check_device(place, values["device"], values["memory"], hardware)
+    _check_device(place, values["device"], memory=values["memory"], hardware=hardware)
     measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
     measured["matmul"] = _read_matmuls(place, values["matmul"])
     measured["links"] = _read_links(place, values["links"])
@@ -134,77 +133,73 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _read_links(place: str, values: Any) -> Links | None:
-    """Collectives by size, as `tune doctor` writes them; None where there are none."""
+    """Return collectives by size, as `tune doctor` writes them; None where there are none."""
     if values is None:
         return None
     points: dict[str, tuple[tuple[float, float], ...]] = {}
     try:
-        ranks, backend = values["ranks"], values["backend"]
+        ranks = values["ranks"]
+        backend = str(values["backend"])
         for operation in OPERATIONS:
             sent = [
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
             ]
-            if not sent or not all(_is_positive(number) for pair in sent for number in pair):
+            if not sent or not all(map(_is_positive, chain.from_iterable(sent))):
                 raise ValueError(operation)
-            sizes = sorted(sent)
-            slowest = accumulate(
-                (seconds for _, seconds in sizes), max
-            )  # noise: no message takes less than a smaller one
-            points[operation] = tuple(zip((size for size, _ in sizes), slowest, strict=True))
+            sent.sort()
+            # Where one does by noise: no message takes less than a smaller one.
+            slowest = accumulate((seconds for _, seconds in sent), max)
+            points[operation] = tuple(zip((size for size, _ in sent), slowest, strict=True))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
             f"{place}: links is no list of bytes and seconds by collective; measure again with"
             " `tune doctor --write`"
         ) from None
-    return Links(ranks, str(backend), points)
+    return Links(ranks, backend, points)
 
 
 def _read_matmuls(
     place: str, matmul: Any
 ) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
-    """By dtype the shape (m, n, k) and operations a second, small ones first."""
+    """Return by dtype the shapes (m, n, k) and operations a second, small ones first."""
+    rates: dict[str, Any] = {}
     try:
-        read = {
-            dtype: tuple(
-                sorted(
-                    (((*point["shape"],), point["rate"]) for point in points),
-                    key=lambda one: math.prod(one[0]),
-                )
-            )
-            for dtype, points in matmul.items()
-        }
+        for dtype, points in matmul.items():
+            pairs = [(tuple(point["shape"]), point["rate"]) for point in points]
+            pairs.sort(key=lambda pair: math.prod(pair[0]))
+            rates[dtype] = tuple(pairs)
     except (AttributeError, KeyError, TypeError):
-        read = {}
-    if not read or not all(
-        points
-        and all(
-            len(shape) == 3 and all(map(_is_positive, (*shape, rate))) for shape, rate in points
-        )
-        for points in read.values()
-    ):
+        rates = {}
+    is_complete = bool(rates) and all(rates.values())
+    for shape, rate in chain.from_iterable(rates.values()):
+        is_complete &= len(shape) == 3 and all(map(_is_positive, (*shape, rate)))
+    if not is_complete:
         raise ConfigError(
             f"{place}: matmul is no list of shapes and rates by dtype; measure again with"
             " --calibrate"
         )
-    return read
+    return rates
 
 
 def _is_positive(value: Any) -> bool:
+    """Return True for a positive finite number."""
+    # A bool is an int in Python, and JSON may hold NaN and infinities.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _check_device(place: str, device: str, memory: float | None, hardware: Hardware) -> None:
-    """ConfigError unless rates of `device`, with `memory` bytes if the file has them, may be used
-    for `hardware`.
+    """Raise ConfigError unless rates of `device` may be used for `hardware`.
+
+    memory: bytes of the device, if the file has them.
     """
     name = device
     try:
         measured = find_hardware(device)
         name = measured.name
         memory = memory or measured.memory
-    except ConfigError:  # a card that the table lacks: its rates serve for a size of memory only
-        pass
+    except ConfigError:
+        pass  # a card that the table lacks: its rates serve for a size of memory only
     # A size is that of cards without error correction; with it they report 6 % less.
     of_its_size = memory is None or 0.9 < hardware.memory / memory < 1.1
     if name != hardware.name and not (hardware.generic and name != "cpu" and of_its_size):

@@ -1,9 +1,9 @@
-"""Receipts: what a run was planned to take and what it took, a line of JSON a run, in one file of
-this machine.
+"""Receipts: what a run was planned to take and what it took, a line of JSON a run.
 
-The file is `$XDG_STATE_HOME/tune-recipes/receipts.jsonl`
-(https://specifications.freedesktop.org/basedir-spec/); only `tune plan` reads it, and nothing sends
-it anywhere. No torch in here.
+`tune run` makes one (`make_receipt`, `append_receipt`) in a file of this machine,
+`$XDG_STATE_HOME/tune-recipes/receipts.jsonl`
+(https://specifications.freedesktop.org/basedir-spec/). `tune plan` quotes the one that is most like
+its run (`find_nearest`, `quote_line`); nothing sends it anywhere. No torch in here.
 """
 
 import errno
@@ -54,9 +54,7 @@ class ReceiptRun:
 
 @dataclass
 class Receipt:
-    """A run that was planned and measured: peaks of its first rank, bytes, and the time of a
-    step.
-    """
+    """A run that was planned and measured: peaks of its first rank, bytes, and a step's time."""
 
     format: int
     # Of its end, ISO 8601.
@@ -80,15 +78,14 @@ class Receipt:
 
 
 def is_off() -> bool:
-    """Return whether the environment says that there are to be none."""
+    """Return True if the environment says that there are to be none."""
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
 
 
 def get_receipts_file() -> Path:
-    """Return the path of the file; by the specification a relative XDG_STATE_HOME counts for
-    none.
-    """
+    """Return the path of the file."""
     state = os.environ.get("XDG_STATE_HOME", "")
+    # By the specification a relative path counts for none.
     folder = (
         Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
     )
@@ -125,8 +122,9 @@ def make_receipt(
 
 
 def append_receipt(path: Path, receipt: Receipt) -> bool:
-    """Add a line, readable by this user alone; return whether the file is new. OSError where it
-    cannot be written.
+    """Add a line, readable by this user alone; return whether the file is new.
+
+    OSError where it cannot be written.
     """
     if not path.is_absolute():
         raise OSError(errno.ENOENT, "no home folder", str(path))
@@ -145,8 +143,7 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
 def read_receipts(path: Path) -> tuple[list[Receipt], int]:
     """Return the newest receipts of a file, oldest first, and how many lines of it cannot be read.
 
-    Those are the lines that were cut off, and those of another version. No file: none. OSError for
-    one that cannot be read.
+    No file is as one without lines. OSError for one that cannot be read.
     """
     try:
         content = read_end(path, _NEWEST_BYTES)
@@ -156,6 +153,7 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
     if len(content) == _NEWEST_BYTES:  # begins inside of a line
         del lines[0]
     lines = [line for line in lines if line.strip()]
+    # Lines that were cut off are passed over, and those of another version.
     timed: list[tuple[float, Receipt]] = []
     for line in lines:
         with suppress(ConfigError, ValueError, OverflowError):
@@ -193,10 +191,10 @@ def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
 
 
 def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None:
-    """Return the receipt of the planned card and recipe with the fewest other settings, of equal
-    ones the newest.
+    """Return the receipt of the planned card and recipe with the fewest other settings.
 
-    receipts: oldest first. None if there is none of that card and recipe.
+    receipts: oldest first; of equal ones it is the newest. None if there is none of that card and
+    recipe.
     """
 
     def count_differences(receipt: Receipt) -> int:
@@ -206,7 +204,7 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
 
     alike = [
         receipt
-        for receipt in reversed(receipts)
+        for receipt in reversed(receipts)  # `min` takes the first of equal ones
         if (receipt.run.card, receipt.run.recipe) == (planned.card, planned.recipe)
         and abs(receipt.run.card_memory / planned.card_memory - 1) <= _SAME_MEMORY
     ]

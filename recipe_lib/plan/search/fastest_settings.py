@@ -1,11 +1,9 @@
-"""The fastest settings of a config that fit a device: estimated by `quick`, the first of them
-confirmed by whole plans.
+"""The fastest settings of a config that fit a device, estimated and then confirmed by whole plans.
 
 For each way to share the model between ranks (pipelines too, where their link is slow) and each
 kind of activation checkpointing, the largest micro-batch that fits is looked for; it divides the
-global batch, which stays as the config asks for. What one setting rules out is not tried with
-another: if a micro-batch does not fit, a larger one does not, nor does the same with less
-checkpointing; and `trial_order` has what is decided without a simulation.
+global batch, which stays as the config asks for. `trial_order` says what is tried next, and what
+needs no trial; `trials` makes one.
 """
 
 import time
@@ -56,26 +54,28 @@ from recipe_lib.report.terminal import (
 )
 from recipe_lib.units import format_bytes, format_count, format_duration
 
-MAX_PLANS = 10
+MAX_PLANS = 10  # whole plans of a group of settings
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least.
-    device, ranks: to fit. global_batch_size: sequences of a step, all ranks. tried: settings that
-    were estimated; planned: in full; skipped: settings, each for more of its kind, that no
-    simulation was needed for; took: seconds.
-    """
+    """The settings that a search came to, and what it took."""
 
-    found: list[Candidate]
+    # Confirmed by their whole plans, fastest first.
+    fitting: list[Candidate]
+    # Where nothing fits, what lacks the fewest bytes.
     closest: Candidate | None
     device: str
     ranks: int
+    # Sequences of a step, all ranks.
     global_batch_size: int
+    # Settings that were estimated.
     tried: int
+    # Settings that were planned in full.
     planned: int
+    # Settings that no simulation was needed for; each stands for more of its kind.
     skipped: int
-    took: float
+    seconds: float
 
 
 def search(
@@ -88,156 +88,195 @@ def search(
     splits: bool = True,
     processes: int | None = None,
 ) -> SearchResult:
-    """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks`
-    ranks.
+    """Find the fastest settings of a plannable config that fit `settings.hardware`.
 
-    want: as many as are confirmed by a whole plan: the fastest, and of what was tried on the way
-    the next. fixed: dotted keys that stay as the config has them. splits: whether a pipeline's
-    backward may be cut in two, which compiled layers cannot. processes: to work with, None: one for
-    each core; here alone if something has been simulated in this one. Frozen weights and optimizer
-    states are only rounded more, and parameters only kept in host memory or streamed from it, where
-    nothing fits without. Raises UserErrors of recipe and config.
+    Frozen weights and optimizer states are only rounded more, and parameters only kept in host
+    memory or streamed from it, where nothing fits without.
+
+    Args:
+        recipe_class: of the config.
+        cfg: plannable; its global batch stays as it is.
+        settings: device and number of ranks.
+        want: how many settings are confirmed by a whole plan: the fastest, and the next of those
+            that were tried on the way.
+        fixed: dotted keys that stay as the config has them.
+        splits: whether a pipeline's backward may be cut in two, which compiled layers cannot.
+        processes: to work with; None: one for each core. It is this one alone if something has
+            been simulated in it.
+
+    Raises:
+        UserError: of recipe and config.
     """
     began = time.monotonic()
 
     def work(job: Changes | Candidate) -> Any:
         if isinstance(job, Candidate):
-            return _plan_candidate(recipe_class, cfg, settings, job)
-        return try_settings(recipe_class, cfg, settings, job, fixed)
+            return _plan_candidate(recipe_class, cfg, settings=settings, candidate=job)
+        return try_settings(recipe_class, cfg, settings=settings, changes=job, fixed=fixed)
 
     trying = phase("trying settings", unit="settings", leaves_line=False)
-    with open_workers(work, processes) as (submit, workers), trying as going:
-        trials = SearchState(cfg, settings, fixed, submit, workers, going)
+    with open_workers(work, processes) as (submit, workers), trying as progress:
+        state = SearchState(
+            cfg=cfg,
+            settings=settings,
+            fixed=fixed,
+            submit=submit,
+            workers=workers,
+            progress=progress,
+        )
         for group in list_groups(cfg, settings, fixed):
-            _try_group(trials, group, splits)
-            _confirm_fastest(trials, group, splits, want)
-            if trials.confirmed():
+            _try_group(state, group, splits)
+            _confirm_fastest(state, group, splits=splits, want=want)
+            if state.list_confirmed():
                 break
-        nearest = min(filter(None, trials.tried.values()), key=lambda one: one.short, default=None)
-        if not trials.confirmed() and nearest is not None and not nearest.may_fit:
-            trials.plan([nearest])
-    found = trials.confirmed()
+        estimates = filter(None, state.tried.values())
+        nearest = min(estimates, key=lambda candidate: candidate.shortfall, default=None)
+        # What lacks the least is shown with the figures of its whole plan.
+        if not state.list_confirmed() and nearest is not None and not nearest.may_fit:
+            state.plan_in_full([nearest])
+    fitting = state.list_confirmed()
+    closest = None
+    if not fitting:
+        plans = state.plans.values()
+        closest = min(plans, key=lambda candidate: candidate.shortfall, default=None)
     return SearchResult(
-        found=found,
-        closest=(
-            None if found else min(trials.plans.values(), key=lambda one: one.short, default=None)
-        ),
+        fitting=fitting,
+        closest=closest,
         device=settings.hardware.name,
         ranks=settings.ranks,
         global_batch_size=count_sequences(cfg) * count_data_ranks(cfg, settings.ranks),
-        tried=len(trials.tried),
-        planned=len(trials.plans),
-        skipped=len(trials.skipped),
-        took=time.monotonic() - began,
+        tried=len(state.tried),
+        planned=len(state.plans),
+        skipped=len(state.skipped),
+        seconds=time.monotonic() - began,
     )
 
 
-def _try_group(trials: SearchState, group: list[Changes], splits: bool) -> None:
-    """Tries a group of variants, each with every way of sharing that could fit and be the fastest.
-    Tried before, it goes on where what was the fastest has turned out not to fit.
+def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
+    """Try a group of variants, each with every way of sharing that could fit and be the fastest.
+
+    A group that was tried before goes on where what was the fastest has turned out not to fit.
     """
-    cfg, settings, fixed = trials.cfg, trials.settings, trials.fixed
-    begun = [
-        make_leanest(trials, variant | next(list_sharings(cfg, settings.ranks, fixed)))
+    cfg, settings, fixed = state.cfg, state.settings, state.fixed
+    # The least memory of each variant comes first: all lower bounds are taken from it.
+    least_sharing = [
+        make_leanest(state, variant | next(list_sharings(cfg, settings.ranks, fixed)))
         for variant in group
     ]
-    run_trials(trials, map(yield_one, begun))
-    # The settings are refused otherwise, by the recipe or the simulation.
-    left = [
-        (variant, one)
-        for variant, one in zip(group, begun, strict=True)
-        if trials.tried.get(make_key(one))
-    ]
-    for _, one in left:
-        trials.leanest[make_variant_key(one)] = trials.tried[make_key(one)]
-    if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
-        kinds = [left[0][1] | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
-        run_trials(trials, map(yield_one, kinds))
-    ways = [
+    run_trials(state, map(yield_one, least_sharing))
+    possible_variants = []
+    for variant, changes in zip(group, least_sharing, strict=True):
+        candidate = state.tried.get(make_key(changes))
+        if candidate is not None:  # else the recipe or the simulation refuses the settings
+            possible_variants.append((variant, changes))
+            state.leanest_by_variant[make_variant_key(changes)] = candidate
+    # What each other kind of checkpointing keeps and computes bounds what follows.
+    if possible_variants and CHECKPOINTING_KEY not in fixed:
+        _, changes = possible_variants[0]
+        kinds = [changes | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
+        run_trials(state, map(yield_one, kinds))
+    sharings = [
         *list_sharings(cfg, settings.ranks, fixed),
         *list_pipelines(cfg, settings, fixed, splits=splits),
     ]
-    possible = []
-    for (variant, _), sharing in product(left, ways):
-        if why := explain_too_large(trials, make_leanest(trials, variant | sharing)):
-            skip_trial(trials, variant | sharing, f"{why}, however activations are kept")
+    sequences = []
+    for (variant, _), sharing in product(possible_variants, sharings):
+        if reason := explain_too_large(state, make_leanest(state, variant | sharing)):
+            skip_trial(state, variant | sharing, f"{reason}, however activations are kept")
         else:
-            possible.append(yield_micro_batches(trials, variant | sharing))
-    run_trials(trials, possible)
+            sequences.append(yield_micro_batches(state, variant | sharing))
+    run_trials(state, sequences)
 
 
-def _confirm_fastest(trials: SearchState, group: list[Changes], splits: bool, want: int) -> None:
-    """Plan the fastest estimates until there are enough that fit."""
-    most = len(trials.plans) + MAX_PLANS
-    while len(trials.confirmed()) < want and len(trials.plans) < most:
-        waiting = [one for one in trials.fitting() if make_key(one.changes) not in trials.plans]
+def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, want: int) -> None:
+    """Plan the fastest estimates in full until there are enough that fit."""
+    limit = len(state.plans) + MAX_PLANS
+    while len(state.list_confirmed()) < want and len(state.plans) < limit:
+        fitting = state.list_fitting()
+        waiting = [one for one in fitting if make_key(one.changes) not in state.plans]
         if not waiting:
             break
-        trials.going.what = "planning the fastest in full"
-        trials.plan(waiting[: want - len(trials.confirmed())])
-        if len(trials.confirmed()) < len(trials.plans):
-            _try_group(trials, group, splits)
+        state.progress.what = "planning the fastest in full"
+        state.plan_in_full(waiting[: want - len(state.list_confirmed())])
+        # Where one does not fit after all, slower settings that it ruled out are tried.
+        if len(state.list_confirmed()) < len(state.plans):
+            _try_group(state, group, splits)
 
 
 def _plan_candidate(
-    recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate
+    recipe_class: type, cfg: Any, settings: PlanSettings, candidate: Candidate
 ) -> Candidate:
     """Return a candidate with the figures of its whole plan."""
-    other = apply_changes(cfg, one.changes)
-    assert other is not None
-    plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
+    changed_cfg = apply_changes(cfg, candidate.changes)
+    assert changed_cfg is not None
+    plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))
     rank = plan.heaviest
-    changes = find_differing(cfg, one.changes)
-    if (
-        changes.get("optimizer.implementation") == "auto"
-        and cfg.optimizer.implementation == "fused"
-    ):
+    changes = find_differing(cfg, candidate.changes)
+    implementation = changes.get("optimizer.implementation")
+    if implementation == "auto" and cfg.optimizer.implementation == "fused":
         del changes["optimizer.implementation"]
     exact = replace(
-        one.quick,
+        candidate.estimate,
         active=rank.peak.active,
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
         host=rank.host,
         usable=plan.device.usable,
     )
-    return Candidate(changes, exact, plan.verdict != DOES_NOT_FIT, plan.verdict)
+    return Candidate(
+        changes=changes,
+        estimate=exact,
+        may_fit=plan.verdict != DOES_NOT_FIT,
+        verdict=plan.verdict,
+    )
 
 
 def render_search(result: SearchResult) -> str:
-    """The settings as a table: the overrides, planned peak, tokens per second, verdict."""
+    """Return the settings as a table: the overrides, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
     batch = f"{result.global_batch_size} sequences a step"
-    shown = result.found or ([result.closest] if result.closest else [])
-    if result.found:
+    shown = result.fitting
+    if result.fitting:
         title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
-        lacking = f"; closest, short of {format_bytes(shown[0].short)}:" if shown else ""
+        shown = [result.closest] if result.closest else []
+        lacking = ""
+        if shown:
+            lacking = f"; closest, short of {format_bytes(shown[0].shortfall)}:"
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
     console = open_console(get_terminal_width(WIDEST))
     put(console, title)
-    for number, one in enumerate(shown, 1):
-        sizes = map(
-            format_bytes, (one.quick.active, one.quick.reserved, one.quick.reserved_expandable)
-        )
-        cells = [*sizes, format_duration(one.quick.seconds), format_count(one.speed), one.verdict]
+    for number, candidate in enumerate(shown, 1):
+        estimate = candidate.estimate
+        cells = [
+            format_bytes(estimate.active),
+            format_bytes(estimate.reserved),
+            format_bytes(estimate.reserved_expandable),
+            format_duration(estimate.seconds),
+            format_count(candidate.speed),
+            candidate.verdict,
+        ]
+        overrides = format_overrides(candidate.changes) or "as the config has it"
         console.print()
-        put(
+        put(console, f"{number}. {overrides}", indent=2, wrap=False)
+        put_table(
             console,
-            f"{number}. {format_overrides(one.changes) or 'as the config has it'}",
-            indent=2,
-            wrap=False,
+            Table(
+                title="",
+                header=header,
+                rows=[cells],
+                left=("verdict",),
+                optional=("expandable", "step"),
+            ),
         )
-        put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
     how = (
-        f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
+        f"{result.tried} settings estimated, {result.planned} planned in full,"
+        f" {result.seconds:.0f} s"
     )
-    others = (
-        "; after the first: the fastest of those that were estimated"
-        if len(result.found) > 1
-        else ""
-    )
+    others = ""
+    if len(result.fitting) > 1:
+        others = "; after the first: the fastest of those that were estimated"
     console.print()
     put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
     return read_console(console).rstrip("\n")

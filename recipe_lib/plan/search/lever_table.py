@@ -1,9 +1,8 @@
-"""The levers of a run: what of its config changes what it takes, which values there are, and what
-each costs.
+"""The levers of a run: which changes of its config change what it takes, and what each costs.
 
-One description for all questions: `--advice` tries each lever alone, the next lever is the first
-that lowers what takes the most, and a search takes those with a `resort` where nothing fits without
-them.
+There is one description for all questions: `--advice` tries each lever alone, the next lever is
+the first that lowers what takes the most, and a search takes those with a `resort` where nothing
+fits without them.
 """
 
 from collections.abc import Mapping
@@ -31,13 +30,16 @@ from recipe_lib.plan.search.trials import (
     step_in_backward,
     stream_layers,
 )
-from recipe_lib.plan.summary.rank_memory import get_mixture
+from recipe_lib.plan.summary.step_time import get_mixture
 
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
-LENGTH_KEY, PACKING_KEY, TARGETS_KEY = "max_seq_len", "data.packing", "lora.target_modules"
-TURNS_KEY, RESHARD_KEY = "gradient_accumulation_steps", "parallel.reshard_after_forward"
-# When a search takes a lever, if nothing fits before.
-TEACHER, ROUNDING, STATES, HOST = 1, 2, 3, 4
+LENGTH_KEY = "max_seq_len"
+PACKING_KEY = "data.packing"
+TARGETS_KEY = "lora.target_modules"
+TURNS_KEY = "gradient_accumulation_steps"
+RESHARD_KEY = "parallel.reshard_after_forward"
+# The order in which a search takes levers, each only if nothing fits with those before.
+TEACHER, ROUNDING, STATES, HOST = range(1, 5)
 MAX_LOSS_CHUNKS = 64
 
 _OF_BATCH = ("activations", "logits", "temporary", "batch")
@@ -57,11 +59,11 @@ class Lever:
     when: bool = True
     # Kinds of memory of which it leaves less.
     lowers: tuple[str, ...] = ()
-    # When a search takes it, if nothing fits without; 0: never.
+    # When a search takes it, if nothing fits without: `TEACHER` to `HOST`; 0: never.
     resort: int = 0
-    # Whether it is shown whichever way it lies, also where it gains nothing.
+    # Whether it is shown also where it gains nothing.
     weighed: bool = False
-    # Whether it is a way to have room for a long sequence, of which is said what it sends.
+    # Whether it makes room for a long sequence, and advice says what it sends for that.
     sends: bool = False
 
 
@@ -85,32 +87,32 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 def _list_values(
     cfg: Any, key: str, values: Mapping[Any, str], lowers: str, resort: int
 ) -> list[Lever]:
-    """Return a lever for each value of a key. values: value to what it costs, those of least memory
-    first.
-    """
+    """Return a lever for each value of a key. values: by what it costs, least memory first."""
     levers = []
-    lower = True
+    less: dict[str, Any] = {"lowers": (lowers,), "resort": resort}
     for value, note in values.items():
-        lower = lower and value != get_value(cfg, key)
-        levers.append(
-            Lever(
-                {key: value}, note, lowers=(lowers,) if lower else (), resort=resort if lower else 0
-            )
-        )
+        # The config's own value and those after it take as much memory, or more.
+        if value == get_value(cfg, key):
+            less = {}
+        levers.append(Lever({key: value}, note, **less))
     return levers
 
 
 def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     """Return the levers of a micro-batch, and of what is kept of it for backward."""
-    size, turns, long = cfg.batch_size, cfg.gradient_accumulation_steps, is_long(cfg)
-    chunks, own_kind = cfg.memory.loss_chunks, cfg.memory.activation_checkpointing
-    smaller = next((other for other in range(size // 2, 0, -1) if size % other == 0), size)
-    half, sequence = settings.sequence.tokens // 2, settings.sequence
+    size = cfg.batch_size
+    turns = cfg.gradient_accumulation_steps
+    long = is_long(cfg)
+    # The largest size below the config's that divides it, so that a step has the same sequences.
+    smaller = next((divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0), size)
+    sequence = settings.sequence
+    half = sequence.tokens // 2
     shorter = f"data.truncation={cfg.data.truncation} for longer sequences"
     median = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
     packed = (
         f"about {cfg.max_seq_len / median:.0f} documents in a sequence of {cfg.max_seq_len} tokens"
     )
+    keeps_all = cfg.memory.activation_checkpointing == "none"
     return [
         Lever(
             {"batch_size": smaller, TURNS_KEY: turns * size // smaller},
@@ -121,14 +123,15 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
             {"batch_size": 2 * size, TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=turns % 2 == 0
         ),
         Lever(set_checkpointing(cfg, "full"), lowers=("activations",)),
+        # Against `full` it lowers nothing.
         Lever(
             set_checkpointing(cfg, "selective"),
-            lowers=("activations",) if own_kind == "none" else (),
+            lowers=("activations",) if keeps_all else (),
         ),
         Lever(set_checkpointing(cfg, "none")),
         Lever(
-            {"memory.loss_chunks": min(4 * chunks, MAX_LOSS_CHUNKS)},
-            when=chunks < MAX_LOSS_CHUNKS,
+            {"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MAX_LOSS_CHUNKS)},
+            when=cfg.memory.loss_chunks < MAX_LOSS_CHUNKS,
             lowers=("logits",),
         ),
         Lever(
@@ -156,11 +159,11 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 
 
 def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of what a rank holds of the model and of a sequence, and of how many ranks
-    there are.
-    """
-    parallel, turns = cfg.parallel, cfg.gradient_accumulation_steps
-    several, free = ranks > 1, parallel.data_shard == -1
+    """Return the levers of what a rank holds of model and sequence, and of the number of ranks."""
+    parallel = cfg.parallel
+    turns = cfg.gradient_accumulation_steps
+    several = ranks > 1
+    free = parallel.data_shard == -1  # the mesh takes any number of ranks
     copies = 2 * parallel.data_replicate
     wraps_layers = parallel.fsdp_wrap_policy in ("auto", "layers")
     more_ranks: Changes = {RANKS_KEY: 2 * ranks}
@@ -208,35 +211,32 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
 
 
 def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
-    """Return how ranks could share a sequence; of long ones every number of ranks, and matrices
-    shared as well.
-
-    A step has the same sequences: fewer ranks have batches of their own, and take more turns.
-    """
-    parallel, turns, long = cfg.parallel, cfg.gradient_accumulation_steps, is_long(cfg)
+    """Return how ranks could share a sequence; of a long one, how they could share matrices too."""
+    turns = cfg.gradient_accumulation_steps
+    long = is_long(cfg)
     sizes = list_contexts(cfg, ranks)
     levers = []
+    # A step has the same sequences: fewer ranks have batches of their own, and take more turns.
     for size in sizes if long else sizes[:1]:
-        changes = {CONTEXT_KEY: size, TURNS_KEY: turns * size // parallel.context}
+        changes = {CONTEXT_KEY: size, TURNS_KEY: turns * size // cfg.parallel.context}
         note = f"each rank has 1/{size} of every sequence; {_SAME_SEQUENCES}"
         levers.append(Lever(changes, note, weighed=long, sends=long))
     for size in sizes:
-        parts = parallel.tensor * size
+        parts = cfg.parallel.tensor * size
         changes = {"parallel.tensor": parts, TURNS_KEY: turns * size}
         note = f"each rank has 1/{parts} of every matrix and sequence"
         levers.append(
-            Lever(changes, note, when=long and parallel.context == 1, weighed=True, sends=True)
+            Lever(changes, note, when=long and cfg.parallel.context == 1, weighed=True, sends=True)
         )
     return levers
 
 
 def list_contexts(cfg: Any, ranks: int) -> list[int]:
-    """Return the numbers of ranks that could share a sequence besides the config's: more, up to all
-    of a stage.
-    """
+    """Return the numbers of ranks that could share a sequence: more, up to all of a stage."""
     together = same_batch_ranks(cfg.parallel)
-    copies = ranks // together if ranks % together == 0 else 1
-    return [cfg.parallel.context * times for times in range(2, copies + 1) if copies % times == 0]
+    data_ranks = ranks // together if ranks % together == 0 else 1
+    factors = [times for times in range(2, data_ranks + 1) if data_ranks % times == 0]
+    return [cfg.parallel.context * times for times in factors]
 
 
 def _list_adapter_levers(cfg: Any) -> list[Lever]:
@@ -249,7 +249,7 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
     rounded = "frozen weights are rounded"
     kinds = {"nf4": rounded, "int8": rounded, "none": "frozen weights are not rounded"}
     return [
-        *_list_values(cfg, QUANTIZE_KEY, kinds, "parameters", ROUNDING),
+        *_list_values(cfg, QUANTIZE_KEY, values=kinds, lowers="parameters", resort=ROUNDING),
         Lever(
             {"lora.rank": adapters.rank // 2},
             "smaller adapters",
@@ -269,19 +269,15 @@ def _list_teacher_levers(cfg: Any) -> list[Lever]:
     rounded = "the teacher's weights are rounded"
     kinds = {"nf4": rounded, "int8": rounded, "none": "the teacher's weights are not rounded"}
     return [
-        *_list_values(cfg, QUANTIZE_TEACHER, kinds, "parameters", TEACHER),
+        *_list_values(cfg, QUANTIZE_TEACHER, values=kinds, lowers="parameters", resort=TEACHER),
         Lever({STREAM_TEACHER: True}, "the teacher's layers are in host memory", resort=TEACHER),
     ]
 
 
 def _list_weight_levers(cfg: Any) -> list[Lever]:
     """Return the levers of what is trained, in which type, by which optimizer."""
-    is_full, optimizer, turns = (
-        cfg.trained_adapters is None,
-        cfg.optimizer,
-        cfg.gradient_accumulation_steps,
-    )
-    is_adamw = optimizer.name == "adamw"
+    is_full = cfg.trained_adapters is None
+    is_adamw = cfg.optimizer.name == "adamw"
     return [
         Lever(cfg.adapters_instead, "trains adapters in place of every parameter", when=is_full),
         Lever(
@@ -294,11 +290,11 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
             "other rounding: compare the losses",
             lowers=("parameters",) if is_full else (),
         ),
-        Lever({"optimizer.implementation": "fused"}, when=optimizer.implementation != "auto"),
+        Lever({"optimizer.implementation": "fused"}, when=cfg.optimizer.implementation != "auto"),
         Lever(
             {STATES_KEY: 8},
             "states are rounded to 8 bits",
-            when=is_adamw and optimizer.state_bits is None,
+            when=is_adamw and cfg.optimizer.state_bits is None,
             lowers=("optimizer",),
             resort=STATES if is_full else 0,  # adapters have few states
         ),
@@ -311,14 +307,14 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
             step_in_backward(cfg),
             _describe_not_done_in_backward(cfg),
             when=not cfg.memory.optimizer_in_backward,
-            lowers=("gradients",) if turns == 1 else (),
+            lowers=("gradients",) if cfg.gradient_accumulation_steps == 1 else (),
         ),
     ]
 
 
 def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
     """Return the levers of what is in host memory between its uses."""
-    memory, is_full = cfg.memory, cfg.trained_adapters is None
+    is_full = cfg.trained_adapters is None
     streams = "layers are in host memory, and copied one ahead of the one that computes"
     if is_full:
         streams += f"; each is stepped in backward: {_describe_not_done_in_backward(cfg)}"
@@ -332,8 +328,8 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
         Lever(
             stream_layers(cfg),
             streams,
-            when=memory.stream_layers is not True,
-            lowers=("parameters",) if ranks == 1 and not memory.cpu_offload else (),
+            when=cfg.memory.stream_layers is not True,
+            lowers=("parameters",) if ranks == 1 and not cfg.memory.cpu_offload else (),
             resort=0 if is_full else HOST,
         ),
         Lever({STREAM_KEY: False}),

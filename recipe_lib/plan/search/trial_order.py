@@ -1,9 +1,8 @@
-"""Which settings a search tries next, on all cores, and which it need not try at all.
+"""The order of a search: which settings are tried next, and which need no trial at all.
 
 A way to share the model between ranks is gone through kind by kind of checkpointing, from the one
-that computes least again, with micro-batches from the smallest on. Of all ways the trial that could
-be the fastest is next, pipelines last. None is made for what cannot fit or cannot be faster than
-the best so far, by `least_bytes`; each such decision is said.
+that computes least again, with micro-batches from the smallest on. No trial is made for what
+cannot fit or cannot be faster than the best so far; each such decision is logged.
 """
 
 from collections import defaultdict
@@ -63,282 +62,13 @@ from recipe_lib.plan.simulated_world.shape_only_model import layer_count
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
-
-def compute_least_bytes(
-    cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, like: Estimate | None
-) -> int:
-    """Return the bytes that `cfg` takes on its heaviest rank at least: those of the average one as
-    a backward begins and ends.
-
-    known, known_cfg: what is the same but for how the ranks share the model. like: what has the
-    same layers and the same checkpointing; None: kept activations are left out. Each rank of a
-    pipeline keeps its part for a micro-batch.
-    """
-    mesh, before = (mesh_shape(one.parallel, settings.ranks) for one in (cfg, known_cfg))
-    parts = mesh["pipeline"] * mesh["data_shard"]
-    is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
-    held = 0.0 if is_offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
-    gathered = 0.0  # and so until the backward, beyond the rank's own part
-    if not (
-        cfg.parallel.reshard_after_forward or cfg.memory.stream_layers
-    ):  # of streamed layers, adapters alone are
-        gathered = known.parameters / mesh["pipeline"] - known.parameters / parts
-    gradients = 0.0
-    once = reduces_once(cfg.parallel)
-    if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
-        gradients = known.trained / (mesh["pipeline"] if once else parts)
-    kept = (
-        0.0
-        if like is None
-        else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
-    )
-    # A backward finds the gradients of the one before it, but for a schedule that may defer those
-    # of all weights.
-    defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
-    earlier_gradients = gradients if cfg.gradient_accumulation_steps > 1 and not defers else 0.0
-    return int(held + max(gathered + kept + earlier_gradients, gradients))
-
-
-# Gives settings to try, takes what came of each: None for those that are left out.
-TrialSequence = Generator[Changes, Candidate | None, None]
-
-
-def make_key(changes: Changes) -> str:
-    """The same for the same changes in any order."""
-    return format_overrides(dict(sorted(changes.items())))
-
-
-@dataclass
-class SearchState:
-    """What a search has tried so far."""
-
-    cfg: Any
-    settings: PlanSettings
-    # Dotted keys that stay as the config has them.
-    fixed: Collection[str]
-    # As `side_by_side` gives them.
-    submit: Callable[[Any], Future[Any]]
-    workers: int
-    going: Phase
-    # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses
-    # them.
-    tried: dict[str, Candidate | None] = field(default_factory=dict)
-    # By `variant_key` the estimate with the least memory.
-    leanest: dict[str, Candidate | None] = field(default_factory=dict)
-    # Settings that no trial was made of, and why.
-    skipped: dict[str, str] = field(default_factory=dict)
-    # By `key_of` the candidates with their whole plan.
-    plans: dict[str, Candidate] = field(default_factory=dict)
-    # The speed that was last said to be the best.
-    best_said: float = 0.0
-    configs: dict[str, Any] = field(default_factory=dict)
-
-    def config(self, changes: Changes) -> Any:
-        """Return the config with changes, made once; None where they do not go together."""
-        key = make_key(changes)
-        if key not in self.configs:
-            self.configs[key] = apply_changes(self.cfg, changes)
-        return self.configs[key]
-
-    def size(self, changes: Changes, batch_size: int) -> Changes:
-        """Return the changes with micro-batches of that size, unless sizes stay as they are."""
-        return (
-            changes
-            if SIZE_KEYS & set(self.fixed)
-            else changes | set_micro_batch(self.cfg, changes, batch_size)
-        )
-
-    def fitting(self) -> list[Candidate]:
-        """What may fit, fastest first, each once."""
-        found = {make_key(one.changes): one for one in self.tried.values() if one is not None}
-        left = [
-            one for key, one in found.items() if one.may_fit and self.plans.get(key, one).may_fit
-        ]
-        return sorted(left, key=lambda one: (-one.speed, one.quick.active))
-
-    def plan(self, candidates: Iterable[Candidate]) -> None:
-        """Plan candidates in full."""
-        for one, future in [(one, self.submit(one)) for one in candidates]:
-            self.plans[make_key(one.changes)] = future.result()
-
-    def confirmed(self) -> list[Candidate]:
-        """Return what fits by its whole plan, fastest first."""
-        return sorted(
-            (one for one in self.plans.values() if one.may_fit), key=lambda one: -one.speed
-        )
-
-    def text(self, changes: Changes) -> str:
-        """What to type for them."""
-        return format_overrides(find_differing(self.cfg, changes)) or "as it is"
-
-
-def make_leanest(trials: SearchState, begun: Changes) -> Changes:
-    """One sequence at a time, everything computed again."""
-    kind = (
-        {} if CHECKPOINTING_KEY in trials.fixed else set_checkpointing(trials.cfg, CHECKPOINTING[0])
-    )
-    return trials.size(begun | kind, min(list_micro_batch_sizes(trials.cfg, begun), default=1))
-
-
-def yield_one(changes: Changes) -> TrialSequence:
-    """Try settings as they are."""
-    yield changes
-
-
-def yield_micro_batches(trials: SearchState, begun: Changes) -> TrialSequence:
-    """For each kind of checkpointing try micro-batches, from the smallest on, until one does not
-    fit.
-
-    One that computes more again is of use for larger micro-batches only.
-    """
-    cfg = trials.cfg
-    left = [cfg.batch_size] if SIZE_KEYS & set(trials.fixed) else list_micro_batch_sizes(cfg, begun)
-    kinds: Iterable[str] = reversed(CHECKPOINTING)
-    if CHECKPOINTING_KEY in trials.fixed:
-        kinds = (cfg.memory.activation_checkpointing,)
-    for kind in kinds:
-        kept = begun | set_checkpointing(cfg, kind)
-        if left[-1:] == [count_changed_sequences(cfg, begun)]:
-            # All sequences at once have no gradients of others to be added to: they may fit where
-            # fewer do not.
-            one = yield trials.size(kept, left[-1])
-            if one is not None and one.may_fit:
-                return
-        while left:
-            one = yield trials.size(kept, left[0])
-            if one is None or not one.may_fit:
-                break
-            del left[0]
-
-
-def run_trials(trials: SearchState, ways: Iterable[TrialSequence]) -> None:
-    """Go through all ways, with all workers: pipelines last, whose trials take longest and which a
-    fast answer rules out; among the others, and among them, the trial that could be the fastest
-    first.
-    """
-    ready: list[tuple[TrialSequence, Changes]] = []
-    pending: dict[Future[Candidate | None], tuple[TrialSequence, Changes]] = {}
-
-    def go_on(following: TrialSequence, answer: Candidate | None) -> None:
-        with suppress(StopIteration):
-            ready.append((following, following.send(answer)))
-
-    for one in ways:
-        go_on(one, None)
-    while ready or pending:
-        while ready and len(pending) < trials.workers:
-            ready.sort(key=lambda pair: (PIPELINE_KEY in pair[1], -_bound_speed(trials, pair[1])))
-            following, changes = ready.pop(0)
-            if make_key(changes) in trials.tried:
-                go_on(following, trials.tried[make_key(changes)])
-            elif why := _explain_needless(trials, changes):
-                skip_trial(trials, changes, why)
-                go_on(following, None)
-            else:
-                pending[trials.submit(changes)] = following, changes
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            following, changes = pending.pop(future)
-            trials.tried[make_key(changes)] = future.result()
-            _report_trial(trials, changes, future.result())
-            go_on(following, future.result())
-
-
-def _find_alike_estimate(trials: SearchState, cfg: Any) -> Estimate | None:
-    """Return of what was tried something with the same kind of checkpointing; not of a pipeline,
-    whose ranks have some of the layers each. How frozen weights are rounded makes no difference to
-    what is kept and computed.
-    """
-    for one in trials.tried.values():
-        if one is not None and one.quick.least_seconds:
-            if get_value(trials.config(one.changes), CHECKPOINTING_KEY) == get_value(
-                cfg, CHECKPOINTING_KEY
-            ):
-                return one.quick
-    return None
-
-
-def _bound_speed(trials: SearchState, changes: Changes) -> float:
-    """Return the tokens per second that settings have at most; infinite where nothing like them was
-    tried.
-    """
-    like = _find_alike_estimate(trials, trials.config(changes))
-    return float("inf") if like is None else like.tokens / like.least_seconds
-
-
-def _explain_needless(trials: SearchState, changes: Changes) -> str:
-    """Return why no trial of the settings is needed; nothing where one is."""
-    best, highest = next(iter(trials.fitting()), None), _bound_speed(trials, changes)
-    if best is not None and highest <= best.speed:
-        return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
-    return explain_too_large(trials, changes)
-
-
-def explain_too_large(trials: SearchState, changes: Changes) -> str:
-    """Return why the settings cannot fit; nothing where they might."""
-    cfg = trials.config(changes)
-    if cfg is None:
-        return "these do not go together"
-    known = trials.leanest.get(make_variant_key(changes))
-    if known is None:
-        return ""
-    try:
-        known_cfg = trials.config(known.changes)
-        least = compute_least_bytes(
-            cfg, trials.settings, known.quick, known_cfg, _find_alike_estimate(trials, cfg)
-        )
-    except UserError:  # ranks that the mesh cannot be made of: the trial says so
-        return ""
-    usable = compute_usable_bytes(cfg, trials.settings)
-    if least <= usable + compute_tolerance(trials.settings):
-        return ""
-    return f"takes {format_bytes(least)} at least, of {format_bytes(usable)}"
-
-
-def make_variant_key(changes: Changes) -> str:
-    """Of the part of the changes that is no way to share the model, and no micro-batch."""
-    names = (HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
-    return make_key({key: value for key, value in changes.items() if key in names})
-
-
-def skip_trial(trials: SearchState, changes: Changes, why: str) -> None:
-    """Say once why settings are not tried."""
-    text = trials.text(changes)
-    if text not in trials.skipped:
-        trials.skipped[text] = why
-        get_logger().info(f"not simulated: {text}: {why}")
-
-
-def _report_trial(trials: SearchState, changes: Changes, found: Candidate | None) -> None:
-    """What came of a trial, and the best so far where it is better."""
-    trials.going.advance(1)
-    if found is None:
-        get_logger().info(f"refused: {trials.text(changes)}")
-        return
-    fits = "too large" if not found.may_fit else "fits" if found.short <= 0 else "may fit"
-    size, speed = (
-        format_bytes(found.quick.reserved_expandable),
-        f", {format_count(found.speed)} tokens/s",
-    )
-    get_logger().info(
-        f"estimated: {trials.text(found.changes)}: {size}, {fits}{speed if found.speed else ''}"
-    )
-    best = next(iter(trials.fitting()), None)
-    if best is not None and best.speed > trials.best_said:
-        trials.best_said = best.speed
-        line = f"best so far: {format_count(best.speed)} tokens/s: {trials.text(best.changes)}"
-        trials.going.say(line)
-        get_logger().info(line)
-
-
-# What is tried: ways to share a model between ranks, pipelines among them, and micro-batches.
-
 HOST_KEY = "memory.cpu_offload"
 # The micro-batch, with as many of them as make up the batch of a step.
 SIZE_KEYS = {"batch_size", TURNS_KEY}
-
-PIPELINE_KEY, SCHEDULE_KEY, COUNT_KEY = (
-    f"parallel.{name}" for name in ("pipeline", "pipeline_schedule", "pipeline_microbatches")
-)
+PIPELINE_KEY = "parallel.pipeline"
+SCHEDULE_KEY = "parallel.pipeline_schedule"
+COUNT_KEY = "parallel.pipeline_microbatches"
+COPIES_KEY = "parallel.data_replicate"
 # The schedule with the least memory, and the one with the least waiting that takes as much
 # activation memory.
 SCHEDULES_TRIED = ("1f1b", "zbv")
@@ -347,156 +77,308 @@ SCHEDULES_TRIED = ("1f1b", "zbv")
 LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
 MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
 
+# Yields settings to try, and is sent the candidate that came of each: None for what is left out.
+TrialSequence = Generator[Changes, Candidate | None, None]
+
+
+def make_key(changes: Changes) -> str:
+    """Return a key that is the same for the same changes in any order."""
+    return format_overrides(dict(sorted(changes.items())))
+
+
+def make_variant_key(changes: Changes) -> str:
+    """Return the key of those changes that neither share the model nor set a micro-batch."""
+    names = (HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
+    return make_key({key: value for key, value in changes.items() if key in names})
+
+
+@dataclass
+class SearchState:
+    """The state of a search: what it has tried so far, and where it submits its next trials."""
+
+    cfg: Any
+    settings: PlanSettings
+    # Dotted keys that stay as the config has them.
+    fixed: Collection[str]
+    # Starts a trial of `Changes`, or a whole plan of a `Candidate`.
+    submit: Callable[[Any], Future[Any]]
+    # Trials that run at a time.
+    workers: int
+    progress: Phase
+    # By `make_key` the candidate of each trial; None: the recipe or the simulation refuses it.
+    tried: dict[str, Candidate | None] = field(default_factory=dict)
+    # By `make_variant_key` the candidate with the least memory.
+    leanest_by_variant: dict[str, Candidate | None] = field(default_factory=dict)
+    # Settings that no trial was made of, as typed, and the reason.
+    skipped: dict[str, str] = field(default_factory=dict)
+    # By `make_key` the candidates with the figures of their whole plan.
+    plans: dict[str, Candidate] = field(default_factory=dict)
+    # The highest speed that was logged, tokens per second.
+    best_reported: float = 0.0
+    # By `make_key` the changed configs; None where the changes do not go together.
+    configs: dict[str, Any] = field(default_factory=dict)
+
+    def get_config(self, changes: Changes) -> Any:
+        """Return the config with changes; None where they do not go together."""
+        key = make_key(changes)
+        # A changed config is checked against all rules of the schema, which takes a while.
+        if key not in self.configs:
+            self.configs[key] = apply_changes(self.cfg, changes)
+        return self.configs[key]
+
+    def resize(self, changes: Changes, batch_size: int) -> Changes:
+        """Return the changes with micro-batches of that size, unless their size is fixed."""
+        if SIZE_KEYS & set(self.fixed):
+            return changes
+        return changes | set_micro_batch(self.cfg, changes, batch_size)
+
+    def list_fitting(self) -> list[Candidate]:
+        """Return the candidates that may fit, fastest first, each once."""
+        # By key once more: a candidate may have more changes than its trial, `OUTSIDE_LAYERS`.
+        candidates = {make_key(trial.changes): trial for trial in self.tried.values() if trial}
+        fitting = [
+            candidate
+            for key, candidate in candidates.items()
+            if candidate.may_fit and self.plans.get(key, candidate).may_fit
+        ]
+        return sorted(fitting, key=lambda candidate: (-candidate.speed, candidate.estimate.active))
+
+    def plan_in_full(self, candidates: Iterable[Candidate]) -> None:
+        """Make the whole plans of candidates, all at a time."""
+        # All are submitted before the first is waited for.
+        submitted = [(candidate, self.submit(candidate)) for candidate in candidates]
+        for candidate, future in submitted:
+            self.plans[make_key(candidate.changes)] = future.result()
+
+    def list_confirmed(self) -> list[Candidate]:
+        """Return the candidates that fit by their whole plan, fastest first."""
+        fitting = [candidate for candidate in self.plans.values() if candidate.may_fit]
+        return sorted(fitting, key=lambda candidate: -candidate.speed)
+
+    def format_changes(self, changes: Changes) -> str:
+        """Return what to type for the changes."""
+        return format_overrides(find_differing(self.cfg, changes)) or "as it is"
+
+
+def run_trials(state: SearchState, sequences: Iterable[TrialSequence]) -> None:
+    """Run all sequences of trials, with all workers.
+
+    Pipelines are tried last: their trials take longest, and a fast answer rules them out. Among
+    the others, and among pipelines, the trial that could be the fastest is next.
+    """
+    ready: list[tuple[TrialSequence, Changes]] = []
+    pending: dict[Future[Candidate | None], tuple[TrialSequence, Changes]] = {}
+
+    def request_next(sequence: TrialSequence, candidate: Candidate | None) -> None:
+        with suppress(StopIteration):
+            ready.append((sequence, sequence.send(candidate)))
+
+    for sequence in sequences:
+        request_next(sequence, None)
+    while ready or pending:
+        while ready and len(pending) < state.workers:
+            # Sorted anew each time: a finished trial may say more about how fast others can be.
+            ready.sort(key=lambda pair: (PIPELINE_KEY in pair[1], -_bound_speed(state, pair[1])))
+            sequence, changes = ready.pop(0)
+            if make_key(changes) in state.tried:
+                request_next(sequence, state.tried[make_key(changes)])
+            elif reason := _explain_needless(state, changes):
+                skip_trial(state, changes, reason)
+                request_next(sequence, None)
+            else:
+                pending[state.submit(changes)] = (sequence, changes)
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            sequence, changes = pending.pop(future)
+            candidate = future.result()
+            state.tried[make_key(changes)] = candidate
+            _report_trial(state, changes, candidate)
+            request_next(sequence, candidate)
+
+
+def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | None) -> None:
+    """Log what came of a trial, and the best candidate so far where it is a better one."""
+    state.progress.advance(1)
+    if candidate is None:
+        get_logger().info(f"refused: {state.format_changes(changes)}")
+        return
+    if not candidate.may_fit:
+        outcome = "too large"
+    elif candidate.shortfall <= 0:
+        outcome = "fits"
+    else:
+        outcome = "may fit"
+    size = format_bytes(candidate.estimate.reserved_expandable)
+    speed = f", {format_count(candidate.speed)} tokens/s" if candidate.speed else ""
+    get_logger().info(
+        f"estimated: {state.format_changes(candidate.changes)}: {size}, {outcome}{speed}"
+    )
+    best = next(iter(state.list_fitting()), None)
+    if best is not None and best.speed > state.best_reported:
+        state.best_reported = best.speed
+        speed = f"{format_count(best.speed)} tokens/s"
+        line = f"best so far: {speed}: {state.format_changes(best.changes)}"
+        state.progress.say(line)
+        get_logger().info(line)
+
+
+def skip_trial(state: SearchState, changes: Changes, reason: str) -> None:
+    """Log, once, why settings are not tried."""
+    text = state.format_changes(changes)
+    if text not in state.skipped:
+        state.skipped[text] = reason
+        get_logger().info(f"not simulated: {text}: {reason}")
+
+
+# Lower bounds: what settings take at least, by trials of settings like them.
+
+
+def compute_least_bytes(
+    cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, alike: Estimate | None
+) -> int:
+    """Return the bytes that `cfg` takes on its heaviest rank at least.
+
+    It is what the average rank holds as a backward begins, or as it ends.
+
+    Args:
+        cfg: a config that was not tried.
+        settings: of the plan.
+        known: the estimate of a config that differs only in how the ranks share the model.
+        known_cfg: the config of `known`.
+        alike: the estimate of a config with the same layers and the same checkpointing; None:
+            activations are left out of the bound.
+    """
+    mesh = mesh_shape(cfg.parallel, settings.ranks)
+    known_mesh = mesh_shape(known_cfg.parallel, settings.ranks)
+    parts = mesh["pipeline"] * mesh["data_shard"]
+    known_parts = known_mesh["pipeline"] * known_mesh["data_shard"]
+    is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
+    held = 0.0 if is_offloaded else known.held * known_parts / parts
+    # Of whole weights that stay from forward to backward: what is not the rank's own part. Of
+    # streamed layers only adapters stay.
+    gathered = 0.0
+    if not (cfg.parallel.reshard_after_forward or cfg.memory.stream_layers):
+        gathered = known.parameters / mesh["pipeline"] - known.parameters / parts
+    gradients = 0.0
+    once = reduces_once(cfg.parallel)
+    if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
+        gradients = known.trained / (mesh["pipeline"] if once else parts)
+    activations = 0.0
+    if alike is not None:  # each rank of a pipeline keeps its part of the layers
+        activations = alike.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
+    # A backward finds the gradients of the one before it, but for a schedule that may defer those
+    # of all weights.
+    defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
+    accumulates = cfg.gradient_accumulation_steps > 1 and not defers
+    earlier_gradients = gradients if accumulates else 0.0
+    return int(held + max(gathered + activations + earlier_gradients, gradients))
+
+
+def _find_alike_estimate(state: SearchState, cfg: Any) -> Estimate | None:
+    """Return the estimate of a trial with the same kind of checkpointing; None: there is none.
+
+    How frozen weights are rounded makes no difference to what is kept and computed.
+    """
+    kind = get_value(cfg, CHECKPOINTING_KEY)
+    for candidate in state.tried.values():
+        # A pipeline's estimate says 0: its ranks have some of the layers each.
+        if candidate is not None and candidate.estimate.least_seconds:
+            if get_value(state.get_config(candidate.changes), CHECKPOINTING_KEY) == kind:
+                return candidate.estimate
+    return None
+
+
+def _bound_speed(state: SearchState, changes: Changes) -> float:
+    """Return the tokens per second that settings have at most; infinite where none are alike."""
+    alike = _find_alike_estimate(state, state.get_config(changes))
+    return float("inf") if alike is None else alike.tokens / alike.least_seconds
+
+
+def _explain_needless(state: SearchState, changes: Changes) -> str:
+    """Return why no trial of the settings is needed; empty where one is."""
+    best = next(iter(state.list_fitting()), None)
+    highest = _bound_speed(state, changes)
+    if best is not None and highest <= best.speed:
+        return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
+    return explain_too_large(state, changes)
+
+
+def explain_too_large(state: SearchState, changes: Changes) -> str:
+    """Return why the settings cannot fit; empty where they might."""
+    cfg = state.get_config(changes)
+    if cfg is None:
+        return "these do not go together"
+    known = state.leanest_by_variant.get(make_variant_key(changes))
+    if known is None:
+        return ""
+    alike = _find_alike_estimate(state, cfg)
+    try:
+        least = compute_least_bytes(
+            cfg,
+            state.settings,
+            known=known.estimate,
+            known_cfg=state.get_config(known.changes),
+            alike=alike,
+        )
+    except UserError:  # ranks that the mesh cannot be made of: the trial says so
+        return ""
+    usable = compute_usable_bytes(cfg, state.settings)
+    if least <= usable + compute_tolerance(state.settings):
+        return ""
+    return f"takes {format_bytes(least)} at least, of {format_bytes(usable)}"
+
+
+# Sequences of trials: the micro-batches of one way to share the model.
+
+
+def make_leanest(state: SearchState, base: Changes) -> Changes:
+    """Return the changes with the least memory: one sequence at a time, all computed again."""
+    kind: Changes = {}
+    if CHECKPOINTING_KEY not in state.fixed:
+        kind = set_checkpointing(state.cfg, CHECKPOINTING[0])
+    smallest = min(list_micro_batch_sizes(state.cfg, base), default=1)
+    return state.resize(base | kind, smallest)
+
+
+def yield_one(changes: Changes) -> TrialSequence:
+    """Yield settings as they are."""
+    yield changes
+
+
+def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
+    """Yield for each kind of checkpointing micro-batches, the smallest first, until one is refused.
+
+    A kind that computes more again is of use for larger micro-batches only, so that each kind
+    goes on with the size that the one before it had no room for.
+    """
+    cfg = state.cfg
+    is_fixed = SIZE_KEYS & set(state.fixed)
+    sizes = [cfg.batch_size] if is_fixed else list_micro_batch_sizes(cfg, base)
+    kinds: Iterable[str] = reversed(CHECKPOINTING)
+    if CHECKPOINTING_KEY in state.fixed:
+        kinds = (cfg.memory.activation_checkpointing,)
+    for kind in kinds:
+        changes = base | set_checkpointing(cfg, kind)
+        if sizes[-1:] == [count_changed_sequences(cfg, base)]:
+            # All sequences at once have no gradients of others to be added to: they may fit where
+            # fewer do not.
+            candidate = yield state.resize(changes, sizes[-1])
+            if candidate is not None and candidate.may_fit:
+                return
+        while sizes:
+            candidate = yield state.resize(changes, sizes[0])
+            if candidate is None or not candidate.may_fit:
+                break
+            del sizes[0]
+
 
 def count_sequences(cfg: Any) -> int:
-    """Sequences of a step on one data rank."""
+    """Return the sequences of a step on one data rank."""
     return int(cfg.batch_size * cfg.gradient_accumulation_steps)
 
 
-def list_groups(
-    cfg: Any, settings: PlanSettings, fixed: Collection[str]
-) -> Iterator[list[Changes]]:
-    """Yield settings to begin with, group by group: a group is only tried if nothing of those
-    before it fits.
-    """
-    stays: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
-    fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
-    resorts: dict[int, list[Changes]] = defaultdict(list)
-    for lever in reversed(
-        list_levers(apply_changes(cfg, stays) or cfg, settings)
-    ):  # of each key the value with the most memory first
-        if not fixed & set(lever.changes):
-            resorts[lever.resort].append(lever.changes)
-    adapters = cfg.trained_adapters
-    rounds = adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
-    yield [stays, *([stays | {QUANTIZE_KEY: "none"}] if rounds else [])]
-    if resorts[TEACHER]:
-        yield [stays | changes for changes in resorts[TEACHER]]
-    for changes in resorts[TEACHER]:
-        if QUANTIZE_TEACHER in changes:  # alone it was not enough
-            stays = stays | changes
-    if resorts[ROUNDING]:
-        yield [stays | changes for changes in resorts[ROUNDING]]
-    for resort in (STATES, HOST):
-        if resorts[resort]:
-            yield [
-                stays | one | rounding
-                for one, rounding in product(resorts[resort], resorts[ROUNDING] or [{}])
-            ]
-
-
-def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first;
-    then whole models on every rank, without FSDP. Where sequences are long, then the same with
-    ranks that share one.
-    """
-    yield from _list_sharings_of_config(cfg, ranks, fixed)
-    free = (
-        CONTEXT_KEY not in fixed
-        and not SIZE_KEYS & set(fixed)
-        and cfg.parallel.pipeline == 1
-        and is_long(cfg)
-    )
-    for size in list_contexts(cfg, ranks) if free else []:
-        other = apply_changes(cfg, {CONTEXT_KEY: size})
-        if other is not None:
-            yield from (
-                one | {CONTEXT_KEY: size} for one in _list_sharings_of_config(other, ranks, fixed)
-            )
-
-
-def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    copies = count_data_ranks(cfg, ranks)
-    free = STRATEGY_KEY not in fixed
-    shared = free and ranks > 1 and cfg.parallel.strategy != "fsdp"
-    values: dict[str, Sequence[Any]] = {
-        "parallel.data_replicate": _list_copies(cfg, copies),
-        RESHARD_KEY: (True, False) if copies > 1 else (cfg.parallel.reshard_after_forward,),
-        REDUCE_KEY: ("micro_batch", "step") if copies > 1 else (cfg.parallel.reduce_gradients,),
-        "optimizer.implementation": ("auto",),
-    }
-    free_keys = [key for key in values if key not in fixed and get_value(cfg, key) is not None]
-    for combination in product(*(values[key] for key in free_keys)):
-        one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(
-            zip(free_keys, combination, strict=True)
-        )
-        alone = (
-            one.get("parallel.data_replicate") == copies != 1
-        )  # each rank has a copy: there is nothing to gather
-        kept = not one.get(RESHARD_KEY, True)
-        # Whole gradients alone save as much as weights kept from forward to backward do, and take
-        # as much.
-        halfway = one.get(REDUCE_KEY) == "step" and not kept and RESHARD_KEY not in fixed
-        if not (alone and kept) and not halfway:
-            yield one
-    if free and copies > 1:
-        own = "optimizer.implementation"
-        again = (
-            {REDUCE_KEY: "micro_batch"} if cfg.parallel.reduce_gradients != "micro_batch" else {}
-        )  # has no effect
-        yield {STRATEGY_KEY: "ddp"} | again | ({} if own in fixed else {own: "auto"})
-
-
-def list_pipelines(
-    cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True
-) -> Iterator[Changes]:
-    """Ways to divide the layers between ranks instead; none where the link or what is fixed speaks
-    against it.
-
-    The ranks that a pipeline leaves share or copy its stages. splits: whether backward may be cut
-    in two.
-    """
-    if (
-        settings.hardware.link.kind not in LINKS_FOR_PIPELINES
-        or PIPELINE_KEY in fixed
-        or SIZE_KEYS & set(fixed)
-    ):
-        return  # with fewer data ranks, a step keeps its global batch by more sequences on each
-    groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
-    schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
-    lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
-    for size in lengths[-MAX_PIPELINE_LENGTHS:]:
-        for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
-            begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
-            if (
-                cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed
-            ):  # copies are a number of FSDP's here
-                begun[STRATEGY_KEY] = "fsdp"
-            if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
-                begun[COUNT_KEY] = None
-            left = groups // size
-            copies = [1, left] if left > 1 and cfg.parallel.data_shard == -1 else [1]
-            if "parallel.data_replicate" in fixed:
-                copies = [cfg.parallel.data_replicate]
-            # Ranks with different batches may keep nothing whole through a step, or gradients and
-            # weights.
-            kept_whole: list[Changes] = [{}]
-            if left > 1 and not {REDUCE_KEY, RESHARD_KEY} & set(fixed):
-                kept_whole.append({REDUCE_KEY: "step", RESHARD_KEY: False})
-            for number, whole in product(copies, kept_whole):
-                one = begun | {"parallel.data_replicate": number} | whole
-                if _is_possible(cfg, settings, one):
-                    yield one
-
-
-def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
-    """Whether ranks, layers and the batch of a step can be divided so."""
-    if count_sequences(cfg) * changes[
-        PIPELINE_KEY
-    ] % cfg.parallel.pipeline or not list_micro_batch_sizes(cfg, changes):
-        return False
-    other = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
-    if other is None or stage_count(other.parallel) > layer_count(other):
-        return False
-    try:
-        mesh_shape(other.parallel, settings.ranks)
-    except SetupError:
-        return False
-    return True
-
-
 def count_changed_sequences(cfg: Any, changes: Changes) -> int:
-    """Sequences of a step on one data rank, so that the global batch stays as it is."""
+    """Return the sequences of a step on one data rank that leave the global batch as it is."""
+    # Where more ranks share a sequence there are fewer data ranks, with more sequences each.
     times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
         changes.get(CONTEXT_KEY, cfg.parallel.context)
     )
@@ -504,33 +386,176 @@ def count_changed_sequences(cfg: Any, changes: Changes) -> int:
 
 
 def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
-    """Micro-batches of that size, as many as make up the global batch."""
-    return {
-        "batch_size": batch_size,
-        TURNS_KEY: count_changed_sequences(cfg, changes) // batch_size,
-    }
+    """Return micro-batches of that size, as many as make up the global batch."""
+    count = count_changed_sequences(cfg, changes) // batch_size
+    return {"batch_size": batch_size, TURNS_KEY: count}
 
 
 def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
-    """Sequences that a micro-batch can have, fewest first."""
-    whole = count_changed_sequences(cfg, changes)
-    found = [size for size in range(1, whole + 1) if whole % size == 0]
+    """Return the sequences that a micro-batch can have, fewest first."""
+    sequences = count_changed_sequences(cfg, changes)
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
         once = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
-        return (
-            found[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else found
-        )  # of one, every reduction is once
-    other = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
-    fewest = whole + 1 if other is None else fewest_micro_batches(other.parallel)
-    return [size for size in found if whole // size >= fewest]
+        # A step of one micro-batch reduces once in either way.
+        return sizes[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else sizes
+    changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
+    if changed_cfg is None:
+        return []
+    fewest = fewest_micro_batches(changed_cfg.parallel)
+    return [size for size in sizes if sequences // size >= fewest]
 
 
-def _list_copies(cfg: Any, ranks: int) -> list[int]:
-    """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes
-    the shards.
+# What is tried: variants, group by group, and ways to share a model between ranks.
+
+
+def list_groups(
+    cfg: Any, settings: PlanSettings, fixed: Collection[str]
+) -> Iterator[list[Changes]]:
+    """Yield settings to begin with, group by group: one is tried only if none before it fits."""
+    base: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
+    fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
+    resorts: dict[int, list[Changes]] = defaultdict(list)
+    # Reversed: of each key the value with the most memory first.
+    for lever in reversed(list_levers(apply_changes(cfg, base) or cfg, settings)):
+        if not fixed & set(lever.changes):
+            resorts[lever.resort].append(lever.changes)
+    adapters = cfg.trained_adapters
+    rounds = adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
+    yield [base, base | {QUANTIZE_KEY: "none"}] if rounds else [base]
+    if resorts[TEACHER]:
+        yield [base | changes for changes in resorts[TEACHER]]
+    for changes in resorts[TEACHER]:
+        if QUANTIZE_TEACHER in changes:  # alone it was not enough
+            base = base | changes
+    if resorts[ROUNDING]:
+        yield [base | changes for changes in resorts[ROUNDING]]
+    for resort in (STATES, HOST):
+        if resorts[resort]:
+            yield [
+                base | changes | rounding
+                for changes, rounding in product(resorts[resort], resorts[ROUNDING] or [{}])
+            ]
+
+
+def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
+    """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first.
+
+    Whole models on every rank, without FSDP, follow. Where sequences are long, then the same with
+    ranks that share a sequence.
+    """
+    yield from _list_sharings_of_config(cfg, ranks, fixed)
+    is_free = (
+        CONTEXT_KEY not in fixed
+        and not SIZE_KEYS & set(fixed)
+        and cfg.parallel.pipeline == 1
+        and is_long(cfg)
+    )
+    for size in list_contexts(cfg, ranks) if is_free else []:
+        changed_cfg = apply_changes(cfg, {CONTEXT_KEY: size})
+        if changed_cfg is not None:
+            for sharing in _list_sharings_of_config(changed_cfg, ranks, fixed):
+                yield sharing | {CONTEXT_KEY: size}
+
+
+def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
+    data_ranks = count_data_ranks(cfg, ranks)
+    is_free = STRATEGY_KEY not in fixed
+    base: Changes = {}
+    if is_free and ranks > 1 and cfg.parallel.strategy != "fsdp":
+        base = {STRATEGY_KEY: "fsdp"}
+    implementation_key = "optimizer.implementation"
+    values: dict[str, Sequence[Any]] = {
+        COPIES_KEY: _list_copies(cfg, data_ranks),
+        RESHARD_KEY: (True, False) if data_ranks > 1 else (cfg.parallel.reshard_after_forward,),
+        REDUCE_KEY: ("micro_batch", "step") if data_ranks > 1 else (cfg.parallel.reduce_gradients,),
+        implementation_key: ("auto",),
+    }
+    free_keys = [key for key in values if key not in fixed and get_value(cfg, key) is not None]
+    for combination in product(*(values[key] for key in free_keys)):
+        sharing = base | dict(zip(free_keys, combination, strict=True))
+        keeps_weights = not sharing.get(RESHARD_KEY, True)
+        # Where each rank has a copy of its own there is nothing to gather, and so to keep.
+        has_own_copy = sharing.get(COPIES_KEY) == data_ranks != 1
+        # Whole gradients alone save as much as weights kept from forward to backward do, and take
+        # as much.
+        keeps_gradients_alone = (
+            sharing.get(REDUCE_KEY) == "step" and not keeps_weights and RESHARD_KEY not in fixed
+        )
+        if not (has_own_copy and keeps_weights) and not keeps_gradients_alone:
+            yield sharing
+    if is_free and data_ranks > 1:
+        sharing = {STRATEGY_KEY: "ddp"}
+        if cfg.parallel.reduce_gradients != "micro_batch":  # has no effect with DDP
+            sharing[REDUCE_KEY] = "micro_batch"
+        if implementation_key not in fixed:
+            sharing[implementation_key] = "auto"
+        yield sharing
+
+
+def _list_copies(cfg: Any, data_ranks: int) -> list[int]:
+    """Return the numbers of copies of the model that are tried: few, and one for each rank.
+
+    Where the config fixes the shards, it is what the config says.
     """
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]
-    return sorted(
-        {copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0}
-    )
+    candidates = (1, 2, data_ranks // 8, data_ranks)
+    return sorted({copies for copies in candidates if copies and data_ranks % copies == 0})
+
+
+def list_pipelines(
+    cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True
+) -> Iterator[Changes]:
+    """Yield ways to divide the layers between ranks; the ranks that are left share or copy stages.
+
+    splits: whether a backward may be cut in two, into the gradients of inputs and of weights.
+    None are yielded where the link or what is fixed speaks against pipelines.
+    """
+    if (
+        settings.hardware.link.kind not in LINKS_FOR_PIPELINES
+        or PIPELINE_KEY in fixed
+        # With fewer data ranks, a step keeps its global batch by more sequences on each.
+        or SIZE_KEYS & set(fixed)
+    ):
+        return
+    groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
+    names = (cfg.parallel.pipeline_schedule,) if SCHEDULE_KEY in fixed else SCHEDULES_TRIED
+    schedules = [name for name in names if splits or not SCHEDULES[name].splits]
+    lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
+    for size, schedule in product(lengths[-MAX_PIPELINE_LENGTHS:], schedules):
+        base: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
+        # In a pipeline copies are a number of FSDP's.
+        if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:
+            base[STRATEGY_KEY] = "fsdp"
+        if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
+            base[COUNT_KEY] = None
+        ranks_left = groups // size
+        copies = [1, ranks_left] if ranks_left > 1 and cfg.parallel.data_shard == -1 else [1]
+        if COPIES_KEY in fixed:
+            copies = [cfg.parallel.data_replicate]
+        # Ranks with different batches may keep nothing whole through a step, or gradients and
+        # weights.
+        kept_whole: list[Changes] = [{}]
+        if ranks_left > 1 and not {REDUCE_KEY, RESHARD_KEY} & set(fixed):
+            kept_whole.append({REDUCE_KEY: "step", RESHARD_KEY: False})
+        for number, kept in product(copies, kept_whole):
+            changes = base | {COPIES_KEY: number} | kept
+            if _is_possible(cfg, settings, changes):
+                yield changes
+
+
+def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
+    """Check whether ranks, layers and the batch of a step can be divided so."""
+    if count_sequences(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline:
+        return False
+    if not list_micro_batch_sizes(cfg, changes):
+        return False
+    changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
+    if changed_cfg is None or stage_count(changed_cfg.parallel) > layer_count(changed_cfg):
+        return False
+    try:
+        mesh_shape(changed_cfg.parallel, settings.ranks)
+    except SetupError:
+        return False
+    return True

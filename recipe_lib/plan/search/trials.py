@@ -1,9 +1,8 @@
-"""Trials of changed configs: made where the table of combinations allows them, estimated in
-processes.
+"""Trials of changed configs: which changes go together, and what a run with them takes.
 
-Everything that asks what a change does goes through here: a change is a dotted key and its value,
-`changed` makes the config, `try_quick` estimates it, `in_processes` and `side_by_side` do so on all
-cores.
+A change is a dotted key and its value; `apply_changes` makes the config, `estimate_run` simulates
+one steady step of it, `try_settings` makes a candidate of that, and `run_in_processes` and
+`open_workers` do so on all cores.
 """
 
 import copy
@@ -14,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from recipe_lib.config.describe import value_text
@@ -29,16 +29,12 @@ from recipe_lib.plan.allocation.caching_allocator import block_bytes
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, list_short_steps
-from recipe_lib.plan.views.tables import list_outermost
 from recipe_lib.report.phases import phase
-
-# What a run takes on one rank, from one exact step: what a search tries settings by, in place of a
-# whole plan.
-
 
 IN_LAYERS = ".layers."  # in the path of every module of a decoder's layer
 _IN_MODEL = ("forward", "recompute", "backward")
@@ -46,13 +42,14 @@ _IN_MODEL = ("forward", "recompute", "backward")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes on the heaviest rank; bytes are per device unless said otherwise."""
+    """The memory and time of a step on the heaviest rank; bytes are per device unless said."""
 
-    # Most bytes in blocks, as `PhasePeak.active`.
+    # Most bytes in blocks of the allocator, as `PhasePeak.active`.
     active: int
-    # What the allocator takes for them; some percent off, as memory that loading and the first step
-    # leave is not there.
+    # Bytes that the allocator takes for them; some percent off, as memory that loading and the
+    # first step leave is not there.
     reserved: int
+    # The same with expandable segments.
     reserved_expandable: int
     # Most bytes of host memory, of any simulated rank.
     host: int
@@ -62,18 +59,21 @@ class Estimate:
     tokens: int
     # Bytes in blocks between two steps.
     held: int
-    # Bytes of the whole model, and the share of them that is trained.
+    # Bytes of the whole model.
     parameters: int
+    # Bytes of the whole model's weights that are trained.
     trained: int
-    # Where the most is active.
+    # Path of the module that ran when the most was active.
     module: str
-    # What no other way to run the same layers has less of; 0 of a pipeline, whose ranks have some
-    # of them each: activations that all layers keep for the backward of one sequence, bytes,
+    # Bytes of activations that all layers keep for the backward of one sequence. No way to run the
+    # same layers has less of this and the next; both are 0 of a pipeline, whose ranks have some of
+    # the layers each.
     kept: float = 0.0
-    # and seconds of a step's matmuls and attention alone.
+    # Seconds of a step's matmuls and attention alone.
     least_seconds: float = 0.0
-    # Bytes of a step that the rank sends to others, and that it copies to and from its host.
+    # Bytes of a step that the rank sends to others.
     sent: int = 0
+    # Bytes of a step that the rank copies to and from its host.
     copied: int = 0
     # Bytes that the allocator may take on the device.
     usable: int = 0
@@ -82,23 +82,26 @@ class Estimate:
 def estimate_run(
     recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
 ) -> Estimate:
-    """Return the estimate for a plannable config: of a steady step, without load, validation and
-    save.
+    """Return the estimate of a plannable config: of a steady step, without load, validation, save.
 
-    limit: of a pipeline's places none is simulated after the first one with more active bytes.
-    Raises UserErrors of recipe and config.
+    limit: bytes; of a pipeline's places none is simulated after the first one with more of them
+    active. Raises UserErrors of recipe and config.
     """
     planned = plan_ranks(
-        recipe_class, cfg, replace(settings, phases=()), list_short_steps(cfg), limit
+        recipe_class,
+        cfg,
+        replace(settings, phases=()),
+        steps=list_short_steps(cfg),
+        limit=limit,
     )
     rank = planned.heaviest
     simulation = planned.simulated[rank.rank]
     trace = simulation.trace
     held, kept = _list_alive(trace)
     activations = sum(
-        one.bytes
-        for one in kept
-        if one.kind == "activations" and IN_LAYERS in one.label + one.module
+        storage.bytes
+        for storage in kept
+        if storage.kind == "activations" and IN_LAYERS in storage.label + storage.module
     )
     # However they are divided into micro-batches, and among the ranks, the operations are the same.
     computing = [op for op in trace.iterate_ops(STEADY) if op.flops and op.part in _IN_MODEL]
@@ -108,10 +111,12 @@ def estimate_run(
     )
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = sum_transfers(trace)
-    places = {
-        found.coordinates.get("pipeline", 0): found.modules for found in planned.simulated.values()
+    # One rank of each place in the pipeline: together they have each module once.
+    rows_by_place = {
+        simulated.coordinates.get("pipeline", 0): simulated.modules
+        for simulated in planned.simulated.values()
     }
-    modules = [row for rows in places.values() for row in list_outermost(rows)]
+    modules = list(chain.from_iterable(map(list_outermost, rows_by_place.values())))
     return Estimate(
         active=rank.peak.active,
         reserved=rank.reserved,
@@ -133,13 +138,12 @@ def estimate_run(
 
 
 def sum_transfers(trace: Trace) -> tuple[int, int]:
-    """Bytes of a steady step that a rank sends to others, and that are copied to and from its
-    host.
-    """
-    sent = copied = 0
+    """Return the bytes of a step that a rank sends, and those copied to and from its host."""
+    sent = 0
+    copied = 0
     for op in trace.iterate_ops(STEADY):
-        if op.collective is not None and op.collective.operation != "recv":
-            collective = op.collective
+        collective = op.collective
+        if collective is not None and collective.operation != "recv":
             sent += op.repeats * count_wire_bytes(
                 collective.operation, collective.bytes, len(collective.ranks)
             )
@@ -151,12 +155,12 @@ def sum_transfers(trace: Trace) -> tuple[int, int]:
 def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
     """Return what is on the device as the steady step begins, and as its first backward does."""
     held: list[Storage] = []
-    for _, kind, number, current, _, alive in trace.walk():
-        if kind == PHASE and current == STEADY:
+    for _, kind, number, phase_name, _, alive in trace.walk():
+        if phase_name != STEADY:
+            continue
+        if kind == PHASE:
             held = list(alive.values())
-        elif (
-            kind == OP and current == STEADY and trace.ops[number].part in ("recompute", "backward")
-        ):
+        elif kind == OP and trace.ops[number].part in ("recompute", "backward"):
             return held, list(alive.values())
     return held, []
 
@@ -164,20 +168,23 @@ def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
 # Dotted key -> value.
 Changes = dict[str, Any]
 
-STREAM_KEY, OFFLOAD_KEY = "memory.stream_layers", "memory.optimizer_offload"
-CHECKPOINTING_KEY, QUANTIZE_KEY = "memory.activation_checkpointing", "lora.quantize_base"
-CONTEXT_KEY, REDUCE_KEY = "parallel.context", "parallel.reduce_gradients"
-STRATEGY_KEY, STATES_KEY = "parallel.strategy", "optimizer.state_bits"
-TEACHER_KEYS = QUANTIZE_TEACHER, STREAM_TEACHER = (
-    "distill.quantize_teacher",
-    "distill.stream_teacher",
-)
+STREAM_KEY = "memory.stream_layers"
+OFFLOAD_KEY = "memory.optimizer_offload"
+CHECKPOINTING_KEY = "memory.activation_checkpointing"
+QUANTIZE_KEY = "lora.quantize_base"
+CONTEXT_KEY = "parallel.context"
+REDUCE_KEY = "parallel.reduce_gradients"
+STRATEGY_KEY = "parallel.strategy"
+STATES_KEY = "optimizer.state_bits"
+QUANTIZE_TEACHER = "distill.quantize_teacher"
+STREAM_TEACHER = "distill.stream_teacher"
+TEACHER_KEYS = (QUANTIZE_TEACHER, STREAM_TEACHER)
 
 CHECKPOINTING = ("full", "selective", "none")  # from least to most memory
 LONG_SEQUENCE = 8192  # tokens of a sequence from which on the ways to have room for it are weighed
 # Settings that cost little time, and are tried together where the peak is outside of the layers.
 OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_chunks": 64}
-OUTSIDE_SHARE = 0.1
+OUTSIDE_SHARE = 0.1  # of the device's memory: what these settings may make up for
 RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 ACTIVE_TOLERANCE = 0.01  # of active memory, which estimates say within 0.5 %
 
@@ -192,33 +199,32 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings and what they take: by an estimate, or where there is a verdict by their whole
-    plan.
-    """
+    """Settings and what they take, by an estimate or by their whole plan."""
 
     changes: Changes
-    quick: Estimate
+    estimate: Estimate
     # Whether they fit, as far as is known.
     may_fit: bool
     # Of the whole plan; empty: there is none.
     verdict: str = ""
 
     @property
-    def short(self) -> int:
-        """Bytes that they lack; negative: to spare."""
-        reserved = self.quick.reserved_expandable
-        if self.verdict:  # which says that they fit where they do in either of the allocator's ways
-            reserved = min(reserved, self.quick.reserved)
-        return reserved - self.quick.usable
+    def shortfall(self) -> int:
+        """Return the bytes that they lack; negative: to spare."""
+        reserved = self.estimate.reserved_expandable
+        # A verdict says that they fit where they do in either of the allocator's ways.
+        if self.verdict:
+            reserved = min(reserved, self.estimate.reserved)
+        return reserved - self.estimate.usable
 
     @property
     def speed(self) -> float:
-        """Tokens per second; 0 where it does not matter, as the settings do not fit."""
-        return self.quick.tokens / self.quick.seconds if self.quick.seconds else 0.0
+        """Return the tokens per second; 0 where they do not matter, as the settings do not fit."""
+        return self.estimate.tokens / self.estimate.seconds if self.estimate.seconds else 0.0
 
 
 def get_value(cfg: Any, key: str) -> Any:
-    """The value of a dotted key; None where the config's class has no such key."""
+    """Return the value of a dotted key; None where the config's class has no such key."""
     for name in key.split("."):
         cfg = getattr(cfg, name, None)
     return cfg
@@ -230,7 +236,7 @@ def find_differing(cfg: Any, changes: Changes) -> Changes:
 
 
 def is_long(cfg: Any) -> bool:
-    """Return whether the ways to have room for a sequence are weighed with each other."""
+    """Return True if the ways to have room for a sequence are weighed with each other."""
     return bool(cfg.max_seq_len >= LONG_SEQUENCE)
 
 
@@ -240,52 +246,54 @@ def count_data_ranks(cfg: Any, ranks: int) -> int:
 
 
 def apply_changes(cfg: Any, changes: Changes) -> Any | None:
-    """A copy of a config with other values; None where its class lacks a key, or the values do not
-    go together.
+    """Return a copy of a config with other values.
+
+    It is None where the config's class lacks a key, or the values do not go together.
     """
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     if any(key not in keys for key in changes):
         return None
-    other = copy.deepcopy(cfg)
+    changed_cfg = copy.deepcopy(cfg)
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
-        setattr(
-            functools.reduce(getattr, section.split(".") if section else [], other), name, value
-        )
-    return None if _list_refusals(other) - _list_refusals(cfg) else other
+        owner = functools.reduce(getattr, section.split(".") if section else [], changed_cfg)
+        setattr(owner, name, value)
+    # What the config itself breaks is none of the changes' doing.
+    is_refused = _list_refusals(changed_cfg) - _list_refusals(cfg)
+    return None if is_refused else changed_cfg
 
 
 def _list_refusals(cfg: Any) -> set[Any]:
-    """The rules that a config breaks, and the keys that it sets in vain."""
+    """Return the rules that a config breaks, and the keys that it sets in vain."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
-    idle = {
+    idle_keys = {
         name
         for name, key in keys.items()
         if get_value(cfg, name) != key.default and why_idle(cfg, key)
     }
-    return idle.union(broken_rules(cfg, list(keys)))
+    return idle_keys.union(broken_rules(cfg, list(keys)))
 
 
 def set_checkpointing(cfg: Any, kind: str) -> Changes:
-    """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
-    changes: Changes = {"memory.activation_checkpointing": kind}
+    """Return what sets the kind of checkpointing."""
+    changes: Changes = {CHECKPOINTING_KEY: kind}
+    # A budget belongs to `budget` alone.
     if kind != "budget" and get_value(cfg, "memory.activation_budget_gib") is not None:
         changes["memory.activation_budget_gib"] = None
     return changes
 
 
 def step_in_backward(cfg: Any) -> Changes:
-    """Return what steps parameters in backward: nothing is clipped there, and nothing
-    accumulated.
-    """
-    wanted = {
+    """Return what steps parameters in backward."""
+    changes = {
         "memory.optimizer_in_backward": True,
+        # Nothing is clipped there, and nothing accumulated.
         "clip_grad_norm": None,
         "gradient_accumulation_steps": 1,
     }
-    return find_differing(cfg, wanted)
+    return find_differing(cfg, changes)
 
 
 def stream_layers(cfg: Any) -> Changes:
@@ -303,7 +311,7 @@ def format_overrides(changes: Changes) -> str:
 
 
 def compute_usable_bytes(cfg: Any, settings: PlanSettings) -> int:
-    """What the allocator may take on the device."""
+    """Return the bytes that the allocator may take on the device."""
     outside = settings.outside or outside_torch(
         settings.hardware, list_communicator_sizes(cfg.parallel, settings.ranks)
     )
@@ -311,39 +319,28 @@ def compute_usable_bytes(cfg: Any, settings: PlanSettings) -> int:
 
 
 def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
-    """The ranks of each communicator that a rank has, of the ranks of a pipeline the one with the
-    most.
-
-    NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
-    communicator of their own.
-    """
+    """Return the ranks of each communicator of a rank, in a pipeline of the one with the most."""
+    # NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
+    # communicator of their own.
     pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
 def compute_tolerance(settings: PlanSettings) -> int:
-    """Return the bytes beyond the device up to which an estimate does not say whether settings
-    fit.
-    """
+    """Return the bytes beyond the device up to which an estimate does not rule settings out."""
     return int(RESERVED_TOLERANCE * settings.hardware.memory)
 
 
 def try_estimate(
     recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
 ) -> Estimate | None:
-    """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is
-    then left out.
-    """
+    """Return `estimate_run`, or None for what the recipe or the simulation refuses."""
     try:
-        return estimate_run(recipe_class, cfg, settings, limit)
+        return estimate_run(recipe_class, cfg, settings=settings, limit=limit)
     except UserError:
         return None
-    except (
-        AssertionError,
-        NotImplementedError,
-        AttributeError,
-        RuntimeError,
-    ):  # an operator without a simulation
+    # An operator without a simulation raises these. It is one change of many, which is left out.
+    except (AssertionError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
 
@@ -352,31 +349,35 @@ def try_settings(
 ) -> Candidate | None:
     """Return the estimate of settings; None for what the recipe or the simulation refuses.
 
-    Where they do not fit and the peak is outside of the layers, with what makes less of that.
+    Where they do not fit and the peak is outside of the layers, it is that of the settings with
+    what makes less of that.
     """
-    less = {
+    outside_layers = {
         key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed
     }
+    # A list of patterns is the user's own choice of units.
     if isinstance(get_value(cfg, "parallel.fsdp_wrap_policy"), list):
-        less.pop("parallel.fsdp_wrap_policy", None)
+        outside_layers.pop("parallel.fsdp_wrap_policy", None)
     best = None
-    for more in ({}, less):
-        other = apply_changes(cfg, changes | more)
-        if other is None:
+    for more_changes in ({}, outside_layers):
+        all_changes = changes | more_changes
+        changed_cfg = apply_changes(cfg, all_changes)
+        if changed_cfg is None:
             break
-        limit = int(compute_usable_bytes(other, settings) / (1 - ACTIVE_TOLERANCE))
-        estimate = try_estimate(recipe_class, other, settings, limit)
+        limit = int(compute_usable_bytes(changed_cfg, settings) / (1 - ACTIVE_TOLERANCE))
+        estimate = try_estimate(recipe_class, changed_cfg, settings=settings, limit=limit)
         if estimate is None:
             break
-        one = Candidate(changes | more, estimate, estimate.active <= limit)
-        one = replace(one, may_fit=one.may_fit and one.short <= compute_tolerance(settings))
-        if best is None or one.short < best.short:
-            best = one
-        # More than this, logits and gathered embeddings do not make up for.
+        candidate = Candidate(all_changes, estimate, may_fit=estimate.active <= limit)
+        fits_reserved = candidate.shortfall <= compute_tolerance(settings)
+        candidate = replace(candidate, may_fit=candidate.may_fit and fits_reserved)
+        if best is None or candidate.shortfall < best.shortfall:
+            best = candidate
         if (
-            one.short <= 0
+            candidate.shortfall <= 0
             or IN_LAYERS in estimate.module
-            or one.short > OUTSIDE_SHARE * settings.hardware.memory
+            # More than this, logits and gathered embeddings do not make up for.
+            or candidate.shortfall > OUTSIDE_SHARE * settings.hardware.memory
         ):
             break
     return best
@@ -388,21 +389,21 @@ def run_in_processes(
     what: str = "trying settings",
     unit: str = "settings",
 ) -> list[Result]:
-    """Return `work` of each piece, in order, done by `side_by_side`.
+    """Return `work` of each piece, in order, done on all cores by `open_workers`.
 
-    what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go
-    through pipes.
+    what, unit: shown while it lasts; pieces are counted in `unit`.
     """
 
-    def work_at(place: int) -> Result:
-        return work(pieces[place])
+    # A fork has the pieces already: only their numbers and the results go through pipes.
+    def work_at(index: int) -> Result:
+        return work(pieces[index])
 
     waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with open_workers(work_at) as (submit, _), waiting as going:
+    with open_workers(work_at) as (submit, _), waiting as progress:
         results = []
-        for future in [submit(place) for place in range(len(pieces))]:
+        for future in [submit(index) for index in range(len(pieces))]:
             results.append(future.result())
-            going.advance(1)
+            progress.advance(1)
     return results
 
 
@@ -410,12 +411,12 @@ def run_in_processes(
 def open_workers(
     work: Callable[[Piece], Result], processes: int | None = None
 ) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
-    """Yield (what begins `work` of a piece, how many go on at a time), by forks of this process,
-    one for each core.
+    """Yield (what submits a piece to `work`, how many run at a time).
 
-    Here, one after the other, where a simulation has already run in this process: its autograd has
-    threads that a fork lacks. SetupError if a fork is killed.
+    The workers are forks of this process, one for each core. SetupError if a fork is killed.
     """
+    # Where a simulation has run in this process, its autograd has threads that a fork lacks: work
+    # is done here then, one piece after the other.
     has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
     workers = 1 if has_simulated else count_workers(processes)
     if workers == 1:

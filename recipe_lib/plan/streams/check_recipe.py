@@ -19,7 +19,7 @@ from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.summary.rank_memory import list_first_ranks
+from recipe_lib.plan.summary.step_time import list_first_ranks
 from recipe_lib.units import counted
 
 MOST_RANKS = 64  # whose collectives are compared

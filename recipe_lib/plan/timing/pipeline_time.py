@@ -1,5 +1,4 @@
-"""When each rank of a pipeline does what, and how long its step takes: the ranks' own traces on one
-time line.
+"""The time of a pipeline's step: the ranks' own traces on one time line.
 
 What a rank computes in an action takes what the schedule of its own trace says; when it can begin,
 and when a tensor has arrived, is simulated over all ranks. Before, between and after what goes
@@ -34,22 +33,28 @@ def compute_pipeline_time(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> tuple[Timeline, float]:
-    """Return the forwards and backwards, places in the pipeline as their ranks, and the seconds of
-    a whole step of `count` micro-batches. traces, timings: of a rank for each place in the
-    pipeline, of one phase.
+    """Return the forwards and backwards, and the seconds of a step of `count` micro-batches.
+
+    traces, timings: of a rank for each place in the pipeline, of one phase. The time line has
+    places as its ranks.
     """
-    parts = {place: split_actions(traces[place], timings[place]) for place in timings}
+    gaps: dict[int, list[float]] = {}
+    runs: dict[int, list[_Seconds]] = {}
     messages: dict[tuple[int, str], float] = {}
+    for place, timing in timings.items():
+        gaps[place], runs[place] = split_actions(traces[place], timing)
     for trace in traces.values():
-        messages |= time_messages(trace, phase, hardware, calibration)
-    gaps = zip(*(found[0] for found in parts.values()), strict=True)
-    step = sum(max(waits) for waits in gaps)
+        messages |= time_messages(trace, phase, hardware=hardware, calibration=calibration)
+    step = sum(max(waits) for waits in zip(*gaps.values(), strict=True))
     trained: Timeline | None = None
-    for number, run in enumerate(next(iter(parts.values()))[1]):
+    # All places have as many runs; one without a backward trains nothing.
+    for index, run in enumerate(next(iter(runs.values()))):
         training = any(action.kind in ("B", "I") for action in run)
         seconds: _Seconds = {}
-        for place, found in parts.items():
-            seconds |= extend_to_all(found[1][number], parallel, place, count, training)
+        for place, place_runs in runs.items():
+            seconds |= extend_to_all(
+                place_runs[index], parallel, place, count=count, training=training
+            )
         timeline = simulate(
             orders_of(parallel, count, training=training),
             parallel,
@@ -64,17 +69,21 @@ def compute_pipeline_time(
 
 
 def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
-    """(seconds before the first run of actions, between runs, and after the last; by run those of
-    each action).
+    """Return (gaps, runs): the seconds of each action of each run, and those outside of runs.
+
+    Gaps are before the first run of actions, between runs, and after the last.
     """
-    gaps, runs = [0.0], list[_Seconds]()
-    ended, running = 0.0, False
-    for (number, begin), (_, end) in zip(
-        timing.actions, [*timing.actions[1:], (-1, 0.0)], strict=True
-    ):
+    gaps = [0.0]
+    runs: list[_Seconds] = []
+    ended = 0.0
+    running = False
+    # An action lasts until the next one begins.
+    ends = [begin for _, begin in timing.actions[1:]]
+    for (number, begin), end in zip(timing.actions, [*ends, 0.0], strict=True):
         mark = trace.actions[number]
-        if not mark.kind:
-            ended, running = begin, False
+        if not mark.kind:  # the end of a run
+            ended = begin
+            running = False
             gaps.append(0.0)
             continue
         if not running:
@@ -89,7 +98,7 @@ def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Se
 def extend_to_all(
     run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool
 ) -> _Seconds:
-    """Seconds of a rank's actions with all micro-batches, from those that were traced."""
+    """Return the seconds of a rank's actions with all micro-batches, from those traced."""
     traced = len({action.micro_batch for action in run})
     stands = stand_ins(parallel, place, traced, count, training=training)
     if stands is None:
@@ -100,18 +109,13 @@ def extend_to_all(
 def time_messages(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
 ) -> dict[tuple[int, str], float]:
-    """By stage and kind of sending the seconds that it takes; what a stage does not send is not in
-    it.
-    """
+    """Return the seconds of each message by (stage, kind of sending)."""
     seconds: dict[tuple[int, str], float] = {}
     for action, _, op in trace.iterate_action_ops(phase):
-        if (
-            action.kind in ("SF", "SB")
-            and op.collective is not None
-            and op.collective.operation == "send"
-        ):
+        collective = op.collective
+        if action.kind in ("SF", "SB") and collective and collective.operation == "send":
             seconds[action.stage, action.kind] = compute_collective_seconds(
-                op.collective, hardware, calibration
+                collective, hardware, calibration
             )
     return seconds
 
@@ -123,13 +127,14 @@ def scale_to_step(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> StepTime:
-    """Return the time of a rank's own step with the sums of all micro-batches, of which a trace has
-    some.
+    """Return the time of a rank's own step with the sums of all micro-batches.
+
+    A trace has some of them, each of which may stand for more.
     """
-    counted: dict[int, int] = {}
+    repeats: dict[int, int] = {}
     transfers = launch = 0.0
     for action, number, op in trace.iterate_action_ops(phase):
-        counted[number] = action.repeats
+        repeats[number] = action.repeats
         launch += op.repeats * compute_launch_seconds(op, calibration, hardware.architecture)
         if op.collective is not None and is_transfer(op):
             transfers += op.repeats * compute_collective_seconds(
@@ -137,12 +142,10 @@ def scale_to_step(
             )
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
     alone = sum(end - start for _, start, end in kernels)
-    scale = (
-        sum((end - start) * counted[number] for number, start, end in kernels) / alone
-        if alone
-        else 1.0
-    )
-    moved = sum(seconds * counted[number] for number, seconds in timing.collectives.items())
+    # What runs at the same time is scaled as a whole, by how often its kernels run.
+    repeated = sum((end - start) * repeats[number] for number, start, end in kernels)
+    scale = repeated / alone if alone else 1.0
+    moved = sum(seconds * repeats[number] for number, seconds in timing.collectives.items())
     return replace(
         timing,
         compute=timing.compute * scale,

@@ -1,11 +1,10 @@
-"""When each operator of a traced phase runs: a list schedule over the device's streams, the links
-and the host.
+"""A list schedule of a traced phase: when each operator runs on streams, links and the host.
 
-No torch in here. The host issues operators one after the other; an operator starts when it has been
-issued, when its stream is free and, for a collective, when its link is. Kernels on different
-streams do not slow each other, and the other ranks are taken to be as fast as this one: a stage of
-a pipeline never waits for its neighbor here, and what they exchange is left out; `pipeline_time`
-puts the ranks together.
+The host issues operators one after the other; an operator starts when it has been issued, when its
+stream is free and, for a collective, when its link is. Kernels on different streams do not slow
+each other, and the other ranks are taken to be as fast as this one: a stage of a pipeline never
+waits for its neighbor here, and what they exchange is left out (`pipeline_time.py` puts the ranks
+together). No torch in here.
 """
 
 from collections import defaultdict, deque
@@ -26,26 +25,31 @@ from recipe_lib.plan.tracing.trace import ACTION, HOST, OP, RECORD, WAIT, Action
 
 @dataclass
 class StepTime:
-    """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all
-    collectives, alone; exposed: while a collective runs and no kernel does; copies, copies_exposed:
-    the same of copies between host and device; launch: the host's, to issue all; on_host: what it
-    computes itself; step: from the first operator issued to the last one done. collectives: by
-    number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued.
-    actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was
-    done with all before it); what is in one is here as often as it was traced, and what ranks
-    exchange in it is not here.
-    """
+    """The times of a phase, seconds."""
 
+    # While kernels run, on one stream or several.
     compute: float
+    # Of all collectives, alone.
     communication: float
+    # While a collective runs and no kernel does.
     exposed: float
+    # Of the host, to issue all.
     launch: float
+    # From the first operator issued to the last one done.
     step: float
+    # By number in `Trace.ops`, how long each takes alone.
     collectives: dict[int, float]
+    # (number in `Trace.ops`, start, end), as issued.
     timeline: list[tuple[int, float, float]]
+    # Of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done
+    # with all before it). What is in an action is counted as often as it was traced, and what ranks
+    # exchange in it is not.
     actions: list[tuple[int, float]] = field(default_factory=list)
+    # Of copies between host and device, alone.
     copies: float = 0.0
+    # While a copy runs and no kernel does.
     copies_exposed: float = 0.0
+    # That the host computes itself.
     on_host: float = 0.0
 
 
@@ -56,8 +60,9 @@ def schedule(
     calibration: Calibration | None = None,
     experts: int = 0,
 ) -> StepTime:
-    """Simulates one phase of a trace; ValueError if it was not traced. experts: that have all rows
-    of each grouped matmul; 0: all have as many.
+    """Return the times of one phase of a trace; ValueError if it was not traced.
+
+    experts: that have all rows of each grouped matmul; 0: all have as many.
 
     A collective runs on a link (inside the machine, or the network), one after the other, as do
     copies between host and device, each way for itself. One that `waits`, or receives, holds up the
@@ -66,14 +71,12 @@ def schedule(
     for it.
     """
     host = launch = on_host = 0.0
-    streams: dict[int, float] = defaultdict(
-        float
-    )  # by stream, link and event: when it is free, or has come
+    # When each stream and link is free, and when each event has come.
+    streams: dict[int, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     recorded: dict[int, float] = defaultdict(float)
-    pending: dict[int, deque[float]] = defaultdict(
-        deque
-    )  # by stream, ends of collectives that it has not waited for
+    # By stream, ends of collectives that it has not waited for.
+    pending: dict[int, deque[float]] = defaultdict(deque)
     timeline: list[tuple[int, float, float]] = []
     actions: list[tuple[int, float]] = []
     action = ActionMark()
@@ -81,17 +84,17 @@ def schedule(
     for kind, number in trace.iterate_events(phase):
         if kind == OP:
             op = trace.ops[number]
-            if action.kind and is_transfer(op):
+            if action.kind and is_transfer(op):  # between ranks of a pipeline
                 continue
             repeats = op.repeats // action.repeats
             issuing = compute_launch_seconds(op, calibration, hardware.architecture) * repeats
             matmuls = count_issued_matmuls(op, hardware.architecture)
             if matmuls:  # of which the host reads the numbers of rows first
                 host = max(host, streams[op.stream])
-            host, launch = host + issuing, launch + issuing
-            seconds = repeats * compute_op_seconds(
-                set_loads(op, experts) if experts else op, hardware, calibration
-            )
+            host += issuing
+            launch += issuing
+            loaded_op = set_loads(op, experts) if experts else op
+            seconds = repeats * compute_op_seconds(loaded_op, hardware, calibration)
             if op.on_host or (in_turn and is_kernel(op) and not is_wait(op)):
                 host += seconds
                 if op.on_host:
@@ -100,7 +103,8 @@ def schedule(
                     timeline.append((number, host - seconds, host))
                     streams[op.stream] = host
                 continue
-            issued = host if not matmuls else host - issuing * matmuls / (1 + matmuls)
+            # Matmuls that are issued one by one: the first starts while the others are issued.
+            issued = host - issuing * matmuls / (1 + matmuls) if matmuls else host
             start = max(issued, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
@@ -127,30 +131,30 @@ def schedule(
         elif kind == ACTION:
             action = trace.actions[number]
             actions.append((number, streams[0]))
-    return replace(_sum_up(trace, timeline, host, actions), launch=launch, on_host=on_host)
+    return replace(
+        _sum_up(trace, timeline, host=host, actions=actions), launch=launch, on_host=on_host
+    )
 
 
 def is_transfer(op: Op) -> bool:
-    """Whether it sends to or receives from another rank."""
+    """Return True if it sends to or receives from another rank."""
     return op.collective is not None and op.collective.operation in ("send", "recv")
 
 
 def is_kernel(op: Op) -> bool:
-    """Whether it computes: it is neither a collective nor a copy between host and device."""
+    """Return True if it is neither a collective nor a copy between host and device."""
     return op.collective is None and not op.transfer
 
 
 def _list_links(op: Op, hardware: Hardware) -> tuple[str, ...]:
-    """What an operator occupies: the links of one machine, the network, or one way of the bus to
-    the host; where cards reach each other by that bus, a collective of one machine takes both of
-    its ways.
-    """
+    """Return the links that an operator occupies: of the machine, the network, or the host."""
     if op.transfer:
         return (op.transfer,)
     if op.collective is None:
         return ()
     if len({rank // hardware.ranks_per_node for rank in op.collective.ranks}) > 1:
         return ("network",)
+    # Where cards reach each other by the bus to the host, both of its directions are taken.
     return ("to_host", "to_device") if hardware.link.kind.startswith("pcie") else ("machine",)
 
 
@@ -160,6 +164,7 @@ def _sum_up(
     host: float,
     actions: list[tuple[int, float]],
 ) -> StepTime:
+    """Return the sums of a time line, without what the host launches and computes."""
     collectives = {
         number: end - start for number, start, end in timeline if trace.ops[number].collective
     }
@@ -183,29 +188,29 @@ def _sum_up(
 
 def _count_covered(spans: list[tuple[float, float]]) -> float:
     """Return the seconds in which one of the spans runs, or several."""
-    total = begun = ended = 0.0
+    total = run_start = run_end = 0.0
     for start, end in sorted(spans):
-        if start > ended:
-            total += ended - begun
-            begun = start
-        ended = max(ended, end)
-    return total + ended - begun
+        if start > run_end:
+            total += run_end - run_start
+            run_start = start
+        run_end = max(run_end, end)
+    return total + run_end - run_start
 
 
 # What a planned step's kernels spend their time on: matmuls, attention, and what moves bytes.
-#
-# No torch in here. Seconds are those of each operator alone on the device, all micro-batches
-# counted; what runs at the same time counts twice, so the sums of kinds are no times of a step. See
-# `stream_schedule` for when it all runs.
+# Seconds are those of each operator alone on the device, all micro-batches counted; what runs at
+# the same time counts twice, so the sums of kinds are no times of a step.
 
-
-MATMULS, ATTENTION, MEMORY_BOUND = "matmuls", "attention", "memory-bound kernels"
-COPIES, COMMUNICATION = "copies", "communication"
+MATMULS = "matmuls"
+ATTENTION = "attention"
+MEMORY_BOUND = "memory-bound kernels"
+COPIES = "copies"
+COMMUNICATION = "communication"
 KINDS = (MATMULS, ATTENTION, MEMORY_BOUND, COPIES, COMMUNICATION)
 
 
 def classify_op(op: Op) -> str:
-    """One of KINDS; "" for what takes no time by itself."""
+    """Return one of KINDS; "" for what takes no time by itself."""
     if op.collective is not None:
         return COMMUNICATION
     if op.transfer:
@@ -220,16 +225,17 @@ def classify_op(op: Op) -> str:
 def sum_time_by_kind(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Seconds by kind, KINDS in order; ValueError if the phase was not traced."""
-    found = dict.fromkeys(KINDS, 0.0)
+    """Return seconds by kind, KINDS in order; ValueError if the phase was not traced."""
+    seconds = dict.fromkeys(KINDS, 0.0)
     for op in trace.iterate_ops(phase):
         if kind := classify_op(op):
-            found[kind] += op.repeats * compute_op_seconds(op, hardware, calibration)
-    return found
+            seconds[kind] += op.repeats * compute_op_seconds(op, hardware, calibration)
+    return seconds
 
 
 def count_launched_operators(trace: Trace, phase: str) -> int:
-    """How many operators the host issues, collectives and copies among them; ValueError if the
-    phase was not traced.
+    """Return how many operators the host issues, collectives and copies among them.
+
+    ValueError if the phase was not traced.
     """
     return sum(op.repeats for op in trace.iterate_ops(phase) if not is_wait(op))

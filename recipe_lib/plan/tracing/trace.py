@@ -1,8 +1,9 @@
-"""What a simulated run did, as plain numbers: which memory was taken and given back when, by which
-operator, and why.
+"""A trace: what a simulated run did, as plain numbers.
 
-No torch in here. Bytes are those asked for, before an allocator rounds them; times do not exist
-yet: a trace is an order of events, as the host issues them.
+It says which memory was taken and given back, by which operator, and why. `tracer.py` records it;
+the allocator, the time line and the views read it. Bytes are those asked for, before an allocator
+rounds them; times do not exist yet: a trace is an order of events, as the host issues them. No
+torch in here.
 """
 
 from collections.abc import Iterator
@@ -38,96 +39,108 @@ WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for 
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation.
+    """One allocation."""
 
-    bytes: asked for. device: on the accelerator, else on the host. stream: that it was made on; 0
-    computes. kind: of KINDS. module: dotted path of the module that was running, "" outside. label:
-    the parameter's name where one is known. op: the operator that made it. part: of PARTS. phase:
-    index into `Trace.phases`. pinned: host memory that a copy need not wait for.
-    """
-
+    # As asked for.
     bytes: int
+    # On the accelerator, else on the host.
     device: bool = True
+    # That it was made on; 0 computes.
     stream: int = 0
+    # Of STORAGE_KINDS.
     kind: str = "temporary"
+    # Dotted path of the module that was running; empty: outside of modules.
     module: str = ""
+    # The parameter's name where one is known.
     label: str = ""
+    # The operator that made it.
     op: str = ""
+    # Of PARTS.
     part: str = "other"
+    # Index into `Trace.phases`.
     phase: int = 0
+    # Host memory that a copy need not wait for.
     pinned: bool = False
 
 
 @dataclass(slots=True)
 class Collective:
-    """One communication of a group of ranks.
+    """One communication of a group of ranks."""
 
-    operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`,
-    `recv`. dim: the mesh dimension of the group, such as `data_shard`; `world` for all ranks.
-    ranks: the group's members; of `send` and `recv` the two that exchange. bytes: of the whole
-    tensor: the gathered one, the one before it is scattered, the reduced one, the message. shapes:
-    of the tensors of this rank. dtype: such as `bf16`. waits: the stream that issued it waits for
-    it at once.
-    """
-
+    # `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send` or `recv`.
     operation: str
+    # Mesh dimension of the group, such as `data_shard`; `world`: all ranks.
     dim: str
+    # Members of the group; of `send` and `recv` the two that exchange.
     ranks: tuple[int, ...]
+    # Of the whole tensor: the gathered one, the one before it is scattered, the reduced one, the
+    # message.
     bytes: int
+    # Of the tensors of this rank.
     shapes: tuple[tuple[int, ...], ...] = ()
+    # Such as `bf16`.
     dtype: str = ""
+    # The stream that issued it waits for it at once.
     waits: bool = True
 
 
 @dataclass(slots=True)
 class Op:
-    """One operator that does work (views do none).
-
-    repeats: so many alike were issued one after another; this one stands for all of them, with
-    flops and bytes of one. flops: of matmuls and attention, multiply and add are two. bytes: read
-    and written. stream: issued on. dtype: of the result, for the rate that the device computes it
-    with. transfer: `to_host` or `to_device` for a copy between the two, whose bytes are counted on
-    both sides. shape: of a matmul (matrices, m, k, n), of a grouped one which of m and k is the
-    rows of an expert (1 or 2) besides, of attention (rows times heads, queries, keys, keys seen by
-    a query, width). on_host: it is the host that computes it. reads, makes: in forward and
-    recomputation, the storages of its arguments and results.
-    """
+    """One operator that does work; views do none."""
 
     name: str
+    # That it was issued on.
     stream: int = 0
+    # Of PARTS.
     part: str = "other"
+    # Dotted path of what was running.
     module: str = ""
+    # Index into `Trace.phases`.
     phase: int = 0
+    # Of matmuls and attention; multiply and add are two.
     flops: int = 0
+    # Read and written.
     bytes: int = 0
+    # Of the result, for the rate that the device computes it with.
     dtype: str = ""
     collective: Collective | None = None
+    # So many alike were issued one after another; this one stands for all of them, with flops and
+    # bytes of one.
     repeats: int = 1
+    # `to_host` or `to_device` for a copy between the two, whose bytes are counted on both sides.
     transfer: str = ""
+    # Of a matmul (matrices, m, k, n), of a grouped one which of m and k is the rows of an expert (1
+    # or 2) besides; of attention (rows times heads, queries, keys, keys seen by a query, width).
     shape: tuple[int, ...] = ()
+    # It is the host that computes it.
     on_host: bool = False
+    # In forward and recomputation, the storages of its arguments.
     reads: tuple[int, ...] = ()
+    # In forward and recomputation, the storages of its results.
     makes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Sync:
-    """stream: that recorded, or waits for, the event `event`; HOST: the host waits."""
+    """An event that a stream records or waits for."""
 
+    # Number of the event.
     event: int
+    # That records or waits; HOST: the host waits.
     stream: int
 
 
 @dataclass(slots=True)
 class ActionMark:
-    """What a rank of a pipeline does next. kind: F, B, I, W, or SF, RF, SB, RB: as the pipeline's
-    schedule has it; "": the end of all of it. repeats: this one stands for as many, of later
-    micro-batches; the operators in it say so too.
-    """
+    """The next action of a rank of a pipeline."""
 
+    # That it does it for.
     stage: int = -1
+    # F, B, I, W, or SF, RF, SB, RB: as the pipeline's schedule has it; empty: the end of all of it.
     kind: str = ""
+    # Number in the step.
     micro_batch: int = -1
+    # This one stands for as many, of later micro-batches; the operators in it say so too.
     repeats: int = 1
 
 
@@ -140,16 +153,19 @@ class Trace:
     syncs: list[Sync] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     actions: list[ActionMark] = field(default_factory=list)
-    uses: list[tuple[int, int]] = field(default_factory=list)  # (storage, stream that uses it too)
+    # (storage, stream that uses it too).
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    # (kind, number), in the order in which the host issued them.
     events: list[tuple[int, int]] = field(default_factory=list)
 
     def iterate_events(self, phase: str) -> Iterator[tuple[int, int]]:
-        """The events of one phase, in order; ValueError if it was not traced."""
-        wanted, current = self.phases.index(phase), -1
+        """Yield the events of one phase, in order; ValueError if it was not traced."""
+        phase_number = self.phases.index(phase)
+        current = -1
         for kind, number in self.events:
             if kind == PHASE:
                 current = number
-            elif current == wanted:
+            elif current == phase_number:
                 yield kind, number
 
     def iterate_ops(self, phase: str) -> Iterator[Op]:
@@ -159,14 +175,15 @@ class Trace:
     def walk(
         self, device: bool = True
     ) -> Iterator[tuple[int, int, int, str, int, dict[int, Storage]]]:
-        """Yield of each event its place, kind and number, the phase that it is in, and the memory
-        on the accelerator or on the host after it: bytes, and the storages by number, in a dict
-        that goes on changing.
+        """Yield of each event (index, kind, number, phase, bytes, storages).
+
+        bytes, storages: what is alive after it on the accelerator, or on the host. Storages are by
+        number, in a dict that goes on changing.
         """
         phase = ""
         held = 0
         alive: dict[int, Storage] = {}
-        for place, (kind, number) in enumerate(self.events):
+        for index, (kind, number) in enumerate(self.events):
             if kind == PHASE:
                 phase = self.phases[number]
             elif kind == ALLOC and self.storages[number].device == device:
@@ -174,12 +191,10 @@ class Trace:
                 held += alive[number].bytes
             elif kind == FREE and number in alive:
                 held -= alive.pop(number).bytes
-            yield place, kind, number, phase, held, alive
+            yield index, kind, number, phase, held, alive
 
     def iterate_action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
-        """Yield the operators of one phase with their numbers, and what a rank of a pipeline does
-        meanwhile.
-        """
+        """Yield (what a rank of a pipeline does meanwhile, number, operator) of one phase."""
         action = ActionMark()
         for kind, number in self.iterate_events(phase):
             if kind == ACTION:
@@ -187,27 +202,30 @@ class Trace:
             elif kind == OP:
                 yield action, number, self.ops[number]
 
-    def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
-        """By phase the most bytes live at a time, on the accelerator or on the host, before any
-        rounding; and the number of the event that led there, -1 if it was before the phase.
+    def find_peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
+        """Return by phase (the most bytes live at a time, index of the event that led there).
+
+        Bytes are on the accelerator or on the host, before any rounding. The index is -1 if the
+        event was before the phase.
         """
         peaks: dict[str, tuple[int, int]] = {}
-        for place, kind, _, phase, held, _ in self.walk(device):
+        for index, kind, _, phase, held, _ in self.walk(device):
             if kind == PHASE:
                 peaks[phase] = (held, -1)
             elif phase and held > peaks[phase][0]:
-                peaks[phase] = (held, place)
+                peaks[phase] = (held, index)
         return peaks
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
-        """By phase the most bytes live at a time."""
-        return {phase: most for phase, (most, _) in self.peaks(device).items()}
+        """Return by phase the most bytes live at a time."""
+        return {phase: most for phase, (most, _) in self.find_peaks(device).items()}
 
     def list_alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
-        """Numbers of the storages that are live when the most bytes are, in one phase; KeyError if
-        it is not there.
+        """Return the numbers of the storages that are live when the most bytes of a phase are.
+
+        KeyError if the phase is not there.
         """
-        at = self.peaks(device)[phase][1]
-        if at < 0:  # where the phase begins
-            at = self.events.index((PHASE, self.phases.index(phase)))
-        return next(list(alive) for place, *_, alive in self.walk(device) if place == at)
+        peak = self.find_peaks(device)[phase][1]
+        if peak < 0:  # where the phase begins
+            peak = self.events.index((PHASE, self.phases.index(phase)))
+        return next(list(alive) for index, *_, alive in self.walk(device) if index == peak)

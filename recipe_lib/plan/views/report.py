@@ -1,5 +1,8 @@
-"""A plan as sections, for a terminal of 80 columns and more and for one HTML page. No torch in
-here.
+"""The report of a plan: for a terminal (`render`), as a page (`render_html`), of two plans.
+
+Its sections are the tables of `tables.py`, the tree of `memory_tree.py`, the words of
+`verdict_text.py`, and the pictures that are drawn here. `render_diff` compares two plans. No torch
+in here.
 """
 
 import math
@@ -8,9 +11,9 @@ from typing import Any
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
+from recipe_lib.plan.views.memory_tree import build_alive_tree, draw_tree, fold_small
 from recipe_lib.plan.views.tables import (
     build_advice_table,
-    build_alive_tree,
     build_alone_table,
     build_communication_table,
     build_groups_table,
@@ -21,8 +24,6 @@ from recipe_lib.plan.views.tables import (
     build_stage_ranks_table,
     build_stage_table,
     build_volume_table,
-    draw_tree,
-    fold_small,
     format_layers,
     group_by_dim,
     sum_traffic,
@@ -66,7 +67,8 @@ from recipe_lib.units import (
 
 # A branch of the tree has a line on a terminal if it is this share of the one above it, and at most
 # so many have.
-_SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
+_SMALLEST_SHARE = 0.01
+_MOST_BRANCHES = 12
 _MOST_ON_PAGE = 60
 
 
@@ -78,26 +80,37 @@ def render(
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """Return the report. Short: verdict, what was planned, memory by phase, what is live at the
-    peak; full: communication, layers, time, host memory and assumptions as well. Both end with the
-    verdict and what to change next.
+    """Return the report for a terminal.
 
-    depth: levels of the tree; 1: kinds, 2: layers too, and so on; by default 1, in the full report
-    2. width: columns, by default those of the terminal between 80 and 120. color: styles of a
-    terminal; `wants_color` says whether a stream should get them.
+    The short one has the verdict, what was planned, memory by phase and what is live at the peak;
+    the full one communication, layers, time, host memory and assumptions as well. Both end with
+    the verdict and what to change next.
+
+    Args:
+        plan: to report.
+        full: the full report.
+        depth: levels of the tree: 1 kinds, 2 layers too, and so on; by default 1, in the full
+            report 2.
+        width: columns; by default those of the terminal, between 80 and 120.
+        color: styles of a terminal; `wants_color` says whether a stream should get them.
     """
     console = terminal.open_console(width or terminal.get_terminal_width(), color)
     style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
     put(console, format_verdict(plan), style)
     console.print()
-    terminal.put_pairs(console, [*list_run_facts(plan), *([] if full else list_step_facts(plan))])
-    sections = [
-        show_table(build_phase_table(plan)),
-        _build_tree(plan, depth, sums_up=depth is None),
-        show_table(build_advice_table(plan)),
-        Section("notes", items=plan.notes),
-    ]
-    for section in _describe_all(plan, _build_tree(plan, max(depth or 2, 1))) if full else sections:
+    facts = list_run_facts(plan)
+    if full:
+        sections = _describe_all(plan, _build_tree(plan, max(depth or 2, 1)))
+    else:
+        facts = facts + list_step_facts(plan)
+        sections = [
+            show_table(build_phase_table(plan)),
+            _build_tree(plan, depth, sums_up=depth is None),
+            show_table(build_advice_table(plan)),
+            Section("notes", items=plan.notes),
+        ]
+    terminal.put_pairs(console, facts)
+    for section in sections:
         terminal.put_section(console, section)
     console.print()
     more = "--full shows the other tables, times, and what was assumed"
@@ -115,9 +128,7 @@ def render(
 
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
-    """Return the page. trace: of the heaviest rank, for the memory timeline; without it the page
-    has none.
-    """
+    """Return the page. trace: of the heaviest rank, for the timeline of memory; None: without."""
     receipt = [("receipt", plan.receipt)] if plan.receipt else []
     lines = draw_tree(
         build_alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE
@@ -126,9 +137,9 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     return render_page(
         "plan",
         f"{plan.config}: {plan.verdict}",
-        f"{plan.config} on {plan.ranks} x {plan.device.name}",
-        format_verdict(plan),
-        [
+        name=f"{plan.config} on {plan.ranks} x {plan.device.name}",
+        headline=format_verdict(plan),
+        sections=[
             Section(
                 "run", facts=[*list_run_facts(plan), *receipt, ("next", describe_next_step(plan))]
             ),
@@ -140,6 +151,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
 
 
 def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list[Section]:
+    """Return all sections, in their order; those that have nothing are left out as they are put."""
     timeline = draw_timeline(plan, trace) if trace is not None else None
     schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
     return [
@@ -173,10 +185,12 @@ def _format_tree_title(plan: Plan) -> str:
 
 
 def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
-    """Return the tree for a terminal. sums_up: kinds that are small are one line, and deeper levels
-    are not named.
+    """Return the tree for a terminal.
+
+    sums_up: kinds that are small are one line, and it is not said that there are deeper levels.
     """
-    root, depth = build_alive_tree(plan.heaviest), max(depth or 1, 1)
+    root = build_alive_tree(plan.heaviest)
+    depth = max(depth or 1, 1)
     if sums_up:
         root.children = fold_small(
             root.children, smallest=root.bytes * _SMALLEST_SHARE, most=len(root.children)
@@ -190,22 +204,24 @@ def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Sect
     )
 
 
-# Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step. No torch in here.
+# Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step.
 
 
 MOST_POINTS = 2000
-_WIDTH, _RIGHT = 1000, 12
-_HEIGHT, _LEFT, _TOP, _BOTTOM = 376, 64, 60, 40  # of the timeline
-# A limit that is more times the highest point would flatten the picture: the note says it instead
+# Of pictures, in pixels: their size, and the margins around their axes.
+_WIDTH = 1000
+_HEIGHT = 376  # of the timeline
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 60, 40
+# A limit that is more times the highest point would flatten the picture: the note says it instead.
 _LIMIT_ABOVE = 3.0
-_LETTER = 7.0
+_LETTER = 7.0  # width of one
 
 
 @dataclass
 class Point:
-    """What is live on the device at a time."""
+    """The memory that is live on the device at a time."""
 
-    at: int  # allocations and frees before it
+    at: int  # allocations and frees up to it
     total: int  # bytes
     kinds: tuple[int, ...]  # bytes of each of STORAGE_KINDS
 
@@ -214,25 +230,25 @@ def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], d
     """Return at most `most` points of the trace, and at which event each phase begins.
 
     Where there are more events, neighboring ones of a phase make a group that keeps its highest and
-    its lowest point, so that no phase loses its peak. A phase that comes again counts on.
+    its lowest point. A phase that comes again counts on.
     """
-    taken = sum(
-        1
-        for event, number in trace.events
-        if event in (ALLOC, FREE) and trace.storages[number].device
+    num_events = sum(
+        event in (ALLOC, FREE) and trace.storages[number].device for event, number in trace.events
     )
-    phases = max(1, sum(1 for event, _ in trace.events if event == PHASE))
-    size = 1 if taken <= most else math.ceil(taken / max(1, most // 2 - phases - 1))
+    phases = max(1, sum(event == PHASE for event, _ in trace.events))
+    # A phase may end with a group that is not full.
+    group_size = 1 if num_events <= most else math.ceil(num_events / max(1, most // 2 - phases - 1))
     number_of_kind = {kind: number for number, kind in enumerate(STORAGE_KINDS)}
-    alive, at = [0] * len(STORAGE_KINDS), 0
+    alive = [0] * len(STORAGE_KINDS)
+    at = 0
     begins: dict[str, int] = {}
     shown: list[Point] = []
     group: list[Point] = []
     for event, number in [*trace.events, (PHASE, -1)]:
-        if group and (event == PHASE or len(group) == size):
-            lowest, highest = (
-                choose(group, key=lambda point: point.total) for choose in (min, max)
-            )
+        # A group ends with its phase, so that no phase loses its peak to a neighbor's.
+        if group and (event == PHASE or len(group) == group_size):
+            lowest = min(group, key=lambda point: point.total)
+            highest = max(group, key=lambda point: point.total)
             shown += [point for point in group if point is lowest or point is highest]
             group = []
         if event == PHASE and number >= 0:
@@ -247,7 +263,7 @@ def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], d
 
 
 def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
-    """The chart with its key; None if the trace takes no memory on the device."""
+    """Return the chart with its key; None if the trace takes no memory on the device."""
     shown, begins = sample_points(trace)
     highest = max(shown, key=lambda point: point.total, default=None)
     if highest is None or not highest.total:
@@ -256,48 +272,53 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     on_axis = usable <= _LIMIT_ABOVE * highest.total
     unit = choose_unit(highest.total)
     top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
-    chart = Chart(_WIDTH, _HEIGHT, "memory live on the device", _LEFT, _RIGHT, _TOP, _BOTTOM)
+    chart = Chart(
+        width=_WIDTH,
+        height=_HEIGHT,
+        label="memory live on the device",
+        left=_LEFT,
+        right=_RIGHT,
+        top=_TOP,
+        bottom=_BOTTOM,
+    )
     last = shown[-1].at
     counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
-    chart.x = Scale("allocations and releases, in their order", 0, last, counts)
+    chart.x = Scale("allocations and releases, in their order", 0, high=last, ticks=counts)
     chart.y = Scale(
         f"live on the device ({unit[1]})",
         0,
-        top,
-        [(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
+        high=top,
+        ticks=[(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
     )
     _draw_areas(chart, shown, unit)
     _draw_phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in begins.items()])
-    said = format_hundredths(count_hundredths(usable, unit), unit)
+    usable_text = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
         y = chart.compute_y(usable / unit[0])
-        chart.put(
-            "line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y
-        )
-        chart.put("text", "limit-name", f"usable {said}", x=_LEFT + 24, y=y + 14)
-        limit = f"Dashed across: the {said} that the allocator may use."
+        title = f"usable: {usable_text}"
+        chart.put("line", "limit", title=title, x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
+        chart.put("text", "limit-name", f"usable {usable_text}", x=_LEFT + 24, y=y + 14)
+        limit = f"Dashed across: the {usable_text} that the allocator may use."
     else:
         limit = (
-            f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point:"
-            " above this axis."
+            f"The allocator may use {usable_text}, {usable / highest.total:,.0f} times the highest"
+            " point: above this axis."
         )
-    most = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
+    highest_text = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
     chart.put(
         "circle",
         "peak",
-        title=most,
+        title=highest_text,
         cx=chart.compute_x(highest.at),
         cy=chart.compute_y(highest.total / unit[0]),
         r=3.5,
     )
     peak = plan.heaviest.peak
-    at_peak = f"{most}, {format_running(peak)}" if highest.total == peak.requested else most
-    return Figure(
-        render_svg(chart),
-        _list_kind_keys(highest, unit),
-        f"{at_peak}. {_CAPTION} {limit}",
-        wide=True,
-    )
+    # The peak is where the most is active, which need not be where the most was requested.
+    if highest.total == peak.requested:
+        highest_text += f", {format_running(peak)}"
+    note = f"{highest_text}. {_CAPTION} {limit}"
+    return Figure(render_svg(chart), _list_kind_keys(highest, unit), note, wide=True)
 
 
 _CAPTION = (
@@ -307,10 +328,9 @@ _CAPTION = (
 
 
 def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
-    """The highest sum first, each lower one over it: what stays to be seen of an area is its own
-    kind.
-    """
+    """Draw the areas of all kinds, stacked."""
     base = f"{chart.compute_y(0):.1f}"
+    # The highest sum first, each lower one over it: what is left to see of an area is its own kind.
     for place in reversed(range(len(STORAGE_KINDS))):
         if any(point.kinds[place] for point in shown):
             tops = [
@@ -326,16 +346,13 @@ def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
 
 
 def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
-    """A line where each phase begins, its name above it in the first of three rows that has
-    room.
-    """
+    """Draw a line where each phase begins, its name above in the first of three rows with room."""
     ends = [0.0, 0.0, 0.0]
     for phase, x in begins:
         chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
         width = _LETTER * len(phase)
-        begin = min(
-            x, _WIDTH - width
-        )  # a phase that begins near the right edge has its name left of it
+        # A phase that begins near the right edge has its name left of it.
+        begin = min(x, _WIDTH - width)
         row = next((row for row, end in enumerate(ends) if end <= begin), None)
         if row is not None:
             chart.put("text", text=phase, x=begin, y=14 + 16 * row)
@@ -343,15 +360,13 @@ def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
 
 
 def _list_kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
-    """Color, name and bytes at the highest point of each kind."""
-    return [
-        (
-            f"k{place}",
-            f"{STORAGE_KINDS[place]} {format_hundredths(count_hundredths(num_bytes, unit), unit)}",
-        )
-        for place, num_bytes in enumerate(highest.kinds)
-        if num_bytes
-    ]
+    """Return color, name and bytes at the highest point of each kind."""
+    keys = []
+    for index, num_bytes in enumerate(highest.kinds):
+        if num_bytes:
+            size = format_hundredths(count_hundredths(num_bytes, unit), unit)
+            keys.append((f"k{index}", f"{STORAGE_KINDS[index]} {size}"))
+    return keys
 
 
 # Of an action of a pipeline: what it is, the color.
@@ -361,37 +376,46 @@ _ACTIONS = {
     "I": ("backward: gradient of the input", "k3"),
     "W": ("backward: gradients of the weights", "k2"),
 }
-_NAMES, _AXIS = 150, 8  # at the left and above the boxes of a pipeline
-_ROW, _GAP = 30, 8
+_NAMES, _AXIS = 150, 8  # pixels at the left of and above the boxes of a pipeline
+_ROW, _GAP = 30, 8  # height of a row of boxes, and between two
 _DIGIT = 6.0  # a number is left out where its box is narrower than its digits
 
 
 def draw_pipeline(plan: PipelinePlan) -> Figure | None:
-    """A row for each rank, a box for each forward and backward, gaps where it waits; None if times
-    are not known.
+    """Return a row for each rank, a box for each forward and backward, gaps where it waits.
+
+    It is None if times are not known.
     """
     if not plan.spans or not plan.seconds:
         return None
     height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
     chart = Chart(
-        _WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM
+        width=_WIDTH,
+        height=height,
+        label="what each rank computes over a step",
+        left=_NAMES,
+        right=_RIGHT,
+        top=_AXIS,
+        bottom=_BOTTOM,
     )
     times = [
         (value, format_duration(value) if value else "0")
         for value in compute_ticks(0, plan.seconds, 6)
     ]
-    chart.x = Scale("planned time of the step", 0, plan.seconds, times)
-    rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
+    chart.x = Scale("planned time of the step", 0, high=plan.seconds, ticks=times)
+    rows = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
     for place in plan.places:
         y = rows[place.place]
         chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
         chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
         chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
-    turns = {stage: turn for place in plan.places for turn, stage in enumerate(place.stages)}
+    stage_indexes: dict[int, int] = {}
+    for place in plan.places:
+        stage_indexes |= {stage: index for index, stage in enumerate(place.stages)}
     for span in plan.spans:
-        _draw_box(chart, span, rows[span.place], turns.get(span.stage, 0))
+        _draw_box(chart, span, y=rows[span.place], stage_index=stage_indexes.get(span.stage, 0))
     kinds = {span.kind for span in plan.spans}
-    keys = [(style, what) for kind, (what, style) in _ACTIONS.items() if kind in kinds]
+    keys = [(style, name) for kind, (name, style) in _ACTIONS.items() if kind in kinds]
     note = (
         f"{plan.schedule}, {plan.micro_batches} micro-batches, planned times. Numbers:"
         " micro-batches."
@@ -402,16 +426,15 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     return Figure(render_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
 
 
-def _draw_box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
-    """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell
-    them apart.
-    """
-    what, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
+def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
+    """Draw a box with the number of its micro-batch. stage_index: among the rank's stages."""
+    name, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
     x = chart.compute_x(span.start)
     width = chart.compute_x(span.end) - x
-    top = y + 4 * min(turn, 3)
+    # Those of a rank's later stages are lower, to tell them apart.
+    top = y + 4 * min(stage_index, 3)
     title = (
-        f"micro-batch {span.micro_batch}, stage {span.stage}, {what},"
+        f"micro-batch {span.micro_batch}, stage {span.stage}, {name},"
         f" {format_duration(span.end - span.start)}"
     )
     chart.put(
@@ -428,8 +451,7 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
         chart.put("text", "mark", number, x=x + width / 2, y=y + 23)
 
 
-# Two plans side by side, each difference with its sign. No torch in here.
-
+# Two plans side by side, each difference with its sign.
 
 # By the title of a section: the name of a figure, and it as a cell; None where it was not planned.
 Figures = dict[str, dict[str, Any]]
@@ -452,8 +474,7 @@ _TIMES = {
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """Return what the second plan takes compared with the first: verdict, phases, kinds at the
-    peak, communication, time.
+    """Return a table of two plans: verdict, phases, kinds at the peak, communication, time.
 
     A difference is the second's figure less the first's; `-` where one of them was not planned.
     """
@@ -461,22 +482,22 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
     for letter, plan in (("a", first), ("b", second)):
         words = [plan.recipe, plan.config, *plan.overrides, f"({plan.ranks} x {plan.device.name})"]
         put(console, f"{letter}  {' '.join(words)}", HEADING)
-    both = (_collect_figures(first), _collect_figures(second))
-    for title in both[0]:
-        a, b = (figures[title] for figures in both)
+    second_figures = _collect_figures(second)
+    for title, a in _collect_figures(first).items():
+        b = second_figures[title]
         names = sorted(dict.fromkeys([*a, *b]), key=_SUMS.__contains__)
         rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
-        table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
+        table = Table(title=title, header=["", "a", "b", "b - a"], rows=rows, left=("",))
         put_section(console, Section(title, table=table if rows else None))
     return read_console(console)
 
 
 def _compare(a: Any, b: Any, title: str) -> list[Any]:
-    """Return both cells and their difference. What is not there takes nothing; of phases and times
-    it is not known.
-    """
+    """Return both cells and their difference."""
+    # Of these, what is not there takes nothing; of phases and times it is not known.
     if title in ("live at the peak", _COMMUNICATION):
-        a, b = (type(b)(0) if a is None else a), (type(a)(0) if b is None else b)
+        a = type(b)(0) if a is None else a
+        b = type(a)(0) if b is None else b
     if isinstance(a, str) or isinstance(b, str):
         return [a or "not planned", b or "not planned", "none" if a == b else "changed"]
     change = "-" if a is None or b is None else format_change(type(a)(b - a))
@@ -485,7 +506,8 @@ def _compare(a: Any, b: Any, title: str) -> list[Any]:
 
 def _collect_figures(plan: Plan) -> Figures:
     """Return all figures of a plan that are compared."""
-    reserved, outside = compute_planned_reserved(plan), plan.outside.total
+    reserved = compute_planned_reserved(plan)
+    outside = plan.outside.total
     sizes = {
         "reserved": reserved,
         "outside torch": outside,
@@ -493,20 +515,20 @@ def _collect_figures(plan: Plan) -> Figures:
         "margin": plan.margin,
     }
     tree = build_alive_tree(plan.heaviest)
+    peaks: dict[str, Bytes] = {}
+    for peak in plan.heaviest.peaks:
+        for field, name in _PHASE_COLUMNS.items():
+            peaks[f"{peak.phase}: {name}"] = Bytes(getattr(peak, field))
     figures: Figures = {
         "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
-        "peaks by phase, heaviest rank": {
-            f"{peak.phase}: {name}": Bytes(getattr(peak, field))
-            for peak in plan.heaviest.peaks
-            for field, name in _PHASE_COLUMNS.items()
-        },
+        "peaks by phase, heaviest rank": peaks,
         "live at the peak": {node.name: Bytes(node.bytes) for node in [*tree.children, tree]},
         _COMMUNICATION: {},
         "time of a step": {},
     }
-    for (dim, size), inside in group_by_dim(plan.communication).items():
-        for operation in dict.fromkeys(row.operation for row in inside):
-            count, _, wire, _ = sum_traffic(row for row in inside if row.operation == operation)
+    for (dim, size), rows in group_by_dim(plan.communication).items():
+        for operation in dict.fromkeys(row.operation for row in rows):
+            count, _, wire, _ = sum_traffic(row for row in rows if row.operation == operation)
             name = f"{operation}, {dim}[{size}]"
             figures[_COMMUNICATION] |= {f"{name}: count": Count(count), f"{name}: wire": wire}
     if plan.communication:

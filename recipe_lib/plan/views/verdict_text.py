@@ -1,9 +1,19 @@
-"""What a plan says in words: its verdict and what to do about it, what was planned, its time. No
-torch in here.
+"""Words of a plan: its verdict and what to do about it, what was planned, its time.
+
+The verdict itself is decided by `summary/fit_verdict.py`; here it gets its sentence. No torch in
+here.
 """
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, Plan, RankPlan
+from recipe_lib.plan.plan_schema import (
+    DOES_NOT_FIT,
+    FITS,
+    HOST_ALLOWS,
+    PhasePeak,
+    PipelinePlan,
+    Plan,
+    RankPlan,
+)
 from recipe_lib.units import (
     choose_unit,
     count_hundredths,
@@ -15,16 +25,13 @@ from recipe_lib.units import (
     format_seconds,
 )
 
-HOST_ALLOWS = (  # how an assumption begins that says whether it is enough
-    "memory.host_memory_limit_gib allows"
-)
 _FEW_SECONDS = 1e-3  # batches on their way to the device take less
 
 Facts = list[tuple[str, str]]  # name, value
 
 
 def compute_planned_reserved(plan: Plan) -> int:
-    """Return what the verdict takes the allocator to reserve: usable memory less the margin."""
+    """Return the bytes that the verdict takes the allocator to reserve: usable, less the margin."""
     return plan.device.usable - plan.margin
 
 
@@ -32,12 +39,13 @@ def format_verdict(plan: Plan) -> str:
     """Return the verdict with its sum; the figures add up as they are printed."""
     expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
     is_expandable = compute_planned_reserved(plan) == expandable != plan.heaviest.reserved
+    segments = " (expandable segments)" if is_expandable else ""
     reserved, outside, memory, margin = _format_sum(plan)
+    estimate = f"; an estimate: {plan.estimate}" if plan.estimate else ""
     return (
         f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)  peak"
-        f" reserved{' (expandable segments)' if is_expandable else ''} {reserved} + outside torch"
-        f" {outside}, {'margin' if plan.margin >= 0 else 'exceeds by'}"
-        f" {margin}{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
+        f" reserved{segments} {reserved} + outside torch {outside},"
+        f" {'margin' if plan.margin >= 0 else 'exceeds by'} {margin}{estimate}"
     )
 
 
@@ -50,9 +58,7 @@ def format_verdict_line(plan: Plan) -> str:
 
 
 def _format_sum(plan: Plan) -> tuple[str, str, str, str]:
-    """Return what is reserved, what is outside torch with the sum, the device's memory, and what is
-    left or lacks.
-    """
+    """Return (reserved, outside torch with the sum, the device's memory, what is left or lacks)."""
     parts = (compute_planned_reserved(plan), plan.outside.total)
     unit = choose_unit(sum(parts))
     reserved, outside = (count_hundredths(size, unit) for size in parts)
@@ -71,6 +77,7 @@ def explain_verdict(plan: Plan) -> str:
     heaviest = plan.heaviest
     if plan.verdict == FITS:
         return ""
+    # The device has room: it is host memory that does not do.
     if plan.verdict == DOES_NOT_FIT and plan.margin >= 0:
         return next((line for line in plan.assumptions if line.startswith(HOST_ALLOWS)), "")
     if plan.estimate:
@@ -98,20 +105,18 @@ def explain_verdict(plan: Plan) -> str:
 
 def describe_next_step(plan: Plan) -> str:
     """Return what to change next, and where to find more."""
-    ways = [] if plan.advice else ["--advice says what each lever gains"]
+    commands = [] if plan.advice else ["--advice says what each lever gains"]
     if plan.verdict != FITS:
-        ways.append("--search looks for the fastest settings that fit")
-    return "; ".join(filter(None, [_describe_best_lever(plan) or plan.next_lever, *ways]))
+        commands.append("--search looks for the fastest settings that fit")
+    return "; ".join(filter(None, [_describe_best_lever(plan) or plan.next_lever, *commands]))
 
 
 def _describe_best_lever(plan: Plan) -> str:
-    """Return the best of the levers that were tried: what makes the run fit, or where it does, what
-    makes it faster.
-    """
+    """Return the best of the levers that were tried: it makes the run fit, or faster."""
     rows = [row for row in plan.advice if row.fits]
     if plan.verdict == FITS:
         rows = [row for row in rows if row.seconds is not None and row.seconds < 0]
-    elif plan.verdict == DOES_NOT_FIT or not rows:
+    else:  # where none is enough, what gains the most
         rows = rows or plan.advice
     if not rows:
         return ""
@@ -123,8 +128,9 @@ def _describe_best_lever(plan: Plan) -> str:
 
 
 def list_run_facts(plan: Plan) -> Facts:
-    """Return what was planned: recipe, config, model, mesh, sequence length, device, and the least
-    that has room.
+    """Return what was planned: recipe, config, model, mesh, sequence length, device.
+
+    With them are the smallest card and the fewest ranks that have room, where they are known.
     """
     mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
     device = plan.device
@@ -157,13 +163,16 @@ def list_run_facts(plan: Plan) -> Facts:
 
 
 def _format_sequence(plan: Plan) -> str:
-    short, _, reason = plan.sequence["source"].partition(": ")
-    told = reason and any(line.startswith(reason) for line in plan.assumptions)
-    text = f"{plan.sequence['tokens']:,} tokens, from {short if told else plan.sequence['source']}"
-    numbers = [
-        f"{name} {value:,}" for name, value in (plan.sequence.get("histogram") or {}).items()
-    ]
-    return f"{text} ({', '.join(numbers)})" if numbers else text
+    """Return the tokens of a sequence, where they are from, and the lengths in the data."""
+    source = plan.sequence["source"]
+    short, _, reason = source.partition(": ")
+    # The reason is left out where an assumption says it.
+    if reason and any(line.startswith(reason) for line in plan.assumptions):
+        source = short
+    text = f"{plan.sequence['tokens']:,} tokens, from {source}"
+    histogram = plan.sequence.get("histogram") or {}
+    lengths = ", ".join(f"{name} {value:,}" for name, value in histogram.items())
+    return f"{text} ({lengths})" if lengths else text
 
 
 def format_host(plan: Plan) -> str:
@@ -192,9 +201,7 @@ def format_planning_time(plan: Plan) -> str:
 
 
 def format_place(plan: Plan, rank: RankPlan) -> str:
-    """Return where the rank is in the dimensions of the mesh that have more than one place:
-    `data_shard 3`.
-    """
+    """Return the rank's coordinates in dimensions of more than one rank: `data_shard 3`."""
     return ", ".join(
         f"{dim} {place}" for dim, place in rank.coordinates.items() if plan.mesh.get(dim) != 1
     )
@@ -202,9 +209,12 @@ def format_place(plan: Plan, rank: RankPlan) -> str:
 
 def format_rank(plan: Plan, rank: RankPlan) -> str:
     """Return `rank 0 (data_shard 0), heaviest of 3 planned`."""
-    places = format_place(plan, rank)
-    traced = f", heaviest of {len(plan.rank_plans)} planned" if len(plan.rank_plans) > 1 else ""
-    return f"rank {rank.rank}{f' ({places})' if places else ''}{traced}"
+    text = f"rank {rank.rank}"
+    if place := format_place(plan, rank):
+        text += f" ({place})"
+    if len(plan.rank_plans) > 1:
+        text += f", heaviest of {len(plan.rank_plans)} planned"
+    return text
 
 
 def format_running(peak: PhasePeak) -> str:
@@ -226,25 +236,35 @@ def list_time_facts(plan: Plan) -> Facts:
     shares = (
         ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
     )
-    lasts = "" if time.total is None else f", {format_seconds(time.total)}"
-    shown = [
-        ("step", f"{format_duration(time.step)}, {'calibrated; error: ' if time.calibrated else ''}"
-                 f"{time.error or 'not stated'}"),
-        ("pipeline", _format_pipeline(plan.pipeline) if plan.pipeline else ""),
-        ("kernels", format_duration(time.compute) + (f": {shares}" if shares else "")),
-        ("communication", _format_exposed(time.communication, time.exposed)),
-        ("optimizer on the CPU", format_duration(time.on_host) if time.on_host > _FEW_SECONDS else ""),
-        ("copies to and from the host",
-         _format_exposed(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""),
-        ("kernel launches (CPU)",
-         format_duration(time.launch) + (f", {time.operators:,} operators" if time.operators else "")),
-        ("idle", f"{format_duration(time.idle)} in which nothing runs"),
-        ("bound by", find_bound(plan)),
-        ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
-                   f"all ranks; {time.mfu:.1%} of the device's dense rate"),
-        ("run", "" if time.steps is None else f"{time.steps:,} steps{lasts}"),
-    ]  # fmt: skip
-    return [(name, text) for name, text in shown if text]
+    facts = {
+        "step": f"{format_duration(time.step)}, {time.error or 'not stated'}",
+        "pipeline": _format_pipeline(plan.pipeline) if plan.pipeline else "",
+        "kernels": format_duration(time.compute) + (f": {shares}" if shares else ""),
+        "communication": _format_exposed(time.communication, time.exposed),
+        "optimizer on the CPU": "",
+        "copies to and from the host": "",
+        "kernel launches (CPU)": format_duration(time.launch),
+        "idle": f"{format_duration(time.idle)} in which nothing runs",
+        "bound by": find_bound(plan),
+        "tokens": (
+            f"{format_count(time.tokens_per_step)} a step,"
+            f" {format_count(time.tokens_per_second)} a second, all ranks;"
+            f" {time.mfu:.1%} of the device's dense rate"
+        ),
+        "run": "" if time.steps is None else f"{time.steps:,} steps",
+    }
+    if time.calibrated:
+        error = f"calibrated; error: {time.error or 'not stated'}"
+        facts["step"] = f"{format_duration(time.step)}, {error}"
+    if time.on_host > _FEW_SECONDS:
+        facts["optimizer on the CPU"] = format_duration(time.on_host)
+    if time.copies > _FEW_SECONDS:
+        facts["copies to and from the host"] = _format_exposed(time.copies, time.copies_exposed)
+    if time.operators:
+        facts["kernel launches (CPU)"] += f", {time.operators:,} operators"
+    if facts["run"] and time.total is not None:
+        facts["run"] += f", {format_seconds(time.total)}"
+    return [(name, text) for name, text in facts.items() if text]
 
 
 def _format_exposed(seconds: float, exposed: float) -> str:
@@ -256,16 +276,12 @@ def list_step_facts(plan: Plan) -> Facts:
     time = plan.time
     if time is None:
         return []
-    rates = "" if time.calibrated else "; not calibrated"
-    run = (
-        f"; {time.steps:,} steps{f' in {format_seconds(time.total)}' if time.total else ''}"
-        if time.steps
-        else ""
-    )
-    rate = f"{format_count(time.tokens_per_second)} tokens a second"
-    return [
-        ("step", f"{format_duration(time.step)}, {rate}, bound by {find_bound(plan)}{run}{rates}")
-    ]
+    speed = f"{format_count(time.tokens_per_second)} tokens a second"
+    text = f"{format_duration(time.step)}, {speed}, bound by {find_bound(plan)}"
+    if time.steps:
+        text += f"; {time.steps:,} steps"
+        text += f" in {format_seconds(time.total)}" if time.total else ""
+    return [("step", text if time.calibrated else f"{text}; not calibrated")]
 
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
@@ -281,9 +297,7 @@ def _format_pipeline(pipeline: PipelinePlan) -> str:
 
 
 def find_bound(plan: Plan) -> str:
-    """Return what a step cannot be shorter than: its kernels, its collectives, its copies, or the
-    host.
-    """
+    """Return what bounds the time of a step: kernels, collectives, copies, or the host."""
     assert plan.time is not None
     parts = {
         "kernels": plan.time.compute,

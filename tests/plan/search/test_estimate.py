@@ -26,7 +26,7 @@ CASES = {
 
 
 def measure(name: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(what `quick` says, what the whole plan has)."""
+    """(what `estimate_run` says, what the whole plan has)."""
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search.trials import estimate_run
     from recipe_lib.plan.simulated_world.shape_only_model import with_layers

@@ -75,7 +75,7 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
         )
         if plan.verdict != DOES_NOT_FIT:
             break
-    (found,) = result.found
+    (found,) = result.fitting
     return (
         (found.changes, found.speed),
         (find_differing(cfg, one.changes), one.speed),

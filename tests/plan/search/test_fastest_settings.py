@@ -56,7 +56,9 @@ def found(memory: int) -> tuple[SearchResult, list[tuple[str, int]]]:
     fixed = ("memory.cpu_offload", "optimizer.state_bits", "parallel.data_replicate", "parallel.pipeline",
              "parallel.reshard_after_forward", "parallel.strategy")  # fmt: skip
     result = search(*wanted(), want=2, fixed=fixed)
-    plans = [make_plan(*wanted(*format_overrides(one.changes).split()))[0] for one in result.found]
+    plans = [
+        make_plan(*wanted(*format_overrides(one.changes).split()))[0] for one in result.fitting
+    ]
     return result, [(plan.verdict, plan.heaviest.peak.active) for plan in plans]
 
 
@@ -64,30 +66,30 @@ def found(memory: int) -> tuple[SearchResult, list[tuple[str, int]]]:
 def test_what_is_found_is_confirmed_by_its_plan():
     """Also that a step keeps its rows, and that the table says what to type."""
     result, plans = apart(found, ROOM)
-    assert len(result.found) == 2
-    assert [one.verdict for one in result.found] == [verdict for verdict, _ in plans]
-    assert [one.quick.active for one in result.found] == pytest.approx(
+    assert len(result.fitting) == 2
+    assert [one.verdict for one in result.fitting] == [verdict for verdict, _ in plans]
+    assert [one.estimate.active for one in result.fitting] == pytest.approx(
         [active for _, active in plans], rel=0.005
     )
     assert all(verdict != DOES_NOT_FIT for verdict, _ in plans)
-    speeds = [one.speed for one in result.found]
+    speeds = [one.speed for one in result.fitting]
     assert speeds == sorted(speeds, reverse=True)
-    for one in result.found:
+    for one in result.fitting:
         rows = one.changes.get("batch_size", 2) * one.changes.get("gradient_accumulation_steps", 4)
         assert rows * 2 == 16
-        assert one.quick.active <= ROOM
+        assert one.estimate.active <= ROOM
     text = render_search(result)
     assert text.startswith("FOUND  settings that fit 2 x 24GB, 16 sequences a step")
-    assert f"batch_size={result.found[0].changes['batch_size']} " in text
+    assert f"batch_size={result.fitting[0].changes['batch_size']} " in text
 
 
 @pytest.mark.slow
 def test_nothing_fits():
     result, _ = apart(found, 4 * MIB)
-    assert not result.found
+    assert not result.fitting
     assert result.closest is not None
     assert result.closest.verdict == DOES_NOT_FIT
-    assert result.closest.short > 0
+    assert result.closest.shortfall > 0
     assert result.closest.changes["batch_size"] == 1
     assert "DOES NOT FIT" in render_search(result)
     assert "batch_size=1" in render_search(result)
@@ -125,9 +127,9 @@ def test_a_whole_plan_lacks_what_it_lacks_in_the_better_way_of_the_allocator(
     verdict: str, short: int
 ):
     quick = dataclasses.replace(
-        candidate({}, active=10, room=8).quick, reserved=10, reserved_expandable=11
+        candidate({}, active=10, room=8).estimate, reserved=10, reserved_expandable=11
     )
-    assert Candidate({}, quick, may_fit=False, verdict=verdict).short == short
+    assert Candidate({}, quick, may_fit=False, verdict=verdict).shortfall == short
 
 
 @pytest.mark.slow
@@ -190,7 +192,7 @@ def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCapt
             changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds
         )
     changes = {"memory.activation_checkpointing": "none"} | many
-    trials.leanest[make_variant_key(changes)] = candidate({}, 2**31, room)
+    trials.leanest_by_variant[make_variant_key(changes)] = candidate({}, 2**31, room)
     run_trials(trials, [iter_of(changes)])
     assert made == []
     (said,) = trials.skipped.values()
@@ -230,4 +232,4 @@ def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(
     with caplog.at_level("INFO"):
         run_trials(trials, [iter_of(changes) for changes in kinds])
     assert made == kinds[::-1]
-    assert [one.changes for one in trials.fitting()] == kinds[::-1]
+    assert [one.changes for one in trials.list_fitting()] == kinds[::-1]

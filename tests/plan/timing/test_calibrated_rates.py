@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE, Hardware
-from recipe_lib.plan.timing.cost import (
-    ATTENTION,
-    MULTIPROCESSORS,
-    Calibration,
-    compute_bandwidth,
-    compute_op_seconds,
-    get_run_share,
-)
+from recipe_lib.plan.timing.cost import ATTENTION, Calibration, compute_op_seconds
+from recipe_lib.plan.timing.kernel_rates import MULTIPROCESSORS, compute_bandwidth, get_run_share
 from recipe_lib.plan.tracing.trace import Op
 
 H100, A100, RTX4090 = HARDWARE["h100"], HARDWARE["a100-80gb"], HARDWARE["rtx4090"]

@@ -12,13 +12,13 @@ from recipe_lib.plan.timing.cost import (
     Calibration,
     compute_collective_seconds,
     compute_launch_seconds,
-    compute_matmul_rate,
     compute_model_flops_utilization,
     compute_op_seconds,
     count_model_flops,
     count_wire_bytes,
     describe_error,
 )
+from recipe_lib.plan.timing.kernel_rates import compute_matmul_rate
 from recipe_lib.plan.tracing.trace import OP, PHASE, Collective, Op, Trace
 
 RTX4090 = HARDWARE["rtx4090"]

@@ -12,11 +12,11 @@ from recipe_lib.plan.timing.cost import (
     KERNEL_SECONDS,
     compute_launch_seconds,
     compute_op_seconds,
-    compute_tile_share,
     count_issued_matmuls,
     is_grouped,
     set_loads,
 )
+from recipe_lib.plan.timing.kernel_rates import compute_tile_share
 from recipe_lib.plan.timing.stream_schedule import MATMULS, classify_op, schedule
 from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 

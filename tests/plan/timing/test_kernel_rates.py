@@ -5,8 +5,8 @@ hand.
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.timing.cost import (
-    _MATMUL,
+from recipe_lib.plan.timing.kernel_rates import (
+    MATMUL_SHARES,
     MULTIPROCESSORS,
     compute_attention_seconds,
     compute_bandwidth,
@@ -18,7 +18,7 @@ FLASH, PACKED = "aten::_scaled_dot_product_flash_attention", "aten::_flash_atten
 
 
 def test_every_card_has_multiprocessors_and_a_share() -> None:
-    assert set(MULTIPROCESSORS) == set(_MATMUL) == set(HARDWARE)
+    assert set(MULTIPROCESSORS) == set(MATMUL_SHARES) == set(HARDWARE)
 
 
 def test_tiles_in_full_and_begun_rounds() -> None:

@@ -23,15 +23,21 @@ POINTS = {"all_gather": ((100.0, 1e-4), (300.0, 5e-4)), "all_reduce": ((200.0, 3
 
 def test_between_sizes_it_is_straight_and_beyond_them_the_ends() -> None:
     links = Links(2, "nccl", POINTS)
-    assert links.seconds("all_gather", 1) == links.seconds("all_gather", 100) == 1e-4
-    assert links.seconds("all_gather", 200) == pytest.approx(3e-4)
-    assert links.seconds("all_gather", 300) == pytest.approx(5e-4)
-    assert links.seconds("all_gather", 900) == pytest.approx(15e-4)  # the bandwidth of the largest
-    assert links.seconds("all_reduce", 400) == pytest.approx(6e-4)
     assert (
-        links.seconds("send", 200)
-        == links.seconds("all_to_all", 200)
-        == links.seconds("all_gather", 200)
+        links.interpolate_seconds("all_gather", 1)
+        == links.interpolate_seconds("all_gather", 100)
+        == 1e-4
+    )
+    assert links.interpolate_seconds("all_gather", 200) == pytest.approx(3e-4)
+    assert links.interpolate_seconds("all_gather", 300) == pytest.approx(5e-4)
+    assert links.interpolate_seconds("all_gather", 900) == pytest.approx(
+        15e-4
+    )  # the bandwidth of the largest
+    assert links.interpolate_seconds("all_reduce", 400) == pytest.approx(6e-4)
+    assert (
+        links.interpolate_seconds("send", 200)
+        == links.interpolate_seconds("all_to_all", 200)
+        == links.interpolate_seconds("all_gather", 200)
     )
 
 

@@ -1,0 +1,1 @@
+"""Measurements of this machine: rates of its device, and runs that had a plan."""

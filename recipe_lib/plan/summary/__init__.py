@@ -1,0 +1,1 @@
+"""Sums of simulated ranks' traces: memory, verdict, time, communication, assumptions."""

@@ -1,0 +1,193 @@
+"""Communication of a step: collectives of one rank, and sums over all ranks.
+
+`build_communication_rows` lists the collectives of the heaviest rank. Of each place in the pipeline
+one rank is simulated; ranks of one place communicate alike (shards are padded to equal sizes), so
+that `build_dimension_plans` sums places times their ranks.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.config.mesh import DATA_DIMS
+from recipe_lib.plan.plan_schema import (
+    CommunicationRow,
+    DimensionPlan,
+    Volume,
+    list_rank_groups,
+)
+from recipe_lib.plan.summary.module_paths import split_number
+from recipe_lib.plan.timing.cost import compute_collective_seconds, count_wire_bytes
+from recipe_lib.plan.tracing.trace import Collective, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.build_plan import PlanSettings
+
+# Parts of a step that each micro-batch has; the others are once a step.
+_MICRO_BATCH_PARTS = ("forward", "backward", "recompute")
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+# A dimension's name, and the dimensions of the mesh along which its groups lie.
+_DimensionKey = tuple[str, tuple[str, ...]]
+
+
+def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[CommunicationRow]:
+    """Return the collectives of the steady step; alike ones are one row, layers' numbers a `*`."""
+    rows: dict[tuple[Any, ...], CommunicationRow] = {}
+    for op in trace.iterate_ops(STEADY):
+        if op.collective is None:
+            continue
+        collective = op.collective
+        module = _LAYER_NUMBER.sub("*", op.module)
+        key = (
+            collective.operation,
+            collective.dim,
+            collective.ranks,
+            op.part,
+            module,
+            collective.shapes,
+            op.dtype,
+        )
+        if key in rows:
+            rows[key].count += op.repeats
+            continue
+        seconds = 0.0
+        if settings.timed:
+            seconds = compute_collective_seconds(
+                collective, settings.hardware, settings.calibration
+            )
+        rows[key] = CommunicationRow(
+            operation=collective.operation,
+            dim=collective.dim,
+            ranks=list(collective.ranks),
+            where=op.part,
+            module=module,
+            shapes=[list(shape) for shape in collective.shapes],
+            dtype=collective.dtype,
+            bytes=collective.bytes,
+            wire_bytes=count_wire_bytes(
+                collective.operation, collective.bytes, len(collective.ranks)
+            ),
+            count=op.repeats,
+            seconds=seconds,
+        )
+    return [row for row in rows.values() if len(row.ranks) > 1]
+
+
+def list_group_sizes(trace: Trace) -> list[int]:
+    """Return the sizes of the groups that communicate in a trace."""
+    # Ranks that share sequences have a group of their own also where they are all.
+    groups = {
+        (op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective
+    }
+    return [len(ranks) for _, ranks in sorted(groups)]
+
+
+def build_dimension_plans(
+    mesh: Mapping[str, int],
+    traces: Mapping[int, Trace],
+    phase: str,
+    micro_batches: int,
+    once: Collection[str] = (),
+) -> list[DimensionPlan]:
+    """Return what is communicated along every dimension with more than one rank.
+
+    Args:
+        mesh: name to size, outermost first.
+        traces: by place in the pipeline, of one rank each.
+        phase: the step that is counted.
+        micro_batches: of that step.
+        once: operations among data ranks that are once a step, not in each micro-batch.
+    """
+    counted = [_CountedStep(trace, phase, mesh=mesh, once=once) for trace in traces.values()]
+    dimension_keys = dict.fromkeys(chain.from_iterable(place.step for place in counted))
+    silent = [
+        name
+        for name, size in mesh.items()
+        if size > 1 and not any(name in along for _, along in dimension_keys)
+    ]
+    order = {name: index for index, name in enumerate(mesh)}
+    keys = [*dimension_keys, *((name, (name,)) for name in silent)]
+    keys.sort(key=lambda key: order.get(key[0], len(mesh)))
+    layers = sum(len(place.layers) for place in counted)
+    has_all_places = len(traces) == mesh.get("pipeline", 1)
+    plans = []
+    for dim, along in keys:
+        key = (dim, along)
+        steps = [place.step[key] for place in counted]
+        per_micro_batch = [place.in_micro_batches[key].divide(micro_batches) for place in counted]
+        plan = DimensionPlan(
+            dim=dim,
+            along=list(along),
+            groups=list_rank_groups(mesh, along),
+            rank_step=steps,
+            rank_micro_batch=per_micro_batch,
+        )
+        if has_all_places:
+            ranks_of_place = math.prod(mesh.values()) // len(traces)
+            plan.cluster_step = sum(steps, Volume()).multiply(ranks_of_place)
+            plan.cluster_micro_batch = sum(per_micro_batch, Volume()).multiply(ranks_of_place)
+        plan.layer = _find_usual_layer(
+            [place.in_layers[key] for place in counted], passes=layers * micro_batches
+        )
+        plans.append(plan)
+    return plans
+
+
+class _CountedStep:
+    """Communication of one rank in a step, by dimension."""
+
+    def __init__(
+        self, trace: Trace, phase: str, mesh: Mapping[str, int], once: Collection[str]
+    ) -> None:
+        # In all of the step, and in the passes of its micro-batches.
+        self.step: dict[_DimensionKey, Volume] = defaultdict(Volume)
+        self.in_micro_batches: dict[_DimensionKey, Volume] = defaultdict(Volume)
+        # In layers, and how often each: (operation, bytes, bytes on the wire).
+        self.in_layers: dict[_DimensionKey, Counter[tuple[str, int, int]]] = defaultdict(Counter)
+        # Paths of the layers.
+        self.layers: set[str] = set()
+        for op in trace.iterate_ops(phase):
+            before, number, _ = split_number(op.module)
+            if number is not None:
+                self.layers.add(f"{before}{number}")
+            collective = op.collective
+            if collective is None or len(collective.ranks) < 2:
+                continue
+            operation = collective.operation
+            wire_bytes = 0  # a message is sent once, by the rank that sends it
+            if operation != "recv":
+                wire_bytes = count_wire_bytes(operation, collective.bytes, len(collective.ranks))
+            key = _make_dimension_key(collective, mesh)
+            volume = Volume(1, collective.bytes, wire_bytes)
+            self.step[key] += volume.multiply(op.repeats)
+            is_once = operation in once and collective.dim in DATA_DIMS
+            if op.part in _MICRO_BATCH_PARTS and not is_once:
+                self.in_micro_batches[key] += volume.multiply(op.repeats)
+                if number is not None:
+                    self.in_layers[key][operation, collective.bytes, wire_bytes] += op.repeats
+
+
+def _make_dimension_key(collective: Collective, mesh: Mapping[str, int]) -> _DimensionKey:
+    """Return the collective's dimension, with the mesh dimensions in which its ranks differ."""
+    coordinates: dict[str, set[int]] = {}
+    stride = 1  # between neighbors along a dimension
+    for name in reversed(list(mesh)):
+        coordinates[name] = {rank // stride % mesh[name] for rank in collective.ranks}
+        stride *= mesh[name]
+    return collective.dim, tuple(name for name in mesh if len(coordinates[name]) > 1)
+
+
+def _find_usual_layer(
+    places: Iterable[Counter[tuple[str, int, int]]], passes: int
+) -> Volume | None:
+    """Return what most layers communicate in one of `passes` micro-batches through one layer."""
+    total = Volume()
+    for (_, num_bytes, wire_bytes), count in sum(places, Counter()).items():
+        # Rounding leaves out what few layers have: a layer may issue a neighbor's gather.
+        total += Volume(1, num_bytes, wire_bytes).multiply(round(count / passes) if passes else 0)
+    return total if total.operations else None

@@ -1,0 +1,1 @@
+"""A finished plan in words, tables and charts; nothing is decided here."""
