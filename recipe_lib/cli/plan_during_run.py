@@ -234,14 +234,14 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.simulated_world.shape_only_model import layer_count
-    from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
-    from recipe_lib.plan.tracing.trace_deep_model import few_layers
+    from recipe_lib.plan.simulated_world.shape_only_model import count_layers
+    from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_simulate
+    from recipe_lib.plan.tracing.trace_deep_model import choose_depths
     from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, list_short_steps
 
     with explained(recipe, cfg):
-        layers = sum(few_layers(planned, shaped) or [layer_count(shaped)])
-        is_short = layers * fewest_to_simulate(planned, shaped) > MAX_LAYERS
+        layers = sum(choose_depths(planned, shaped) or [count_layers(shaped)])
+        is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
     run = asdict(describe_run(cfg, shaped, settings))

@@ -18,8 +18,8 @@ from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
-from recipe_lib.plan.allocation.scratch import kernel_memory
-from recipe_lib.plan.allocation.untraced_memory import outside_torch
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import (
     DOES_NOT_FIT,
@@ -30,7 +30,7 @@ from recipe_lib.plan.plan_schema import (
     RankPlan,
 )
 from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
-from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.assumptions import (
     list_assumptions,
@@ -77,7 +77,7 @@ class PlanSettings:
 
     hardware: Hardware
     # Lengths of the sequences planned with, and where they are from.
-    sequence: Sequence
+    sequence: PlannedSequence
     # Ranks of the run.
     ranks: int = 1
     # Which of them are simulated; empty: the first of each place in a pipeline, or rank 0.
@@ -199,7 +199,9 @@ def make_plan(
 
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
     """Return the memory outside of torch of the rank that has the most: in most communicators."""
-    parts = [outside_torch(hardware, list_group_sizes(one.trace)) for one in simulated.values()]
+    parts = [
+        estimate_outside_torch(hardware, list_group_sizes(one.trace)) for one in simulated.values()
+    ]
     return max(parts, key=lambda outside: outside.total)
 
 
@@ -298,7 +300,7 @@ def simulate_rank(
             like_cpu=hardware.architecture == "cpu",
             capability=hardware.capability or (8, 0),
             # Each run has its own: it knows what is there already.
-            kernel_memory=kernel_memory(hardware.architecture),
+            kernel_memory=make_kernel_memory(hardware.architecture),
             traced=traced,
             checker=checker,
         )

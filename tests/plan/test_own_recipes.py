@@ -99,7 +99,7 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
         one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
         found[name] = [
             one.traced,
-            one.untraced,
+            one.untraced_bytes,
             one.estimate,
             one.trace.find_active_peaks()[STEADY],
         ]

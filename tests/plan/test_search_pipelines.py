@@ -92,10 +92,12 @@ def tried(
         set_micro_batch,
     )
     from recipe_lib.plan.search.trials import apply_changes, count_data_ranks
-    from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 
     cfg = load("demo/full", "device=auto", *overrides)
-    wanted = PlanSettings(hardware=find_hardware(device), sequence=Sequence(8, ""), ranks=ranks)
+    wanted = PlanSettings(
+        hardware=find_hardware(device), sequence=PlannedSequence(8, ""), ranks=ranks
+    )
     every = list(list_pipelines(cfg, wanted, fixed, **more))
     for changes in every:
         for size in list_micro_batch_sizes(cfg, changes):

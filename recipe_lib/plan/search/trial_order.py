@@ -58,7 +58,7 @@ from recipe_lib.plan.search.trials import (
     is_long,
     set_checkpointing,
 )
-from recipe_lib.plan.simulated_world.shape_only_model import layer_count
+from recipe_lib.plan.simulated_world.shape_only_model import count_layers
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
@@ -522,7 +522,7 @@ def list_pipelines(
     groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     names = (cfg.parallel.pipeline_schedule,) if SCHEDULE_KEY in fixed else SCHEDULES_TRIED
     schedules = [name for name in names if splits or not SCHEDULES[name].splits]
-    lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
+    lengths = [size for size in range(2, min(groups, count_layers(cfg)) + 1) if groups % size == 0]
     for size, schedule in product(lengths[-MAX_PIPELINE_LENGTHS:], schedules):
         base: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
         # In a pipeline copies are a number of FSDP's.
@@ -552,7 +552,7 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     if not list_micro_batch_sizes(cfg, changes):
         return False
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
-    if changed_cfg is None or stage_count(changed_cfg.parallel) > layer_count(changed_cfg):
+    if changed_cfg is None or stage_count(changed_cfg.parallel) > count_layers(changed_cfg):
         return False
     try:
         mesh_shape(changed_cfg.parallel, settings.ranks)

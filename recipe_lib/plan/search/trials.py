@@ -25,13 +25,13 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import count_workers, start_forks
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
-from recipe_lib.plan.allocation.caching_allocator import block_bytes
-from recipe_lib.plan.allocation.untraced_memory import outside_torch
+from recipe_lib.plan.allocation.caching_allocator import round_size
+from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
-from recipe_lib.plan.tracing.pipeline_actions import peers_of
+from recipe_lib.plan.tracing.pipeline_actions import list_peers
 from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, list_short_steps
 from recipe_lib.report.phases import phase
@@ -124,7 +124,7 @@ def estimate_run(
         host=max(plan.host for plan in planned.plans),
         seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
-        held=sum(block_bytes(storage.bytes) for storage in held),
+        held=sum(round_size(storage.bytes) for storage in held),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
@@ -312,7 +312,7 @@ def format_overrides(changes: Changes) -> str:
 
 def compute_usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """Return the bytes that the allocator may take on the device."""
-    outside = settings.outside or outside_torch(
+    outside = settings.outside or estimate_outside_torch(
         settings.hardware, list_communicator_sizes(cfg.parallel, settings.ranks)
     )
     return settings.hardware.memory - outside.total
@@ -322,7 +322,7 @@ def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     """Return the ranks of each communicator of a rank, in a pipeline of the one with the most."""
     # NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
     # communicator of their own.
-    pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
+    pairs = max(len(list_peers(parallel, place)) for place in range(parallel.pipeline))
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 

@@ -45,7 +45,7 @@ _PLAIN_TYPES = frozenset(
 )
 
 
-class NotSure(Exception):  # noqa: N818 - not an error: the call is made as ever
+class NotCacheable(Exception):  # noqa: N818 - not an error: the call is made as ever
     """The call cannot be remembered."""
 
 
@@ -128,14 +128,14 @@ class CachedFakeMode:
                 return func(*args, **kwargs), None
         tensors: list[FakeTensor] = []
         try:
-            options = key_of(tuple(kwargs.items()), tensors) if kwargs else None
+            options = make_key(tuple(kwargs.items()), tensors) if kwargs else None
             # An operator hashes itself in Python, its number does not; it lives as long as torch.
-            key = (id(func), key_of(args, tensors), options, torch.get_default_dtype())
+            key = (id(func), make_key(args, tensors), options, torch.get_default_dtype())
             known = self.calls.get(key)
-        except (NotSure, TypeError):
+        except (NotCacheable, TypeError):
             return func(*args, **kwargs), None
         if known is None:
-            if key in self.calls or _is_never(func):
+            if key in self.calls or _is_never_cached(func):
                 return func(*args, **kwargs), None
             result = func(*args, **kwargs)
             self.calls[key] = call = remember(result, tensors)
@@ -163,7 +163,7 @@ def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, An
 
 
 @cache
-def _is_never(func: Any) -> bool:
+def _is_never_cached(func: Any) -> bool:
     name = func._schema.name.partition("::")[2]
     custom = not func._schema.name.startswith(_KNOWN)
     tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -176,14 +176,14 @@ def _is_never(func: Any) -> bool:
     )
 
 
-def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
+def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
     """What shapes and devices depend on; collects the tensors in order."""
     parts: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None:
-                raise NotSure  # it has a value, and so may the result
+                raise NotCacheable  # it has a value, and so may the result
             tensors.append(value)
             parts.append(
                 (
@@ -199,10 +199,10 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
             if kind is bool:
                 parts.append("?")
         elif kind is list or kind is tuple or kind is torch.Size:
-            parts.append((kind, key_of(value, tensors)))
+            parts.append((kind, make_key(value, tensors)))
         elif isinstance(value, Tensor):
             if not isinstance(value, FakeTensor):
-                raise NotSure
+                raise NotCacheable
             tensors.append(value)
             parts.append(
                 (
@@ -217,7 +217,7 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
         elif isinstance(value, torch.Generator):
             parts.append("generator")
         else:
-            raise NotSure
+            raise NotCacheable
     return tuple(parts)
 
 
@@ -234,7 +234,7 @@ def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
             kind = list if isinstance(result, list) else tuple
             return CachedCall([_describe(value, places, storages, made) for value in result], kind)
         return CachedCall(_describe(result, places, storages, made), None)
-    except NotSure:
+    except NotCacheable:
         return None
 
 
@@ -246,14 +246,14 @@ def _describe(
     if id(value) in places:
         return _Output(same=places[id(value)])
     if type(value) is not FakeTensor:
-        raise NotSure
+        raise NotCacheable
     if (
         value.constant is not None
         or value.layout != torch.strided
         or value.is_conj()
         or value.is_neg()
     ):
-        raise NotSure
+        raise NotCacheable
     storage = value.untyped_storage()
     geometry = {
         "shape": tuple(value.shape),
@@ -265,7 +265,7 @@ def _describe(
         return _Output(view_of=storages[storage._cdata], offset=value.storage_offset(), **geometry)
     elements, rest = divmod(storage.nbytes(), value.element_size())
     if storage._cdata in made or rest:
-        raise NotSure
+        raise NotCacheable
     made.add(storage._cdata)
     if not value.storage_offset() and elements == compute_required_storage_length(
         value.shape, value.stride(), 0

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_map
 
 from recipe_lib.plan.simulated_world.cached_fake_mode import wrap
 from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME
-from recipe_lib.plan.simulated_world.simulated_ranks import attention_kernel
-from recipe_lib.plan.tracing.operator_costs import cost_of, dtype_name
+from recipe_lib.plan.simulated_world.simulated_ranks import dispatch_attention
+from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype
 from recipe_lib.plan.tracing.trace import Op
 from recipe_lib.units import counted
 
@@ -72,7 +72,7 @@ class CompiledCode:
     graphs: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """In a line of a report."""
         where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
         graphs = counted(self.graphs, "graph")
@@ -82,7 +82,7 @@ class CompiledCode:
         )
 
 
-def inside_of(operator: Any) -> Callable[..., Any] | None:
+def find_opaque_function(operator: Any) -> Callable[..., Any] | None:
     """What an operator of ours does that compiled code calls so that the compiler does not look
     into it; else None.
     """
@@ -91,7 +91,7 @@ def inside_of(operator: Any) -> Callable[..., Any] | None:
 
 
 @contextmanager
-def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
+def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
     """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile
     is no part of it.
 
@@ -110,14 +110,14 @@ def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
         with _disable_current_modes(), noting_faults():
             fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
             with fake:
-                given = [_on_cpu(one) if isinstance(one, Tensor) else one for one in inputs]
+                given = [_make_cpu_input(one) if isinstance(one, Tensor) else one for one in inputs]
             _move_to_cpu(graph)
             with tracing(TracingContext(fake)):
                 return original(graph, given, inner_compile=inner)
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         with _disable_current_modes(), noting_faults():
-            return _runnable(_code_of(graph, inputs, options), tracer)
+            return _load_code(_generate_code(graph, inputs, options), tracer)
 
     @contextmanager
     def noting_faults() -> Iterator[None]:
@@ -149,7 +149,7 @@ def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
             torch._dynamo.reset()
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def _make_cpu_input(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
         tensor.shape,
         tensor.stride(),
@@ -167,19 +167,19 @@ def _move_to_cpu(graph: GraphModule) -> None:
         for node in part.graph.nodes:
             node.meta.pop("example_value", None)
             if node.target is F.scaled_dot_product_attention and MODULE.kernels != "cpu":
-                node.target = attention_kernel
+                node.target = dispatch_attention
             node.args, node.kwargs = (
-                tree_map(_cpu_for_ours, node.args),
-                tree_map(_cpu_for_ours, node.kwargs),
+                tree_map(_replace_device, node.args),
+                tree_map(_replace_device, node.kwargs),
             )
         part.recompile()
 
 
-def _cpu_for_ours(value: Any) -> Any:
+def _replace_device(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
 
-def _code_of(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> str:
+def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> str:
     """The module that inductor writes for a graph of aten's operators."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
@@ -213,7 +213,7 @@ class _Binding:
     types: Sequence[str]
 
 
-def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
+def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     """The module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
     compiles_nothing = SimpleNamespace(
@@ -223,13 +223,13 @@ def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
     for name, value in list(scope.items()):
         if isinstance(value, _Binding):
-            scope[name] = _kernel(name.removeprefix("cpp_"), value, tracer)
+            scope[name] = _make_kernel(name.removeprefix("cpp_"), value, tracer)
     scope["extern_kernels"] = SimpleNamespace(
         _grouped_mm=torch._grouped_mm,  # into a tensor of its own, which it notes as any operator
         **{name: partial(_note_matmul, tracer, operator) for name, operator in _MATMULS.items()},
     )
     scope["empty_strided_cpu"] = partial(_take_buffer, tracer)
-    scope["reinterpret_tensor"] = _reinterpreted
+    scope["reinterpret_tensor"] = _reinterpret_tensor
     scope["assert_size_stride"] = scope["assert_alignment"] = lambda *_: None
     call = scope["call"]
 
@@ -243,15 +243,15 @@ def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
 def _take_buffer(
     tracer: "Tracer", shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    assert tracer.fast is not None
+    assert tracer.cached_mode is not None
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    tensor = wrap(meta, tracer.fast.mode, torch.device(tracer.device_type, 0))
+    tensor = wrap(meta, tracer.cached_mode.mode, torch.device(tracer.device_type, 0))
     tracer.see([tensor], "inductor::buffer")
     return tensor
 
 
-def _kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., None]:
+def _make_kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., None]:
     """Notes a call; what C++ takes as const it does not write."""
     constant = [kind.startswith("const") for kind in binding.types]
 
@@ -263,7 +263,7 @@ def _kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., Non
         ]
         written = [one for one, is_read in tensors if not is_read]
         moved = sum(one.numel() * one.element_size() for one, _ in tensors)
-        dtype = dtype_name(written[0].dtype) if written else ""
+        dtype = format_dtype(written[0].dtype) if written else ""
         op = Op(
             f"inductor::{name}", tracer.stream(), *tracer.place(), tracer.phase, 0, moved, dtype
         )
@@ -276,10 +276,10 @@ def _kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., Non
 
 def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
     kwargs = {**options, "out": out}
-    tracer.note(operator, args, kwargs, out, cost_of(operator, args, kwargs, out))
+    tracer.note(operator, args, kwargs, out, compute_cost(operator, args, kwargs, out))
 
 
-def around_operator(
+def run_higher_order_operator(
     tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """What compiled code wraps around an operator that draws numbers, so that it can be computed
@@ -295,7 +295,7 @@ def around_operator(
     raise RuntimeError(f"{func.name()}: not known on a simulated device")
 
 
-def _reinterpreted(
+def _reinterpret_tensor(
     tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> Tensor:
     """The same memory by another shape; no view of the tensor, as compiled code has none."""

@@ -68,7 +68,9 @@ def hide_propagation(tracer: "Tracer") -> list[Patch]:
     ]
 
 
-def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def unwrap_shards(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any] | None:
     """The arguments of an optimizer's operator over lists of shards, as the plain tensors they are
     on this rank.
 
@@ -95,7 +97,7 @@ def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
 
 
-def find_documents(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
+def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
     """transformers looks for documents in positions as it does in a run.
 
     With values it finds that a row is one document, and makes no mask; without, it takes rows for
@@ -135,7 +137,7 @@ def follow_works(tracer: "Tracer") -> list[Patch]:
             if collective is not None and not collective.waits:
                 asynchronous.add(id(started))
             if checker is not None:
-                checker.started(started)
+                checker.note_start(started)
             return started
 
         return run
@@ -149,7 +151,7 @@ def follow_works(tracer: "Tracer") -> list[Patch]:
                 Op(WORK_WAIT, tracer.stream(), *tracer.place(), tracer.phase)
             )  # for the stream's oldest
         if checker is not None:
-            checker.waited_for_work(self, tracer.stream())
+            checker.note_work_wait(self, tracer.stream())
         return wait(self, *args, **kwargs)
 
     starting = [

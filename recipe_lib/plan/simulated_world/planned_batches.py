@@ -16,8 +16,8 @@ from recipe_lib.data.batches import make_step
 from recipe_lib.data.dataset import Dataset, adapt_to_recipe
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
-from recipe_lib.plan.simulated_world.sequence_lengths import Sequence
-from recipe_lib.plan.tracing.simulated_micro_batches import Passes
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.tracing.simulated_micro_batches import MicroBatchMarks
 
 
 class PlannedData:
@@ -35,10 +35,10 @@ class PlannedData:
         self,
         cfg: FullFinetuneConfig,
         world: World,
-        shape: Sequence,
+        shape: PlannedSequence,
         traced_micro_batches: int | None = None,
-        passes: Passes | None = None,
-        others: Passes | None = None,
+        passes: MicroBatchMarks | None = None,
+        others: MicroBatchMarks | None = None,
     ) -> None:
         """traced_micro_batches: all of a step's are there, but so many are gone through; None: all
         of them, plainly. passes, others: note where each of those begins and ends, and each of the
@@ -47,7 +47,7 @@ class PlannedData:
         self._others = others
         self._cfg, self._world, self._shape, self._traced = cfg, world, shape, traced_micro_batches
         self._passes = passes
-        self.dataset = self.validation_dataset = _dataset(cfg, shape)
+        self.dataset = self.validation_dataset = _build_dataset(cfg, shape)
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
 
     def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
@@ -85,34 +85,34 @@ class PlannedData:
             padded_tokens=ranks * step.padded_tokens,
             num_items=ranks * step.num_items,
         )
-        on_device = _without_bytes(whole).to(self._world.device)
+        on_device = _make_fake(whole).to(self._world.device)
         if self._traced is None or self._traced >= len(on_device.micro_batches):
             return on_device
         return replace(
             on_device,
-            micro_batches=_FirstOnes(on_device.micro_batches, self._traced, self._passes),
-            mismatched=_FirstOnes(on_device.mismatched, self._traced, self._others),
+            micro_batches=_FirstMicroBatches(on_device.micro_batches, self._traced, self._passes),
+            mismatched=_FirstMicroBatches(on_device.mismatched, self._traced, self._others),
         )
 
 
-class _FirstOnes(list[Batch]):
+class _FirstMicroBatches(list[Batch]):
     """A list that holds all of its elements, and is as long as the first of them that are gone
     through.
     """
 
-    def __init__(self, batches: list[Batch], count: int, passes: Passes | None) -> None:
+    def __init__(self, batches: list[Batch], count: int, passes: MicroBatchMarks | None) -> None:
         super().__init__(batches)
         self._count, self._passes = count, passes
 
     def __iter__(self) -> Iterator[Batch]:
         batches = islice(super().__iter__(), self._count)
-        return batches if self._passes is None else self._passes.through(batches)
+        return batches if self._passes is None else self._passes.follow(batches)
 
     def __len__(self) -> int:
         return min(super().__len__(), self._count)
 
 
-def _without_bytes(step: StepBatches) -> StepBatches:
+def _make_fake(step: StepBatches) -> StepBatches:
     """The same on the host of the simulation, if there is one."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if mode is None:
@@ -134,7 +134,7 @@ def _without_bytes(step: StepBatches) -> StepBatches:
     return replace(step, micro_batches=each(step.micro_batches), mismatched=each(step.mismatched))
 
 
-def _dataset(cfg: FullFinetuneConfig, shape: Sequence) -> Dataset:
+def _build_dataset(cfg: FullFinetuneConfig, shape: PlannedSequence) -> Dataset:
     """The items of a packed sequence, or one item."""
     group = 2 if cfg.trains_on_pairs else 1
     documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1
@@ -150,7 +150,7 @@ def _dataset(cfg: FullFinetuneConfig, shape: Sequence) -> Dataset:
     )
 
 
-def batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
+def list_batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
     """The tensors of a step's micro-batches."""
     every = [*batches.micro_batches, *batches.mismatched]
     holders = [vars(batch) for batch in every]

@@ -42,7 +42,7 @@ POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Sequence:
+class PlannedSequence:
     """The sequences of a plan.
 
     tokens: of a sequence, before it is padded to data.pad_to_multiple_of; of packed pairs, half of
@@ -65,9 +65,9 @@ class Sequence:
         return max(1, round(self.pack))
 
 
-def planned_sequence(
+def choose_sequence(
     cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None
-) -> Sequence:
+) -> PlannedSequence:
     """The sequences that a config is planned for.
 
     choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`;
@@ -77,25 +77,25 @@ def planned_sequence(
     network. Raises ConfigError.
     """
     group = 2 if cfg.trains_on_pairs else 1
-    cfg = _with_formats(cfg)
-    tokens = _number(choice, cfg.max_seq_len)
+    cfg = _settle_formats(cfg)
+    tokens = _parse_tokens(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
-        _check_steps(cfg, _few_samples(cfg, wait), ranks)
+        _check_steps(cfg, _load_few_samples(cfg, wait), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
-        return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
-    dataset, reason = _dataset(cfg, wait)
+        return PlannedSequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+    dataset, reason = _load_dataset(cfg, wait)
     if dataset is not None:
-        return _of_dataset(cfg, adapt_to_recipe(cfg, dataset), choice, ranks)
+        return _measure_dataset(cfg, adapt_to_recipe(cfg, dataset), choice, ranks)
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
             " tokens, or max"
         )
     source = f"max_seq_len, as the dataset is not available: {reason}"
-    return Sequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+    return PlannedSequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
 
 
-def _with_formats(cfg: Any) -> Any:
+def _settle_formats(cfg: Any) -> Any:
     """The config with the formats that its recipe finds; of samples with labels, which others would
     read too.
     """
@@ -109,7 +109,7 @@ def _with_formats(cfg: Any) -> Any:
     return cfg
 
 
-def _number(choice: str, longest: int) -> int | None:
+def _parse_tokens(choice: str, longest: int) -> int | None:
     check_choice(choice)
     if not choice.isdigit():
         return None
@@ -121,7 +121,7 @@ def _number(choice: str, longest: int) -> int | None:
     return int(choice)
 
 
-def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequence:
+def _measure_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> PlannedSequence:
     """From the lengths of tokenized sequences."""
     lengths = dataset.lengths
     found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
@@ -152,7 +152,7 @@ def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequen
     else:
         tokens, source = histogram["max"], f"longest of {count}"
     pack = dataset.items / slots if cfg.data.packing else 1.0
-    return Sequence(tokens, source, histogram, whole, dataset.group, pack)
+    return PlannedSequence(tokens, source, histogram, whole, dataset.group, pack)
 
 
 def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
@@ -174,35 +174,35 @@ def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
-def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
+def _load_few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
     """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may
     not have a step's sequences.
     """
     try:
-        stored = _stored(cfg, _tokenizer(cfg), 0.0)
+        stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
     except UserError:
         stored = None
     if stored is not None or wait is not None:
         return stored
     try:
-        is_small = sum(map(_size, resolved_sources(cfg.data))) <= FEW_BYTES
+        is_small = sum(map(_count_bytes, resolved_sources(cfg.data))) <= FEW_BYTES
     except UserError:  # the data are not here
         is_small = False
-    return _dataset(cfg, None)[0] if is_small else None
+    return _load_dataset(cfg, None)[0] if is_small else None
 
 
-def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
+def _load_dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
     """The tokenized dataset of a config, or None and why it is not there. wait None: raises
     DataErrors of samples, and of those for validation, that are there.
     """
     try:
-        tokenizer = _tokenizer(cfg)
+        tokenizer = _load_tokenizer(cfg)
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
     if wait is None:
         _check_validation(cfg, tokenizer)
     try:
-        stored = _stored(cfg, tokenizer, wait or 0.0)
+        stored = _load_stored(cfg, tokenizer, wait or 0.0)
     except UserError as error:
         if wait is not None:
             return None, error.faults[0].partition(";")[0]
@@ -213,7 +213,7 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
             return stored, ""
         if wait is not None:
             return None, "they are not tokenized yet"
-        size = sum(map(_size, resolved_sources(cfg.data)))
+        size = sum(map(_count_bytes, resolved_sources(cfg.data)))
         if size > MAX_BYTES_READ:
             return None, f"{format_bytes(size)} that are not tokenized yet"
     except UserError as error:
@@ -235,12 +235,12 @@ def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
         build_validation_dataset(cfg, tokenizer)
 
 
-def _tokenizer(cfg: Any) -> "Tokenizer":
+def _load_tokenizer(cfg: Any) -> "Tokenizer":
     path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
     return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
 
 
-def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
+def _load_stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is
     tokenized here.
     """
@@ -256,7 +256,7 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     return builder.build()
 
 
-def _size(source: Any) -> int:
+def _count_bytes(source: Any) -> int:
     """Bytes of a source's files; of a hub dataset, those that are on this machine."""
     if is_hub(source.source):
         return sum(file.identity["size"] for file in open_sources(source))

@@ -31,7 +31,7 @@ CONFIG_FILE = "config.json"
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower-case name
 
 
-def plannable(cfg: Any) -> tuple[Any, list[str]]:
+def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
     """A copy of a config that can be set up without weights and without an earlier run, and what
     was assumed for it.
 
@@ -54,7 +54,7 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
             setattr(keys, other, shape)
             setattr(keys, word, None)
             assumed += [how] if how else []
-    cfg.output_dir = str(Path(_folder()) / "output")
+    cfg.output_dir = str(Path(_make_folder()) / "output")
     cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
     adapters = getattr(cfg, "lora", None)
     if (
@@ -79,10 +79,10 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     if folder.is_dir():
         read_config(folder)  # says what is wrong with it
         return str(folder / CONFIG_FILE), ""
-    cached = in_hub_cache(name)
+    cached = find_in_hub_cache(name)
     if cached is not None:
         return cached, ""
-    shipped = shipped_shapes()
+    shipped = list_shipped_shapes()
     if name in shipped:
         return (
             shipped[name],
@@ -106,7 +106,7 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     )
 
 
-def in_hub_cache(name: str) -> str | None:
+def find_in_hub_cache(name: str) -> str | None:
     """The config.json of a hub id, if the hub's cache on this machine has it."""
     try:
         found = try_to_load_from_cache(name, CONFIG_FILE)
@@ -116,7 +116,7 @@ def in_hub_cache(name: str) -> str | None:
 
 
 @cache
-def shipped_shapes() -> dict[str, str]:
+def list_shipped_shapes() -> dict[str, str]:
     """Return model.path -> preset, by the shipped configs: `FAMILY/SIZE_METHOD` trains the preset
     FAMILY/SIZE.
 
@@ -138,13 +138,13 @@ def _read_yaml(file: Path) -> Any:
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
-def with_layers(cfg: Any, layers: int) -> Any:
+def limit_layers(cfg: Any, layers: int) -> Any:
     """A copy of a plannable config whose model has so many layers, the first ones of its own.
 
     layers: from 1 to as many as it has, ValueError otherwise.
     """
-    config = _config_of(cfg)
-    word = _layers_key(cfg, config)
+    config = _read_config(cfg)
+    word = _find_layers_key(cfg, config)
     own = config[word]
     if not 1 <= layers <= own:
         raise ValueError(f"found {layers} layers, expected 1 to {own}")
@@ -157,7 +157,7 @@ def with_layers(cfg: Any, layers: int) -> Any:
         ):
             cut[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
-    file = Path(_folder()) / f"{name}-{layers}-{os.getpid()}.json"
+    file = Path(_make_folder()) / f"{name}-{layers}-{os.getpid()}.json"
     replace_text(file, json.dumps(dict(config) | cut))
     cfg = copy.deepcopy(cfg)
     cfg.model = dataclasses.replace(cfg.model, path=None, preset=str(file))
@@ -171,7 +171,7 @@ def find_layer_pattern(cfg: Any) -> tuple[int, int]:
     them: a window, an MLP in place of experts. (0, 6) for Gemma 3, (1, 1) for experts behind one
     MLP; few or no layers repeat where the sum is near the number of layers.
     """
-    kinds = _layer_kinds(spec_of(cfg))
+    kinds = _list_layer_kinds(read_spec(cfg))
     for length in range(1, len(kinds) + 1):
         for period in range(1, length + 1):
             if kinds[length:] == kinds[length - period : len(kinds) - period]:
@@ -179,7 +179,7 @@ def find_layer_pattern(cfg: Any) -> tuple[int, int]:
     raise AssertionError("a model has layers")
 
 
-def _layer_kinds(spec: ModelSpec) -> list[Any]:
+def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
     """Return what each layer is, equal for those that are alike."""
     if isinstance(spec, ExternalSpec):
         return spec.layer_kinds()
@@ -190,12 +190,12 @@ def _layer_kinds(spec: ModelSpec) -> list[Any]:
     return list(zip(*per_layer, strict=True))
 
 
-def layer_count(cfg: Any) -> int:
+def count_layers(cfg: Any) -> int:
     """How many layers the model of a plannable config has."""
-    return spec_of(cfg).num_layers
+    return read_spec(cfg).num_layers
 
 
-def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
+def _find_layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
     """The key of config.json that says how many layers there are. Raises ConfigError for a config
     that has none.
     """
@@ -209,22 +209,22 @@ def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
     return found
 
 
-def _config_of(cfg: Any) -> Mapping[str, Any]:
+def _read_config(cfg: Any) -> Mapping[str, Any]:
     """The decoder's config.json, checked."""
     config = preset_config(cfg.model.preset)
     if cfg.model.implementation != "native":
         return config
-    spec_of(cfg)
+    read_spec(cfg)
     return text_config(config)
 
 
-def spec_of(cfg: Any) -> ModelSpec:
+def read_spec(cfg: Any) -> ModelSpec:
     """The shape of a plannable config's model."""
     return spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
 
 
 @cache
-def _folder() -> str:
+def _make_folder() -> str:
     """A temporary folder of this process, removed when it ends."""
     folder = tempfile.mkdtemp(prefix="tune-plan-")
     atexit.register(_remove, folder, os.getpid())

@@ -41,7 +41,7 @@ _MESH_METHODS = (
 
 
 @contextmanager
-def simulated_world(
+def enter_simulated_world(
     parallel: ParallelConfig,
     rank: int,
     ranks: int,
@@ -59,7 +59,7 @@ def simulated_world(
     device = register_device()
     pin_kernels(like_cpu, capability)
     with ExitStack() as stack:
-        stack.enter_context(_fake_group(rank, ranks))
+        stack.enter_context(_make_fake_group(rank, ranks))
         stack.enter_context(apply_patches(_tell_meshes_apart(hash((rank, shape)))))
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
         stack.enter_context(apply_patches([*_make_meshes_real(), *_use_own_streams()]))
@@ -76,7 +76,7 @@ class _SizesOnly(FakeTensorMode):
 
 
 @contextmanager
-def tensors_without_bytes() -> Iterator[FakeTensorMode]:
+def use_fake_tensors() -> Iterator[FakeTensorMode]:
     """Inside the block every tensor is made without memory."""
     mode = _SizesOnly(allow_non_fake_inputs=True)
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def tensors_without_bytes() -> Iterator[FakeTensorMode]:
 
 
 @contextmanager
-def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+def _make_fake_group(rank: int, ranks: int) -> Iterator[None]:
     devices = ["cpu", NAME]
     (
         dist.Backend.register_backend(
@@ -183,7 +183,7 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
     MODULE.kernels = "cpu" if like_cpu else "cuda"
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        _library.impl("scaled_dot_product_attention", attention_kernel, _KEY)
+        _library.impl("scaled_dot_product_attention", dispatch_attention, _KEY)
         _library.impl("rms_norm", _rms_norm, _KEY)
         # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
         _library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
@@ -194,10 +194,10 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
         for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
             _library.impl(name, lambda *args, **kwargs: None, "Meta")
         for name in ("silu_backward", "mish_backward"):
-            _library.impl(name, _as_one(getattr(torch.ops.aten, name).default), _KEY)
+            _library.impl(name, _fuse(getattr(torch.ops.aten, name).default), _KEY)
 
 
-def attention_kernel(
+def dispatch_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -220,14 +220,14 @@ def attention_kernel(
         MODULE.kernels != "cpu" and half and width <= 256 and MODULE.capability >= VARLEN_CAPABILITY
     )
     if attn_mask is None and flashes:
-        query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
+        query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
         scale = scale if scale is not None else width**-0.5
         output = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return output[..., :width]
     if MODULE.kernels == "cpu" or (enable_gqa and query.shape[-3] != key.shape[-3]):
-        return _composite(
+        return _run_composite(
             aten.scaled_dot_product_attention.default,
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
@@ -245,18 +245,18 @@ def _rms_norm(
     hidden: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     if MODULE.kernels == "cpu" or (weight is not None and weight.dtype != hidden.dtype):
-        return _composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
+        return _run_composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
     return torch.ops.aten._fused_rms_norm(hidden, shape, weight, eps)[0]
 
 
 def _fused_rms_norm(*args: Any) -> Any:
-    return _composite(torch.ops.aten._fused_rms_norm.default, *args)
+    return _run_composite(torch.ops.aten._fused_rms_norm.default, *args)
 
 
 def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
     if MODULE.kernels == "cpu" and train and rate > 0:
         return hidden * torch.empty_like(hidden).bernoulli_(1 - rate).div_(1 - rate)
-    return _composite(torch.ops.aten.dropout.default, hidden, rate, train)
+    return _run_composite(torch.ops.aten.dropout.default, hidden, rate, train)
 
 
 def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -265,10 +265,10 @@ def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tens
     """
     if MODULE.kernels == "cuda" and scores.dtype == torch.float16 and dtype == torch.float32:
         return torch.ops.aten._softmax(scores, dim, True)
-    return _composite(torch.ops.aten.softmax.int, scores, dim, dtype)
+    return _run_composite(torch.ops.aten.softmax.int, scores, dim, dtype)
 
 
-def _as_one(operator: Any) -> Callable[..., Tensor]:
+def _fuse(operator: Any) -> Callable[..., Tensor]:
     """An operator that CPU and CUDA have a kernel for, and a device of its own a chain of
     others.
     """
@@ -280,11 +280,11 @@ def _as_one(operator: Any) -> Callable[..., Tensor]:
     return run
 
 
-def _composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch does where a device brings nothing of its own."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def _padded(tensor: Tensor, multiple: int) -> Tensor:
+def _pad(tensor: Tensor, multiple: int) -> Tensor:
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

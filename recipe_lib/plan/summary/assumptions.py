@@ -6,11 +6,11 @@ import torch
 
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
-from recipe_lib.plan.allocation.untraced_memory import attention_backend
+from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.summary.fit_verdict import judge_host
 from recipe_lib.plan.summary.step_time import list_first_ranks
-from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
+from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
 from recipe_lib.plan.tracing.trace import ALLOC, Trace
 from recipe_lib.plan.tracing.trace_rank import Simulated
 from recipe_lib.units import format_bytes
@@ -56,7 +56,7 @@ def list_assumptions(cfg: Any, settings: "PlanSettings", simulated: Simulated) -
     if cfg.parallel.pipeline > 1:
         lines += _list_pipeline_assumptions(cfg, len(traced))
     lines += judge_host(cfg, settings, simulated.trace)[1]
-    if not simulated.repeats and not simulated.grows:
+    if not simulated.repeats and not simulated.step_growth:
         lines.append(
             "the second step left less memory than the first: later steps may differ from it"
         )
@@ -74,7 +74,7 @@ def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
                 ", fused rotary embedding, gated activation, soft-capped scores, loss and"
                 " dequantizing (by Triton)"
             )
-    if attention_backend(hardware.architecture) == "cudnn":
+    if choose_attention_backend(hardware.architecture) == "cudnn":
         kernels += (
             "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash"
             " attention's workspace"
@@ -85,7 +85,7 @@ def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
 def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
     """Return what the figures of a pipeline rest on."""
     count = micro_batches(cfg)[1]
-    traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
+    traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
         "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"
         " are ready"

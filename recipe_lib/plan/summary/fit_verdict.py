@@ -51,12 +51,12 @@ def estimate_not_simulated(simulated: Simulated, steps: int | None) -> tuple[int
 
     It is (0, "") where nothing is left out. steps: of the run, if known.
     """
-    more = simulated.untraced
+    more = simulated.untraced_bytes
     reasons = [simulated.estimate] if simulated.estimate else []
-    if simulated.grows:
+    if simulated.step_growth:
         # Two steps are simulated; each later one is taken to leave as much as the second.
-        more += simulated.grows * max(0, (steps or 0) - 2)
-        left = f"the second step left {format_bytes(simulated.grows)} more than the first"
+        more += simulated.step_growth * max(0, (steps or 0) - 2)
+        left = f"the second step left {format_bytes(simulated.step_growth)} more than the first"
         reasons.append(f"{left}, and so are the later ones taken to do")
     return more, "; ".join(reasons)
 

@@ -21,7 +21,7 @@ from recipe_lib.plan.plan_schema import (
     TimePlan,
     list_stage_ranks,
 )
-from recipe_lib.plan.simulated_world.shape_only_model import spec_of
+from recipe_lib.plan.simulated_world.shape_only_model import read_spec
 from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.timing.cost import (
     Calibration,
@@ -39,7 +39,7 @@ from recipe_lib.plan.timing.stream_schedule import (
     schedule,
     sum_time_by_kind,
 )
-from recipe_lib.plan.tracing.pipeline_actions import orders_of
+from recipe_lib.plan.tracing.pipeline_actions import get_orders
 from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, Simulated
 from recipe_lib.units import format_duration
@@ -99,7 +99,7 @@ def build_simulated_step(
         for place, rank in first_ranks.items()
     ]
     ideal = simulate(
-        orders_of(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]
+        get_orders(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]
     )
     plan = PipelinePlan(
         schedule=cfg.parallel.pipeline_schedule,
@@ -153,7 +153,7 @@ def _build_stage_plan(
     cfg: Any, place: int, rank: int, simulated: Simulated, count: int
 ) -> StagePlan:
     """Return the stages of a place in a pipeline of `count` micro-batches, times left at 0."""
-    in_flight, deferred = counted_in_flight(orders_of(cfg.parallel, count)[place])
+    in_flight, deferred = counted_in_flight(get_orders(cfg.parallel, count)[place])
     modules = list_outermost(simulated.modules)
     sends = 0
     sent = 0
@@ -228,7 +228,7 @@ def build_time_plan(
 
 def get_mixture(cfg: Any) -> MixtureSpec | None:
     """Return the mixture of a plannable config's native model; None without one."""
-    return getattr(spec_of(cfg), "mixture", None)
+    return getattr(read_spec(cfg), "mixture", None)
 
 
 def add_router_choices(

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from recipe_lib.plan.allocation.untraced_memory import attention_backend
+from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
 
 # Multiprocessors, as the data sheets and architecture whitepapers of hardware.py have them.
@@ -184,7 +184,9 @@ def choose_attention_kernel(hardware: Hardware, name: str, width: int) -> str:
         return "efficient"
     # The planner traces the flash operator where torch prefers cuDNN's, which has heads of up to
     # 128 in eights.
-    preferred = "scaled_dot_product" in name and attention_backend(hardware.architecture) == "cudnn"
+    preferred = (
+        "scaled_dot_product" in name and choose_attention_backend(hardware.architecture) == "cudnn"
+    )
     return "cudnn" if preferred and width <= 128 and width % 8 == 0 else "flash"
 
 

@@ -18,7 +18,7 @@ from recipe_lib.plan.timing.cost import (
     compute_launch_seconds,
 )
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
-from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
+from recipe_lib.plan.tracing.pipeline_actions import find_stand_ins, get_orders
 from recipe_lib.plan.tracing.trace import Trace
 
 _Seconds = dict[Action, float]
@@ -56,7 +56,7 @@ def compute_pipeline_time(
                 place_runs[index], parallel, place, count=count, training=training
             )
         timeline = simulate(
-            orders_of(parallel, count, training=training),
+            get_orders(parallel, count, training=training),
             parallel,
             seconds.__getitem__,
             lambda send: messages.get((send.stage, send.kind), 0.0),
@@ -100,7 +100,7 @@ def extend_to_all(
 ) -> _Seconds:
     """Return the seconds of a rank's actions with all micro-batches, from those traced."""
     traced = len({action.micro_batch for action in run})
-    stands = stand_ins(parallel, place, traced, count, training=training)
+    stands = find_stand_ins(parallel, place, traced, count, training=training)
     if stands is None:
         raise ValueError(f"{traced} micro-batches cannot stand for {count}")
     return {action: run[known] for action, known in stands.items()}

@@ -21,12 +21,12 @@ from recipe_lib.errors import UserError
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.simulated_world.patches import Patch, apply_patches
 from recipe_lib.plan.simulated_world.shape_only_model import (
+    count_layers,
     find_layer_pattern,
-    layer_count,
-    with_layers,
+    limit_layers,
 )
-from recipe_lib.plan.streams.code_line import is_of_user, text_of
-from recipe_lib.plan.tracing.simulated_micro_batches import treats_all_alike
+from recipe_lib.plan.streams.code_line import format_line, is_of_user
+from recipe_lib.plan.tracing.simulated_micro_batches import is_declared_uniform
 from recipe_lib.plan.tracing.trace import (
     ALLOC,
     FREE,
@@ -59,7 +59,7 @@ def simulate_deep(
     Not for a recipe that does not say that it treats all layers alike, nor for a pipeline, whose
     stages have few. A recipe that says it and does not is simulated whole, with a note.
     """
-    depths = few_layers(recipe_class, cfg)
+    depths = choose_depths(recipe_class, cfg)
     found = None
     unlike: list[str] = []
     if depths is not None:
@@ -69,11 +69,13 @@ def simulate_deep(
             apply_patches(watched),
             suppress(UserError, IndexError),
         ):  # the whole model says it of the one asked for
-            short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
+            short, long = (simulated(limit_layers(cfg, depth)) for depth in depths)
             unlike += _find_unlike_layers(
                 long.trace, range(max(1, lead), depths[1] - period), period
             )
-            found = _deeper(short, long, (layer_count(cfg) - depths[1]) // period, period)
+            found = _extend_simulation(
+                short, long, (count_layers(cfg) - depths[1]) // period, period
+            )
     if found is None or unlike:
         found = simulated(cfg)
     return replace(
@@ -92,7 +94,7 @@ def _watch_layers(unlike: list[str]) -> list[Patch]:
             frame = sys._getframe(1)
             if is_of_user(frame.f_code.co_filename):
                 unlike.append(
-                    f"{text_of((frame.f_code.co_filename, frame.f_lineno))} goes by single layers"
+                    f"{format_line((frame.f_code.co_filename, frame.f_lineno))} goes by single layers"
                 )
             return original(*args)
 
@@ -110,7 +112,7 @@ def _find_unlike_layers(trace: Trace, layers: range, period: int) -> Iterator[st
     """
     products: dict[int, Counter[Hashable]] = defaultdict(Counter)
     for op in trace.ops:
-        pattern, numbers = _pattern(op.module)
+        pattern, numbers = _split_name(op.module)
         if op.flops and numbers:
             products[numbers[0]][op.phase, op.part, pattern, op.name, op.flops] += op.repeats
     for layer in layers:
@@ -118,7 +120,7 @@ def _find_unlike_layers(trace: Trace, layers: range, period: int) -> Iterator[st
             yield f"layers {layer} and {layer + period} do not compute the same"
 
 
-def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
+def choose_depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
     """Return the layers of the two simulations; None: the whole model is simulated."""
     adapters = cfg.trained_adapters
     modules = [cfg.parallel.fsdp_wrap_policy, adapters.target_modules if adapters else ""]
@@ -135,9 +137,15 @@ def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] |
     # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the
     # ranks.
     across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
-    if cfg.parallel.pipeline > 1 or budget or named or across or not treats_all_alike(recipe_class):
+    if (
+        cfg.parallel.pipeline > 1
+        or budget
+        or named
+        or across
+        or not is_declared_uniform(recipe_class)
+    ):
         return None
-    layers = layer_count(cfg)
+    layers = count_layers(cfg)
     lead, period = find_layer_pattern(cfg)
     ahead = (
         2 * cfg.memory.activation_offload_prefetch_layers + 1
@@ -154,7 +162,9 @@ def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] |
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
 
 
-def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simulated | None:
+def _extend_simulation(
+    short: Simulated, long: Simulated, more: int, period: int
+) -> Simulated | None:
     """The run of a model with `more` periods of layers beyond the longer one's; None where the two
     do not tell.
     """
@@ -162,8 +172,8 @@ def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simula
         replace(run, trace=Trace(), modules=[], likeness=replace(run.likeness, events=0))
         for run in (short, long)
     ]
-    trace = more_layers(short.trace, long.trace, more, period) if facts[0] == facts[1] else None
-    modules = more_rows(short.modules, long.modules, more, period) if trace is not None else None
+    trace = extend_trace(short.trace, long.trace, more, period) if facts[0] == facts[1] else None
+    modules = extend_rows(short.modules, long.modules, more, period) if trace is not None else None
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
 
 
@@ -194,40 +204,40 @@ class _Event:
     target: int = -1
 
 
-def more_layers(short: Trace, long: Trace, more: int, period: int = 1) -> Trace | None:
+def extend_trace(short: Trace, long: Trace, more: int, period: int = 1) -> Trace | None:
     """The trace of a model that has `more` periods of layers beyond the longer one, which has one
     period more than the shorter; None where the two do not tell. Operators do not say what they
     read and make.
     """
     if short.phases != long.phases or long.actions:
         return None
-    continued = continue_items(*_items(_events(short), _events(long)), more, period)
-    return _trace(continued, long) if continued is not None else None
+    continued = continue_items(*_make_items(_list_events(short), _list_events(long)), more, period)
+    return _build_trace(continued, long) if continued is not None else None
 
 
-def more_rows(
+def extend_rows(
     short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1
 ) -> list[LayerRow] | None:
     """The table of modules in the same way."""
     both = []
     for rows in (short, long):
-        patterns = [_pattern(row.module) for row in rows]
+        patterns = [_split_name(row.module) for row in rows]
         both.append(
             [
                 _Event((pattern, repr(replace(row, module=""))), names=numbers)
                 for row, (pattern, numbers) in zip(rows, patterns, strict=True)
             ]
         )
-    continued = continue_items(*_items(*both), more, period)
+    continued = continue_items(*_make_items(*both), more, period)
     if continued is None:
         return None
     return [
-        replace(long[like], module=_named(_pattern(long[like].module)[0], numbers))
+        replace(long[like], module=_join_name(_split_name(long[like].module)[0], numbers))
         for like, numbers in zip(continued.keys, continued.numbers, strict=True)
     ]
 
 
-def _items(short: Sequence[_Event], long: Sequence[_Event]) -> "tuple[LoopItems, LoopItems]":
+def _make_items(short: Sequence[_Event], long: Sequence[_Event]) -> "tuple[LoopItems, LoopItems]":
     """Both runs' events with keys that mean the same."""
     numbered: dict[Hashable, int] = {}
     both = {(event.what, event.sizes) for event in short} & {
@@ -246,7 +256,7 @@ def _items(short: Sequence[_Event], long: Sequence[_Event]) -> "tuple[LoopItems,
     return runs
 
 
-def _events(trace: Trace) -> list[_Event]:
+def _list_events(trace: Trace) -> list[_Event]:
     """A trace's events; a release, and the use on another stream, has an allocation as its target,
     and a wait has the mark that it waits for.
     """
@@ -256,8 +266,8 @@ def _events(trace: Trace) -> list[_Event]:
     for index, (kind, number) in enumerate(trace.events):
         if kind == ALLOC:
             storage = trace.storages[number]
-            module, of_module = _pattern(storage.module)
-            label, of_label = _pattern(storage.label)
+            module, of_module = _split_name(storage.module)
+            label, of_label = _split_name(storage.label)
             kept = (
                 storage.device,
                 storage.stream,
@@ -274,8 +284,8 @@ def _events(trace: Trace) -> list[_Event]:
             event = _Event((FREE,), target=made[number])
         elif kind == OP:
             op = trace.ops[number]
-            module, of_module = _pattern(op.module)
-            kinds, sizes = _of_collective(op)
+            module, of_module = _split_name(op.module)
+            kinds, sizes = _split_collective(op)
             what = (
                 op.name,
                 op.stream,
@@ -302,7 +312,7 @@ def _events(trace: Trace) -> list[_Event]:
     return events
 
 
-def _of_collective(op: Op) -> tuple[Hashable, tuple[int, ...]]:
+def _split_collective(op: Op) -> tuple[Hashable, tuple[int, ...]]:
     """What of a collective stays the same, and its sizes."""
     found = op.collective
     if found is None:
@@ -319,7 +329,7 @@ def _of_collective(op: Op) -> tuple[Hashable, tuple[int, ...]]:
 
 
 @cache
-def _pattern(name: str) -> tuple[str, tuple[int, ...]]:
+def _split_name(name: str) -> tuple[str, tuple[int, ...]]:
     """A dotted name without its numbers, and these: `model.layers.3.mlp` is `model.layers.{}.mlp`
     and 3.
     """
@@ -327,11 +337,11 @@ def _pattern(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 @cache
-def _named(pattern: str, numbers: tuple[int, ...]) -> str:
+def _join_name(pattern: str, numbers: tuple[int, ...]) -> str:
     return pattern.format(*numbers) if numbers else pattern
 
 
-def _trace(continued: "LoopItems", long: Trace) -> Trace | None:
+def _build_trace(continued: "LoopItems", long: Trace) -> Trace | None:
     """The continued events as a trace; None where one of them is released that is not there."""
     trace = Trace(phases=list(long.phases))
     numbered: list[int] = []  # by event the number of its storage or mark; -1: it has none
@@ -343,7 +353,7 @@ def _trace(continued: "LoopItems", long: Trace) -> Trace | None:
         kind, number = long.events[like]
         own = numbered[target] if 0 <= target < len(numbered) else -1
         if kind == ALLOC:
-            trace.storages.append(_storage(long.storages[number], numbers))
+            trace.storages.append(_copy_storage(long.storages[number], numbers))
             if trace.storages[-1].bytes > max(_MOST_GROWN, long.storages[number].bytes):
                 return None
             own = number = len(trace.storages) - 1
@@ -354,7 +364,7 @@ def _trace(continued: "LoopItems", long: Trace) -> Trace | None:
             alive.remove(own)
             number = own
         elif kind == OP:
-            trace.ops.append(_op(long.ops[number], numbers))
+            trace.ops.append(_copy_op(long.ops[number], numbers))
             now, then = trace.ops[-1].collective, long.ops[number].collective
             if now is not None and then is not None and now.bytes > max(_MOST_GROWN, then.bytes):
                 return None
@@ -373,18 +383,18 @@ def _trace(continued: "LoopItems", long: Trace) -> Trace | None:
     return trace
 
 
-def _storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
+def _copy_storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
     """An allocation like another of the longer run."""
-    module, of_module = _pattern(like.module)
-    label, _ = _pattern(like.label)
+    module, of_module = _split_name(like.module)
+    label, _ = _split_name(like.label)
     cut = 1 + len(of_module)
     return Storage(
         numbers[0],
         like.device,
         like.stream,
         like.kind,
-        _named(module, numbers[1:cut]),
-        _named(label, numbers[cut:]),
+        _join_name(module, numbers[1:cut]),
+        _join_name(label, numbers[cut:]),
         like.op,
         like.part,
         like.phase,
@@ -392,10 +402,10 @@ def _storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
     )
 
 
-def _op(like: Op, numbers: tuple[int, ...]) -> Op:
+def _copy_op(like: Op, numbers: tuple[int, ...]) -> Op:
     """An operator like another of the longer run."""
     size, flops, repeats, *others = numbers
-    pattern, of_module = _pattern(like.module)
+    pattern, of_module = _split_name(like.module)
     cut = len(others) - len(of_module)
     collective = like.collective
     if collective is not None and others[:cut] != [
@@ -405,7 +415,7 @@ def _op(like: Op, numbers: tuple[int, ...]) -> Op:
         rest = iter(others[1:cut])
         shapes = tuple(tuple(next(rest) for _ in shape) for shape in collective.shapes)
         collective = replace(collective, bytes=others[0], shapes=shapes)
-    module = _named(pattern, tuple(others[cut:]))
+    module = _join_name(pattern, tuple(others[cut:]))
     return Op(
         like.name,
         like.stream,
@@ -488,10 +498,10 @@ def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) 
     step: what numbers differ by from turn to turn of a loop, if they do. A key of the result is the
     index of the longer run's item that the item is like.
     """
-    loops = _loops(np.array(short.keys), np.array(long.keys))
+    loops = _find_loops(np.array(short.keys), np.array(long.keys))
     if loops is None:
         return None
-    parts = _parts(loops, len(long.keys), more)
+    parts = _split_parts(loops, len(long.keys), more)
     located = [_locate(run, parts, which) for which, run in enumerate((short, long))]
     result = LoopItems()
     for part in parts:
@@ -501,11 +511,11 @@ def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) 
             return None
         for rule_list, turns in rules:
             for turn in range(turns):
-                _apply(rule_list, turn, parts, result)
+                _apply_rules(rule_list, turn, parts, result)
     return result
 
 
-def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
+def _find_loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
     """(start in the longer run, items of a turn, turns in the longer run) of every loop that it has
     one more turn of; None where the shorter run is not the longer one with a turn of some loops
     left out. short, long: arrays of keys.
@@ -523,7 +533,7 @@ def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
             return found if at == len(short) else None
         if there == len(long):
             return None
-        length = _turn_left_out(short[at:], long, there, missing, where[int(long[there])])
+        length = _find_missing_iteration(short[at:], long, there, missing, where[int(long[there])])
         if not length:
             return None
         start, turns = there, 1
@@ -536,7 +546,9 @@ def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
         ended = there
 
 
-def _turn_left_out(short: Any, long: Any, there: int, missing: int, known: list[int]) -> int:
+def _find_missing_iteration(
+    short: Any, long: Any, there: int, missing: int, known: list[int]
+) -> int:
     """Items of the turn at `there` that the shorter run does not have, and that repeats the one
     before it; 0: none is.
 
@@ -567,7 +579,7 @@ def _count_common(first: Any, second: Any) -> int:
     return int(unlike[0]) if len(unlike) else limit
 
 
-def _parts(loops: list[tuple[int, int, int]], long: int, more: int) -> list[_LoopPart]:
+def _split_parts(loops: list[tuple[int, int, int]], long: int, more: int) -> list[_LoopPart]:
     """Loops and what lies between them. long: items of the longer run."""
     parts: list[_LoopPart] = []
     at = [0, 0, 0]
@@ -681,7 +693,7 @@ def _find_rule(
     return at, target, values, slopes if any(slopes) else []
 
 
-def _apply(rules: list[_Rule], turn: int, parts: list[_LoopPart], result: LoopItems) -> None:
+def _apply_rules(rules: list[_Rule], turn: int, parts: list[_LoopPart], result: LoopItems) -> None:
     """Add a turn to the result. turn: from the one that the rules are of."""
     for like, target, values, slopes in rules:
         numbers = values

@@ -29,36 +29,40 @@ from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.simulated_world import sequence_lengths
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
-from recipe_lib.plan.simulated_world.compiled_code import compiling
-from recipe_lib.plan.simulated_world.patches import apply_patches, find_documents, follow_works
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData, batch_tensors
+from recipe_lib.plan.simulated_world.compiled_code import trace_compiled_code
+from recipe_lib.plan.simulated_world.patches import (
+    apply_patches,
+    follow_works,
+    patch_document_search,
+)
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData, list_batch_tensors
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.simulated_world.simulated_ranks import (
     connect_streams,
-    simulated_world,
-    tensors_without_bytes,
+    enter_simulated_world,
+    use_fake_tensors,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.operator_costs import plain_parts
+from recipe_lib.plan.tracing.operator_costs import list_plain_tensors
 from recipe_lib.plan.tracing.pipeline_actions import (
+    count_micro_batches_to_trace,
     follow_actions,
-    last_is_unlike,
+    is_last_different,
     name_parts,
     repeat_actions,
-    traced_micro_batches,
 )
-from recipe_lib.plan.tracing.repeated_calls import repeating_shaped_work
+from recipe_lib.plan.tracing.repeated_calls import repeat_shaped_work
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
-    Likeness,
-    Passes,
-    affordable,
-    estimate_text,
-    goes_backward,
-    last_stand_by_parts,
-    last_stand_for_all,
-    likeness,
-    treats_all_alike,
+    MicroBatchComparison,
+    MicroBatchMarks,
+    compare_micro_batches,
+    count_affordable,
+    describe_estimate,
+    has_backward,
+    is_declared_uniform,
+    repeat_last_by_parts,
+    repeat_last_micro_batch,
 )
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
@@ -94,17 +98,17 @@ class Simulated:
     repeats: bool
     stages: dict[int, range] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    grows: int = 0
+    step_growth: int = 0
     traced: int = 0
-    likeness: Likeness = field(default_factory=Likeness)
+    likeness: MicroBatchComparison = field(default_factory=MicroBatchComparison)
     estimate: str = ""
-    untraced: int = 0
+    untraced_bytes: int = 0
 
 
 def simulate(
     recipe_class: type,
     cfg: FullFinetuneConfig,
-    shape: sequence_lengths.Sequence,
+    shape: sequence_lengths.PlannedSequence,
     *,
     rank: int = 0,
     ranks: int = 1,
@@ -129,26 +133,26 @@ def simulate(
     """
 
     def run(number: int | None) -> Simulated:
-        simulated = simulated_world(
+        simulated = enter_simulated_world(
             cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
         )
-        with simulated as world, tensors_without_bytes() as mode:
+        with simulated as world, use_fake_tensors() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
             connect_streams(tracer)
             patches = [
                 *follow_actions(tracer),
-                *find_documents(cfg, shape.documents),
+                *patch_document_search(cfg, shape.documents),
                 *follow_works(tracer),
             ]
             with ExitStack() as stack:
                 stack.enter_context(nf4.make_tables_anew(has_values=False))
-                stack.enter_context(_quiet_collector())
+                stack.enter_context(pause_collector())
                 stack.enter_context(tracer.running())
-                code = stack.enter_context(compiling(tracer)) if cfg.compile else None
+                code = stack.enter_context(trace_compiled_code(tracer)) if cfg.compile else None
                 stack.enter_context(apply_patches(patches))
                 if checker is None:  # which wants to see every operator
-                    stack.enter_context(repeating_shaped_work(tracer))
-                found = _run(
+                    stack.enter_context(repeat_shaped_work(tracer))
+                found = _run_phases(
                     recipe_class,
                     cfg,
                     world,
@@ -160,24 +164,22 @@ def simulate(
                     alone=traced is not None,
                 )
                 return (
-                    found
-                    if code is None
-                    else replace(found, notes=[*found.notes, code.described()])
+                    found if code is None else replace(found, notes=[*found.notes, code.describe()])
                 )
 
     if traced is not None:
         return run(traced)
-    own = not treats_all_alike(recipe_class)
+    own = not is_declared_uniform(recipe_class)
     count = micro_batches(cfg)[1]
     found = run(count if own and count <= FEW_MICRO_BATCHES else None)
     if found.traced == count or (found.likeness.alike and not own):
         return found
-    more = affordable(found.likeness, count, found.traced)
+    more = count_affordable(found.likeness, count, found.traced)
     if more > found.traced and (more == count or cfg.parallel.pipeline == 1):
         found = run(more)
     if found.traced < count:
-        found.estimate = estimate_text(found.likeness, found.traced, count)
-        found.untraced = found.likeness.growth * (count - found.traced)
+        found.estimate = describe_estimate(found.likeness, found.traced, count)
+        found.untraced_bytes = found.likeness.growth * (count - found.traced)
     return found
 
 
@@ -185,22 +187,22 @@ def trace_real_run(
     recipe_class: type,
     cfg: FullFinetuneConfig,
     world: World,
-    shape: sequence_lengths.Sequence,
+    shape: sequence_lengths.PlannedSequence,
     phases: Sequence[str] = (),
 ) -> Simulated:
     """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared
     with.
     """
     tracer = Tracer(world.device.type)
-    with nf4.make_tables_anew(), _quiet_collector(), tracer.running():
-        return _run(recipe_class, cfg, world, shape, tracer, phases)
+    with nf4.make_tables_anew(), pause_collector(), tracer.running():
+        return _run_phases(recipe_class, cfg, world, shape, tracer, phases)
 
 
-def _run(
+def _run_phases(
     recipe_class: type,
     cfg: FullFinetuneConfig,
     world: World,
-    shape: sequence_lengths.Sequence,
+    shape: sequence_lengths.PlannedSequence,
     tracer: Tracer,
     phases: Sequence[str],
     steps: Sequence[str] = (FIRST, STEADY),
@@ -219,13 +221,15 @@ def _run(
     recipe = cast(Any, recipe_class(cfg, world))
     models = _set_up(recipe, cfg, tracer, phases, steps, notes)
     stage = world.pipeline.rank if world.pipeline else 0
-    traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
+    traced = (
+        None if tracer.cached_mode is None else wanted or count_micro_batches_to_trace(cfg, stage)
+    )
 
     def now() -> tuple[int, int]:
         label_sums(tracer, recipe, models)
         return len(tracer.trace.events), tracer.alive()
 
-    passes, others = Passes(now), Passes(now)
+    passes, others = MicroBatchMarks(now), MicroBatchMarks(now)
     tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(cfg, world, shape, traced, passes, others)
     left: list[int] = []
@@ -234,23 +238,23 @@ def _run(
         tracer.begin_phase(name)
         tracer.makes_batches = True
         batches = next(recipe.data.batches())
-        tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tracer.see(list_batch_tensors(batches))  # memory of numpy's, which no operator made
         tracer.makes_batches = False
         tokens = batches.total_tokens
         try:
             _run_step(recipe, batches, tracer.checker)
         except _NEEDS_VALUES as error:
-            raise _reads_values(recipe_class, error) from error
+            raise _explain_value_read(recipe_class, error) from error
         del batches
         label_models(tracer, models)
         left.append(tracer.alive())
-    alike = likeness(
+    alike = compare_micro_batches(
         tracer.trace,
         passes,
         traced or 0,
         len(steps),
         piped=world.pipeline is not None,
-        unlike=int(last_is_unlike(cfg)),
+        unlike=int(is_last_different(cfg)),
     )
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
@@ -264,15 +268,15 @@ def _run(
             notes,
         )
     name_parts(tracer.trace)
-    classify(tracer.trace)
+    classify_activations(tracer.trace)
     give_to_children(tracer.trace)
     if traced and not alone:
-        _stand_for_all(tracer.trace, cfg, stage, traced, passes, others)
+        _repeat_micro_batches(tracer.trace, cfg, stage, traced, passes, others)
     mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
     place = place_with_context(
         cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
     )
-    modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
+    modules = [facts for name, model in models.items() for facts in list_module_rows(name, model)]
     divided = [
         each.pipeline
         for each in vars(recipe).values()
@@ -295,8 +299,13 @@ def _run(
     )
 
 
-def _stand_for_all(
-    trace: Trace, cfg: Any, stage: int, traced: int, passes: Passes, others: Passes
+def _repeat_micro_batches(
+    trace: Trace,
+    cfg: Any,
+    stage: int,
+    traced: int,
+    passes: MicroBatchMarks,
+    others: MicroBatchMarks,
 ) -> None:
     """Lets what was traced of a step count as often as a step has it. stage: place in a
     pipeline.
@@ -304,11 +313,11 @@ def _stand_for_all(
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, stage, traced, count)
-    elif goes_backward(trace, passes, traced):
-        last_stand_for_all(trace, passes, count, traced, int(last_is_unlike(cfg)))
+    elif has_backward(trace, passes, traced):
+        repeat_last_micro_batch(trace, passes, count, traced, int(is_last_different(cfg)))
     else:
-        last_stand_by_parts(trace, count, traced, int(last_is_unlike(cfg)))
-    last_stand_for_all(trace, others, count, traced)
+        repeat_last_by_parts(trace, count, traced, int(is_last_different(cfg)))
+    repeat_last_micro_batch(trace, others, count, traced)
 
 
 def _set_up(
@@ -323,7 +332,7 @@ def _set_up(
     return the models.
     """
     recipe.setup_model()
-    models = models_of(recipe)
+    models = list_models(recipe)
     for name, model in models.items():
         tracer.name_modules(model, name)
         fault = find_extra_fault(cfg.checkpoint, extra_tensors(model))
@@ -366,7 +375,7 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
     checker.end_step()
 
 
-def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
+def _explain_value_read(recipe_class: type, error: Exception) -> ConfigError:
     file = inspect.getfile(recipe_class)
     lines = lines_in(error, file)
     place = f"{file}:{lines[-1]}: " if lines else ""
@@ -397,7 +406,7 @@ def _make_states(recipe: Any) -> None:
             optimizer.zero_grad()
 
 
-def classify(trace: Trace) -> None:
+def classify_activations(trace: Trace) -> None:
     """Storages that forward or recomputation made, and that are there when backward begins, are
     activations.
     """
@@ -418,7 +427,7 @@ def classify(trace: Trace) -> None:
 
 
 @contextmanager
-def _quiet_collector() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Python's collector of cycles costs a third of the time here, and frees at moments that no
     other run repeats.
 
@@ -461,30 +470,30 @@ def give_to_children(trace: Trace) -> None:
     Input: read by products with one child's weights alone, its adapter's among them. A tensor that
     several children read, such as gathered tokens, stays.
     """
-    owners = {_owner(storage) for storage in trace.storages} - {""}
+    owners = {_find_owner(storage) for storage in trace.storages} - {""}
     made: dict[int, str] = {}
     readers: dict[int, set[str]] = defaultdict(set)
     for kind, number in trace.events:
         op = trace.ops[number] if kind == OP else None
         if op is None or not op.makes:
             continue
-        weights = {_owner(trace.storages[read]) for read in op.reads} - {""}
+        weights = {_find_owner(trace.storages[read]) for read in op.reads} - {""}
         if op.flops and weights:
             for read in op.reads:
                 readers[read] |= weights
-        child = _child_of(op, trace.storages, weights, made, owners)
+        child = _find_child(op, trace.storages, weights, made, owners)
         if child:
             made |= dict.fromkeys(op.makes, child)
     for number, storage in enumerate(trace.storages):
         if storage.kind != "activations" or storage.part not in ("forward", "recompute"):
             continue
-        read_by = {_below(storage.module, reader) for reader in readers[number]}
+        read_by = {_find_child_above(storage.module, reader) for reader in readers[number]}
         found = made.get(number) or (read_by.pop() if len(read_by) == 1 else "")
-        if found in owners and _below(storage.module, found):
+        if found in owners and _find_child_above(storage.module, found):
             storage.module = found
 
 
-def _owner(storage: Storage) -> str:
+def _find_owner(storage: Storage) -> str:
     """The module of a parameter; empty for other memory, and for memory that several parameters
     share.
     """
@@ -493,7 +502,7 @@ def _owner(storage: Storage) -> str:
     return storage.label.rpartition(".")[0]
 
 
-def _child_of(
+def _find_child(
     op: Op, storages: list[Storage], weights: set[str], made: dict[int, str], owners: set[str]
 ) -> str:
     """The only child of the running module, with parameters of its own, that an operator's
@@ -503,14 +512,14 @@ def _child_of(
     not a norm's. What modules around the running one made for all layers, such as rotations, does
     not count.
     """
-    children = {child for weight in weights if (child := _below(op.module, weight))}
+    children = {child for weight in weights if (child := _find_child_above(op.module, weight))}
     others = 0
     for read in op.reads:
-        if _owner(storages[read]):
+        if _find_owner(storages[read]):
             continue
-        if child := _below(op.module, made.get(read) or storages[read].module):
+        if child := _find_child_above(op.module, made.get(read) or storages[read].module):
             children.add(child)
-        elif not _below(storages[read].module, op.module) and storages[read].module:
+        elif not _find_child_above(storages[read].module, op.module) and storages[read].module:
             others = max(others, storages[read].bytes)
     only = children.pop() if len(children) == 1 else ""
     if only not in owners or not only:
@@ -519,7 +528,7 @@ def _child_of(
     return only if small else ""
 
 
-def _below(module: str, inside: str) -> str:
+def _find_child_above(module: str, inside: str) -> str:
     """The child of a module that another one is or lies in."""
     if not module or not inside.startswith(f"{module}."):
         return ""
@@ -530,7 +539,7 @@ def _below(module: str, inside: str) -> str:
 # their modules.
 
 
-def models_of(recipe: Any) -> dict[str, nn.Module]:
+def list_models(recipe: Any) -> dict[str, nn.Module]:
     """The recipe's modules by the prefix of their names: none for `model`, which comes last, else
     the attribute's.
     """
@@ -596,7 +605,7 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
                 tracer.label(gradient, "gradients", label)
 
 
-def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
+def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
     """The modules that hold parameters and no list of layers, in order; tied parameters count at
     their first owner.
     """
@@ -633,14 +642,14 @@ def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
                     sum(value.numel() for value in own) - carriers + weights,
                     sum(value.numel() for value in own if value.requires_grad),
                     sum(value.numel() * value.element_size() for value in own),
-                    sum(part.nbytes for value in own for part in plain_parts(value)),
-                    weights=_weight_shapes(module),
+                    sum(part.nbytes for value in own for part in list_plain_tensors(value)),
+                    weights=_list_weight_shapes(module),
                 )
             )
     return facts
 
 
-def _weight_shapes(module: nn.Module) -> dict[str, list[int]]:
+def _list_weight_shapes(module: nn.Module) -> dict[str, list[int]]:
     """Name to shape of a module's own parameters, as this rank computes with them; of a quantized
     linear that of what it dequantizes.
     """
@@ -649,11 +658,11 @@ def _weight_shapes(module: nn.Module) -> dict[str, list[int]]:
         found["weight"] = [last - first for first, last in (module.rows, module.columns)]
     for name, value in module.named_parameters(recurse=False):
         if not (quantized and name.startswith("weight_")):
-            found[name] = _computed_shape(value)
+            found[name] = _compute_local_shape(value)
     return found
 
 
-def _computed_shape(value: torch.Tensor) -> list[int]:
+def _compute_local_shape(value: torch.Tensor) -> list[int]:
     """Of a parameter, divided where tensor parallel shards it; FSDP gathers it before it is
     used.
     """
