@@ -32,8 +32,8 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import parse_fit
 from recipe_lib.plan.search.fastest_settings import Search, search
 from recipe_lib.plan.search.trials import override_text, quick
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.world.sequence_lengths import choose_sequence
+from recipe_lib.plan.world.shape_only_model import make_plannable
 
 METHOD = "lora.quantize_base"  # which way to train a config is, not a setting
 
@@ -96,9 +96,9 @@ def prepared(
     name: str, cards: str, words: tuple[str, ...] | list[str] = ()
 ) -> tuple[Any, PlanSettings]:
     """What a plan takes: the config and where it runs, with sequences as long as it allows."""
-    cfg, _ = plannable(load_config(name, words, recipe_for(name).schema()))
+    cfg, _ = make_plannable(load_config(name, words, recipe_for(name).schema()))
     ranks, hardware = parse_fit(cards)
-    sequence = planned_sequence(cfg, "max", ranks=ranks)
+    sequence = choose_sequence(cfg, "max", ranks=ranks)
     return cfg, PlanSettings(hardware, sequence, ranks, phases=("load", "save"))
 
 

@@ -16,16 +16,17 @@ from transformers import masking_utils
 
 from benchmarks.peer_stacks import PeerRun, build_model
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.plan.allocation.scratch import kernel_memory
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
 from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.simulate import _quiet_collector, classify
+from recipe_lib.plan.tracing.activation_owners import classify_activations
+from recipe_lib.plan.tracing.simulate import pause_collector
 from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import (
     connect_streams,
-    simulated_world,
-    tensors_without_bytes,
+    enter_simulated_world,
+    use_fake_tensors,
 )
 
 SETUP, FIRST, STEP = "setup", "first step", "step"
@@ -37,11 +38,11 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     has them.
     """
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
-    world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
-    with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
-        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(architecture))
+    world = enter_simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
+    with world as ranks, use_fake_tensors() as mode, pause_collector(), _attention_of(run):
+        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), make_kernel_memory(architecture))
         connect_streams(tracer)
-        with tracer.running():
+        with tracer.activate():
             tracer.begin_phase(SETUP)
             model = build_model(run, sizes, ranks.device)
             tracer.name_modules(model)
@@ -53,7 +54,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
             for name in (FIRST, STEP):
                 tracer.begin_phase(name)
                 train_step(run, model, optimizer, trained, batch)
-    classify(tracer.trace)
+    classify_activations(tracer.trace)
     return tracer.trace
 
 

@@ -35,8 +35,8 @@ from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.timing import cost
 from recipe_lib.plan.trace import OP, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import find_shape, plannable
+from recipe_lib.plan.world.sequence_lengths import choose_sequence
+from recipe_lib.plan.world.shape_only_model import find_shape, make_plannable
 
 COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
 DATA = Path(__file__).with_name("published_speeds.yaml")
@@ -146,7 +146,7 @@ def config_of(row: PublishedSpeed, folder: Path) -> Any:
     config's.
     """
     schema = recipe_for(row.config).schema()
-    cfg, _ = plannable(load_config(row.config, row.overrides, schema))
+    cfg, _ = make_plannable(load_config(row.config, row.overrides, schema))
     if row.shape:
         preset, _ = find_shape(load_config(row.config, (), schema).model.path)
         place = folder / row.id
@@ -154,21 +154,23 @@ def config_of(row: PublishedSpeed, folder: Path) -> Any:
         (place / "config.json").write_text(
             json.dumps(dict(preset_config(preset)) | row.shape), encoding="utf-8"
         )
-        cfg, _ = plannable(load_config(row.config, (*row.overrides, f"model.path={place}"), schema))
+        cfg, _ = make_plannable(
+            load_config(row.config, (*row.overrides, f"model.path={place}"), schema)
+        )
     return cfg
 
 
 def compare(row: PublishedSpeed, folder: Path) -> Compared:
     """Plans a row. folder: as `config_of` takes it."""
     cfg, hardware = config_of(row, folder), find_hardware(row.device)
-    settings = PlanSettings(hardware, planned_sequence(cfg, str(row.sequence)), row.gpus, phases=())
+    settings = PlanSettings(hardware, choose_sequence(cfg, str(row.sequence)), row.gpus, phases=())
     norms = (
         mock.patch.object(decoder, "rms_norm", written_out_norm)
         if row.written_out_norms
         else nullcontext()
     )
     # The sources are of 2023 to 2025: their torch did not prefer cuDNN's attention on any card yet.
-    flash = mock.patch.object(cost, "attention_backend", lambda architecture: "flash")
+    flash = mock.patch.object(cost, "choose_attention_backend", lambda architecture: "flash")
     with norms, flash:
         plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
     assert plan.time is not None, row.id

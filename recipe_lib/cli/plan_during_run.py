@@ -235,13 +235,13 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.tracing.simulate import FIRST, STEADY, list_short_steps
-    from recipe_lib.plan.tracing.simulate_deep import few_layers
-    from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
-    from recipe_lib.plan.world.shape_only_model import layer_count
+    from recipe_lib.plan.tracing.simulate_deep import choose_depths
+    from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_simulate
+    from recipe_lib.plan.world.shape_only_model import count_layers
 
     with explained(recipe, cfg):
-        layers = sum(few_layers(planned, shaped) or [layer_count(shaped)])
-        is_short = layers * fewest_to_simulate(planned, shaped) > MAX_LAYERS
+        layers = sum(choose_depths(planned, shaped) or [count_layers(shaped)])
+        is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
     run = asdict(describe_run(cfg, shaped, settings))

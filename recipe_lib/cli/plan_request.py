@@ -274,7 +274,7 @@ def settings_for(
     recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
 ) -> tuple["PlanSettings", list[str]]:
     """What a plan needs besides recipe and config, and what was assumed for it."""
-    from recipe_lib.plan.world.sequence_lengths import planned_sequence
+    from recipe_lib.plan.world.sequence_lengths import choose_sequence
 
     ranks, hardware, assumed = device_for(arguments)
     traced = read_ranks(arguments.rank, ranks)
@@ -286,7 +286,7 @@ def settings_for(
 
         calibration = read_calibration(arguments.calibration, hardware)
     different = max(1, ranks // same_batch_ranks(cfg.parallel))
-    sequence = planned_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
+    sequence = choose_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
     settings = PlanSettings(
         hardware=hardware,
         ranks=ranks,
@@ -310,9 +310,9 @@ def prepare(
     decides: `parallel.strategy: auto` becomes what `tune run` would choose. What concerns this
     machine is added to `arguments.notes`.
     """
-    from recipe_lib.plan.world.shape_only_model import plannable
+    from recipe_lib.plan.world.shape_only_model import make_plannable
 
-    shaped, said = plannable(cfg)
+    shaped, said = make_plannable(cfg)
     planned = recipe_class(recipe)
     settings, assumed = settings_for(recipe, cfg, arguments)
     if (
@@ -347,11 +347,11 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ran
     }
     if not given:
         return None
-    from recipe_lib.plan.allocation.untraced_memory import outside_torch
+    from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
     from recipe_lib.plan.search.trials import communicator_sizes
 
     return dataclasses.replace(
-        outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given
+        estimate_outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given
     )
 
 

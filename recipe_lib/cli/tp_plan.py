@@ -116,7 +116,7 @@ def config_of(name: str) -> dict[str, Any]:
     machine.
     """
     from recipe_lib.models.spec import preset_config, read_config
-    from recipe_lib.plan.world.shape_only_model import in_hub_cache
+    from recipe_lib.plan.world.shape_only_model import find_in_hub_cache
 
     path = Path(name).expanduser()
     presets = list_presets()
@@ -124,7 +124,7 @@ def config_of(name: str) -> dict[str, Any]:
         return read_config(path)
     if name in presets:
         return preset_config(name)
-    cached = in_hub_cache(name)
+    cached = find_in_hub_cache(name)
     if cached is not None:
         return read_config(Path(cached))
     near = nearest(name, presets)

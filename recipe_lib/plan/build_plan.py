@@ -20,8 +20,11 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
-from recipe_lib.plan.allocation.scratch import kernel_memory
-from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.allocation.untraced_memory import (
+    choose_attention_backend,
+    estimate_outside_torch,
+)
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.rank_plans import (
     SimulatedStep,
@@ -71,7 +74,7 @@ from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
 from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.plan.world.compiled_code import NotCompiled
-from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.plan.world.sequence_lengths import PlannedSequence
 from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
 
@@ -84,13 +87,13 @@ class PlanSettings:
     """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none:
     the first of each place in a pipeline, or rank 0. steps: of the whole run.
 
-    recipe, config, overrides: as typed, for the report. outside: in place of what `outside_torch`
+    recipe, config, overrides: as typed, for the report. outside: in place of what `estimate_outside_torch`
     says. phases: traced besides set-up and steps. assumptions: what was assumed on the way here.
     timed: whether operators are put on a time line.
     """
 
     hardware: Hardware
-    sequence: Sequence
+    sequence: PlannedSequence
     ranks: int = 1
     traced_ranks: tuple[int, ...] = ()
     recipe: str = ""
@@ -163,7 +166,10 @@ def make_plan(
     pipeline = planned.step.pipeline
     heaviest = planned.heaviest
     outside = settings.outside or max(
-        (outside_torch(hardware, group_sizes(found.trace)) for found in simulated.values()),
+        (
+            estimate_outside_torch(hardware, group_sizes(found.trace))
+            for found in simulated.values()
+        ),
         key=lambda one: one.total,
     )
     usable = hardware.memory - outside.total
@@ -263,7 +269,7 @@ def simulate_rank(
             steps=steps,
             like_cpu=hardware.architecture == "cpu",
             capability=hardware.capability or (8, 0),
-            kernel_memory=kernel_memory(
+            kernel_memory=make_kernel_memory(
                 hardware.architecture
             ),  # each run's own: it knows what is there already
             traced=traced,
@@ -378,7 +384,7 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
             ", fused rotary embedding, gated activation, soft-capped scores, loss and dequantizing"
             " (by Triton)"
         )
-    if attention_backend(settings.hardware.architecture) == "cudnn":
+    if choose_attention_backend(settings.hardware.architecture) == "cudnn":
         kernels += (
             "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash"
             " attention's workspace"
@@ -412,7 +418,7 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
         )
     lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
     lines += _judge_host(cfg, settings, found.trace)[1]
-    if not found.repeats and not found.grows:
+    if not found.repeats and not found.step_growth:
         lines.append(
             "the second step left less memory than the first: later steps may differ from it"
         )

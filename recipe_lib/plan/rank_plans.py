@@ -33,9 +33,9 @@ from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.pipeline_time import pipeline_time, whole_step
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
-from recipe_lib.plan.tracing.pipeline_actions import orders_of, traced_micro_batches
+from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace, get_orders
 from recipe_lib.plan.tracing.simulate import MAKING_STATES, STEADY, Simulated
-from recipe_lib.plan.world.shape_only_model import spec_of
+from recipe_lib.plan.world.shape_only_model import read_spec
 from recipe_lib.units import format_bytes, format_duration
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is
@@ -70,10 +70,10 @@ def not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
 
     steps: of the run, if known.
     """
-    more, said = found.untraced, [found.estimate] if found.estimate else []
-    if found.grows:
-        more += found.grows * max(0, (steps or 0) - 2)
-        left = f"the second step left {format_bytes(found.grows)} more than the first"
+    more, said = found.untraced_bytes, [found.estimate] if found.estimate else []
+    if found.step_growth:
+        more += found.step_growth * max(0, (steps or 0) - 2)
+        left = f"the second step left {format_bytes(found.step_growth)} more than the first"
         said.append(f"{left}, and so are the later ones taken to do")
     return more, "; ".join(said)
 
@@ -236,7 +236,7 @@ def simulated_step(
         places=places,
         ideal=float(
             simulate(
-                orders_of(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]
+                get_orders(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]
             ).bubble
         ),
     )
@@ -268,7 +268,7 @@ def simulated_step(
 
 
 def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
-    in_flight, deferred = counted_in_flight(orders_of(cfg.parallel, count)[place])
+    in_flight, deferred = counted_in_flight(get_orders(cfg.parallel, count)[place])
     modules = outermost(found.modules)
     sends = sent = 0
     for action, _, op in found.trace.action_ops(STEADY):
@@ -295,7 +295,7 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
 def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     """What the figures of a pipeline rest on. ranks: simulated."""
     count = micro_batches(cfg)[1]
-    traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
+    traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
         "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"
         " are ready"
@@ -337,7 +337,7 @@ def mixture_of(cfg: Any) -> MixtureSpec | None:
     """The mixture of a plannable config's model; None without one, and of a model that is not
     native.
     """
-    return getattr(spec_of(cfg), "mixture", None)
+    return getattr(read_spec(cfg), "mixture", None)
 
 
 def say_router_choices(

@@ -18,7 +18,7 @@ from recipe_lib.data.inspect import show_item
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.world.sequence_lengths import choose_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.masks_cases import trained_texts
 from tests.tokenizers.made import render, write_json
@@ -276,7 +276,7 @@ def test_a_plan_counts_sequences(forgets: Tokenizer, rows_file: Callable[..., st
     cfg.tokenizer.path, cfg.max_seq_len, cfg.epochs = str(Path(forgets.place).parent), 256, 1
     cfg.data = DataConfig(source=rows_file({"messages": talk(3)}), format="messages", cache=False)
     cfg.batch_size = cfg.gradient_accumulation_steps = 1
-    found = planned_sequence(cfg)
+    found = choose_sequence(cfg)
     assert found.source == "longest of 3 sequences from 1 samples" and found.steps == 3
     assert found.histogram is not None and found.histogram["sequences"] == 3
 

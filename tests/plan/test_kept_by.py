@@ -10,7 +10,7 @@ import pytest
 
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, OP, Op, Storage, Trace
-from recipe_lib.plan.tracing.simulate import give_to_children
+from recipe_lib.plan.tracing.activation_owners import give_to_children
 from tests.plan.apart import apart, settings
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 

@@ -95,7 +95,12 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
     simulated_micro_batches.MAX_EVENTS = 1
     for name in ("keeps_each", "alike", "sums_losses"):
         one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
-        found[name] = [one.traced, one.untraced, one.estimate, one.trace.active_peaks()[STEADY]]
+        found[name] = [
+            one.traced,
+            one.untraced_bytes,
+            one.estimate,
+            one.trace.active_peaks()[STEADY],
+        ]
     text = Path(recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
     changed = text.replace("treats_all_alike = True", "treats_all_alike = False") + "# mine\n"
     for name, copy in (("copy", text + "# mine\n"), ("changed copy", changed)):

@@ -15,10 +15,10 @@ from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import with_transfers
 from recipe_lib.plan.result import Plan
 from recipe_lib.plan.tracing.pipeline_actions import (
-    enough_micro_batches,
-    orders_of,
-    peers_of,
-    stand_ins,
+    count_pipeline_micro_batches,
+    find_stand_ins,
+    get_orders,
+    list_peers,
 )
 from tests.plan.apart import apart, settings
 from tests.selection import selected
@@ -227,24 +227,27 @@ def test_what_stands_for_the_rest_is_counted_once():
     for schedule in ("1f1b", "zbv", "interleaved_1f1b", "interleaved_zero_bubble"):
         parallel = ParallelConfig(pipeline=4, pipeline_schedule=schedule)
         for place in range(4):
-            few = enough_micro_batches(parallel, place, 40)
+            few = count_pipeline_micro_batches(parallel, place, 40)
             assert few <= 12
-            stands = stand_ins(parallel, place, few, 40)
+            stands = find_stand_ins(parallel, place, few, 40)
             assert stands is not None
             assert {one.micro_batch for one in stands.values()} == set(range(few))
             assert all(
                 (one.stage, one.kind) == (other.stage, other.kind) for one, other in stands.items()
             )
-    assert enough_micro_batches(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 40) == 40
-    assert stand_ins(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 39, 40) is None
+    assert (
+        count_pipeline_micro_batches(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 40)
+        == 40
+    )
+    assert find_stand_ins(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 39, 40) is None
 
 
 def test_who_exchanges_with_whom():
     folded = ParallelConfig(pipeline=4, pipeline_schedule="zbv")
-    assert [peers_of(folded, place) for place in range(4)] == [{1}, {0, 2}, {1, 3}, {2}]
+    assert [list_peers(folded, place) for place in range(4)] == [{1}, {0, 2}, {1, 3}, {2}]
     round_trip = ParallelConfig(pipeline=4, pipeline_schedule="interleaved_1f1b")
-    assert peers_of(round_trip, 0) == {1, 3}
-    assert peers_of(ParallelConfig(), 0) == set()
+    assert list_peers(round_trip, 0) == {1, 3}
+    assert list_peers(ParallelConfig(), 0) == set()
 
 
 @pytest.mark.slow
@@ -292,4 +295,4 @@ def test_an_order_is_that_of_all_its_settings() -> None:
         {"pipeline_schedule": "interleaved_zero_bubble"},
     ):
         parallel = ParallelConfig(**{"pipeline": 4, "pipeline_schedule": "zbv"} | change)
-        assert orders_of(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)
+        assert get_orders(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)

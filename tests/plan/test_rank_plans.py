@@ -48,7 +48,9 @@ def test_growth_that_is_not_simulated_never_fits():
         RISKY,
         DOES_NOT_FIT,
     ]
-    one = Simulated(Trace(), [], {}, {}, 1, False, grows=5, untraced=7, estimate="2 of 8")
+    one = Simulated(
+        Trace(), [], {}, {}, 1, False, step_growth=5, untraced_bytes=7, estimate="2 of 8"
+    )
     later = "the second step left 5 B more than the first, and so are the later ones taken to do"
     assert not_simulated(one, 12) == (7 + 10 * 5, f"2 of 8; {later}")
     assert not_simulated(one, None) == (7, f"2 of 8; {later}")

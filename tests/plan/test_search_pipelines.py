@@ -87,10 +87,12 @@ def tried(
     from recipe_lib.plan.hardware import find_hardware
     from recipe_lib.plan.search.trial_order import batch_per_step, micro_batch, pipelines, sizes
     from recipe_lib.plan.search.trials import changed, data_ranks
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.world.sequence_lengths import PlannedSequence
 
     cfg = load("demo/full", "device=auto", *overrides)
-    wanted = PlanSettings(hardware=find_hardware(device), sequence=Sequence(8, ""), ranks=ranks)
+    wanted = PlanSettings(
+        hardware=find_hardware(device), sequence=PlannedSequence(8, ""), ranks=ranks
+    )
     every = list(pipelines(cfg, wanted, fixed, **more))
     for changes in every:
         for size in sizes(cfg, changes):

@@ -59,7 +59,7 @@ from recipe_lib.plan.search.trials import (
     usable_bytes,
     value_of,
 )
-from recipe_lib.plan.world.shape_only_model import layer_count
+from recipe_lib.plan.world.shape_only_model import count_layers
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
@@ -120,14 +120,14 @@ class Trials:
     submit: Callable[[Any], Future[Any]]
     workers: int
     going: Phase
-    # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses
+    # By `make_key` the settings that a trial was made of; None: the recipe or the simulation refuses
     # them.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
     # By `variant_key` the estimate with the least memory.
     leanest: dict[str, Candidate | None] = field(default_factory=dict)
     # Settings that no trial was made of, and why.
     skipped: dict[str, str] = field(default_factory=dict)
-    # By `key_of` the candidates with their whole plan.
+    # By `make_key` the candidates with their whole plan.
     plans: dict[str, Candidate] = field(default_factory=dict)
     # The speed that was last said to be the best.
     best_said: float = 0.0
@@ -448,7 +448,7 @@ def pipelines(
         return  # with fewer data ranks, a step keeps its global batch by more sequences on each
     groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
-    lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
+    lengths = [size for size in range(2, min(groups, count_layers(cfg)) + 1) if groups % size == 0]
     for size in lengths[-MAX_PIPELINE_LENGTHS:]:
         for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
             begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
@@ -480,7 +480,7 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     ):
         return False
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
-    if other is None or stage_count(other.parallel) > layer_count(other):
+    if other is None or stage_count(other.parallel) > count_layers(other):
         return False
     try:
         mesh_shape(other.parallel, settings.ranks)

@@ -25,13 +25,13 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import forks, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
-from recipe_lib.plan.allocation.caching_allocator import block_bytes
-from recipe_lib.plan.allocation.untraced_memory import outside_torch
+from recipe_lib.plan.allocation.caching_allocator import round_size
+from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.timing.cost import least_op_seconds, wire_bytes
 from recipe_lib.plan.trace import OP, PHASE, Storage, Trace
-from recipe_lib.plan.tracing.pipeline_actions import peers_of
+from recipe_lib.plan.tracing.pipeline_actions import list_peers
 from recipe_lib.plan.tracing.simulate import STEADY, list_short_steps
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.report.phases import phase
@@ -119,7 +119,7 @@ def quick(
         host=max(plan.host for plan in planned.plans),
         seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
-        held=sum(block_bytes(storage.bytes) for storage in held),
+        held=sum(round_size(storage.bytes) for storage in held),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
@@ -304,7 +304,7 @@ def override_text(changes: Changes) -> str:
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """What the allocator may take on the device."""
-    outside = settings.outside or outside_torch(
+    outside = settings.outside or estimate_outside_torch(
         settings.hardware, communicator_sizes(cfg.parallel, settings.ranks)
     )
     return settings.hardware.memory - outside.total
@@ -317,7 +317,7 @@ def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
     communicator of their own.
     """
-    pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
+    pairs = max(len(list_peers(parallel, place)) for place in range(parallel.pipeline))
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 

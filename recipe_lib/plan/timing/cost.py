@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from recipe_lib.plan.allocation.untraced_memory import attention_backend
+from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.trace import WORK_WAIT, Collective, Op, Trace
 
@@ -520,7 +520,9 @@ def attention_kernel(hardware: Hardware, name: str, width: int) -> str:
         return "cudnn"
     if "efficient" in name:
         return "efficient"
-    preferred = "scaled_dot_product" in name and attention_backend(hardware.architecture) == "cudnn"
+    preferred = (
+        "scaled_dot_product" in name and choose_attention_backend(hardware.architecture) == "cudnn"
+    )
     return "cudnn" if preferred and width <= 128 and width % 8 == 0 else "flash"
 
 

@@ -16,7 +16,7 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, collective_seconds, launch_seconds
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
 from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
+from recipe_lib.plan.tracing.pipeline_actions import find_stand_ins, get_orders
 
 _Seconds = dict[Action, float]
 
@@ -47,7 +47,7 @@ def pipeline_time(
         for place, found in parts.items():
             seconds |= of_all(found[1][number], parallel, place, count, training)
         timeline = simulate(
-            orders_of(parallel, count, training=training),
+            get_orders(parallel, count, training=training),
             parallel,
             seconds.__getitem__,
             lambda send: messages.get((send.stage, send.kind), 0.0),
@@ -87,7 +87,7 @@ def of_all(
 ) -> _Seconds:
     """Seconds of a rank's actions with all micro-batches, from those that were traced."""
     traced = len({action.micro_batch for action in run})
-    stands = stand_ins(parallel, place, traced, count, training=training)
+    stands = find_stand_ins(parallel, place, traced, count, training=training)
     if stands is None:
         raise ValueError(f"{traced} micro-batches cannot stand for {count}")
     return {action: run[known] for action, known in stands.items()}

@@ -1,8 +1,8 @@
-"""How long the sequences are that a plan is made for: from the data itself where it is there, else
-from max_seq_len.
+"""Lengths of the sequences that a plan is made for.
 
-What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the
-fullest pack, which all packs of an epoch are padded to.
+They are those of the data where it is on this machine, else max_seq_len. What decides on memory is
+the widest micro-batch of a run: the longest sequence, or with packing the fullest pack, which all
+packs of an epoch are padded to.
 """
 
 import time
@@ -42,21 +42,21 @@ POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """The sequences of a plan.
+class PlannedSequence:
+    """The sequences of a plan."""
 
-    tokens: of a sequence, before it is padded to data.pad_to_multiple_of; of packed pairs, half of
-    a pack. source: where that is from, a phrase for the report. histogram: of the documents'
-    lengths, `sequences`, `p50`, `p90`, `p99`, `max`; None where they are not known. steps:
-    optimizer steps of the run, where known. group: sequences that stay together, 2 for pairs. pack:
-    documents (pairs) in a packed sequence, on average; 1 without packing or where it is not known.
-    """
-
+    # Of a sequence, before padding to data.pad_to_multiple_of; of packed pairs, half of a pack.
     tokens: int
+    # Where that is from, a phrase for the report.
     source: str
+    # Lengths of the documents, in tokens: `sequences` (how many), `p50`, `p90`, `p99`, `max`. None
+    # where they are not known.
     histogram: dict[str, int] | None = None
+    # Optimizer steps of the run, where known.
     steps: int | None = None
+    # Sequences that stay together: 2 for pairs.
     group: int = 1
+    # Documents (pairs) in a packed sequence, on average; 1 without packing or where not known.
     pack: float = 1.0
 
     @property
@@ -65,51 +65,50 @@ class Sequence:
         return max(1, round(self.pack))
 
 
-def planned_sequence(
+def choose_sequence(
     cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None
-) -> Sequence:
-    """The sequences that a config is planned for.
+) -> PlannedSequence:
+    """Return the sequences that a config is planned for.
 
     choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`;
     `max`, max_seq_len; a number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks:
-    with different batches. wait: None, small files that are not in the cache are tokenized now;
-    else they are not, and so many seconds another process is given to. Nothing comes over the
-    network. Raises ConfigError.
+    those that have different batches. wait: seconds for another process to tokenize the data; None:
+    small files that are not in the cache are tokenized here. Nothing comes over the network. Raises
+    ConfigError.
     """
     group = 2 if cfg.trains_on_pairs else 1
-    cfg = _with_formats(cfg)
-    tokens = _number(choice, cfg.max_seq_len)
+    cfg = _settle_formats(cfg)
+    tokens = _parse_tokens(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
-        _check_steps(cfg, _few_samples(cfg, wait), ranks)
+        _check_steps(cfg, _load_few_samples(cfg, wait), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
-        return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
-    dataset, reason = _dataset(cfg, wait)
+        return PlannedSequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+    dataset, reason = _load_dataset(cfg, wait)
     if dataset is not None:
-        return _of_dataset(cfg, as_trained(cfg, dataset), choice, ranks)
+        return _measure_dataset(cfg, as_trained(cfg, dataset), choice, ranks)
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
             " tokens, or max"
         )
     source = f"max_seq_len, as the dataset is not available: {reason}"
-    return Sequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+    return PlannedSequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
 
 
-def _with_formats(cfg: Any) -> Any:
-    """The config with the formats that its recipe finds; of samples with labels, which others would
-    read too.
-    """
+def _settle_formats(cfg: Any) -> Any:
+    """Return the config with the formats that its recipe finds for samples with labels."""
+    # Other formats would read such samples too, without their labels.
     if cfg.samples not in ("labeled answers", "classes"):
         return cfg
     cfg = deepcopy(cfg)
     try:
         settle_formats(cfg)
     except UserError:
-        pass  # reading says it
+        pass  # reading the data raises it again
     return cfg
 
 
-def _number(choice: str, longest: int) -> int | None:
+def _parse_tokens(choice: str, longest: int) -> int | None:
     check_choice(choice)
     if not choice.isdigit():
         return None
@@ -121,99 +120,101 @@ def _number(choice: str, longest: int) -> int | None:
     return int(choice)
 
 
-def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequence:
-    """From the lengths of tokenized sequences."""
+def _measure_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> PlannedSequence:
+    """Return the sequences of a plan from the lengths of tokenized ones."""
     lengths = dataset.lengths
-    found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
-    histogram = (
-        {"sequences": len(lengths)}
-        | dict(zip(PERCENTILES, found, strict=True))
-        | {"max": int(lengths.max())}
+    percentiles = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
+    histogram = {"sequences": len(lengths)}
+    histogram |= dict(zip(PERCENTILES, percentiles, strict=True))
+    histogram["max"] = int(lengths.max())
+    order = _order_dataset(cfg, dataset, slots_per_step=1)
+    num_slots = order.total_steps(1)
+    steps = _check_steps(cfg, dataset, ranks)
+    fullest = order.pack_length(0)
+    split = ""
+    if dataset.report.split_sequences:
+        split = f" from {dataset.report.samples_read:,} samples"
+    count = f"{len(dataset):,} sequences{split}"
+    choice = choice if choice in PERCENTILES else "max"
+    source = f"{'longest' if choice == 'max' else choice} of {count}"
+    if fullest is not None:
+        source = f"fullest of {num_slots:,} packs of {count}"
+    return PlannedSequence(
+        tokens=histogram[choice] if fullest is None else -(-fullest // dataset.group),
+        source=source,
+        histogram=histogram,
+        steps=steps,
+        group=dataset.group,
+        pack=dataset.items / num_slots if cfg.data.packing else 1.0,
     )
-    capacity = cfg.max_seq_len if cfg.data.packing else None
-    order = DataPlan(
+
+
+def _order_dataset(cfg: Any, dataset: "Dataset", slots_per_step: int) -> DataPlan:
+    return DataPlan(
         dataset,
         seed=cfg.seed,
-        slots_per_step=1,
+        slots_per_step=slots_per_step,
         shuffle=cfg.data.shuffle,
-        packing_capacity=capacity,
+        packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
     )
-    slots = order.total_steps(1)
-    whole = _check_steps(cfg, dataset, ranks)
-    fullest = order.pack_length(0)
-    split = (
-        f" from {dataset.report.samples_read:,} samples" if dataset.report.split_sequences else ""
-    )
-    count = f"{len(dataset):,} sequences{split}"
-    if fullest is not None:
-        tokens, source = -(-fullest // dataset.group), f"fullest of {slots:,} packs of {count}"
-    elif choice in PERCENTILES:
-        tokens, source = histogram[choice], f"{choice} of {count}"
-    else:
-        tokens, source = histogram["max"], f"longest of {count}"
-    pack = dataset.items / slots if cfg.data.packing else 1.0
-    return Sequence(tokens, source, histogram, whole, dataset.group, pack)
 
 
 def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
-    """Optimizer steps of the run; None without dataset. Raises the DataError of a run whose epochs
-    have not one step.
+    """Return the optimizer steps of the run; None without a dataset.
+
+    Raises the DataError of a run whose epochs have not one step.
     """
     if dataset is None:
         return None
-    dataset = as_trained(cfg, dataset)
-    capacity = cfg.max_seq_len if cfg.data.packing else None
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
-    order = DataPlan(
-        dataset,
-        seed=cfg.seed,
-        slots_per_step=per_step,
-        shuffle=cfg.data.shuffle,
-        packing_capacity=capacity,
-    )
+    order = _order_dataset(cfg, as_trained(cfg, dataset), slots_per_step=per_step)
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
-def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
-    """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may
-    not have a step's sequences.
+def _load_few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
+    """Return the dataset if an earlier run has tokenized it, else None.
+
+    wait None: also a dataset that is so small that it may not have a step's sequences.
     """
     try:
-        stored = _stored(cfg, _tokenizer(cfg), 0.0)
+        stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
     except UserError:
         stored = None
     if stored is not None or wait is not None:
         return stored
     try:
-        is_small = sum(map(_size, resolved_sources(cfg.data))) <= FEW_BYTES
-    except UserError:  # the data are not here
-        is_small = False
-    return _dataset(cfg, None)[0] if is_small else None
+        if sum(map(_count_bytes, resolved_sources(cfg.data))) > FEW_BYTES:
+            return None
+    except UserError:  # the data are not on this machine
+        return None
+    return _load_dataset(cfg, None)[0]
 
 
-def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
-    """The tokenized dataset of a config, or None and why it is not there. wait None: raises
-    DataErrors of samples, and of those for validation, that are there.
+def _load_dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
+    """Return the tokenized dataset of a config and "", or None and why it is not there.
+
+    wait None: raises DataErrors of samples that are there, those for validation included.
     """
     try:
-        tokenizer = _tokenizer(cfg)
+        tokenizer = _load_tokenizer(cfg)
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
     if wait is None:
         _check_validation(cfg, tokenizer)
     try:
-        stored = _stored(cfg, tokenizer, wait or 0.0)
+        stored = _load_stored(cfg, tokenizer, wait or 0.0)
     except UserError as error:
         if wait is not None:
             return None, error.faults[0].partition(";")[0]
-        # What cannot be read says so below, where files that are not here are a reason and no fault
+        # What cannot be read raises again below, where files that are not on this machine are a
+        # reason and no fault.
         stored = None
     try:
         if stored is not None:
             return stored, ""
         if wait is not None:
             return None, "they are not tokenized yet"
-        size = sum(map(_size, resolved_sources(cfg.data)))
+        size = sum(map(_count_bytes, resolved_sources(cfg.data)))
         if size > MAX_BYTES_READ:
             return None, f"{format_bytes(size)} that are not tokenized yet"
     except UserError as error:
@@ -222,33 +223,34 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
 
 
 def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
-    """Raises the DataError of a run that finds none of its samples for validation, if these are
-    small local files.
+    """Raise the DataError of a run that finds none of its samples for validation.
+
+    Only small local files are read.
     """
     source = cfg.validation.source
     if not source or is_hub(source):
         return
-    if (
-        sum(path.stat().st_size for path in find_files(source, "validation.source"))
-        <= MAX_BYTES_READ
-    ):
+    size = sum(path.stat().st_size for path in find_files(source, "validation.source"))
+    if size <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 
-def _tokenizer(cfg: Any) -> "Tokenizer":
+def _load_tokenizer(cfg: Any) -> "Tokenizer":
     path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
     return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
 
 
-def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
-    """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is
-    tokenized here.
+def _load_stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
+    """Return the dataset that a run has left in the cache, or leaves within `wait` seconds.
+
+    Else None: nothing is tokenized here.
     """
     builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
     key = builder.find_key()
     if key is None:
         return None
-    manifest, deadline = cache_root(cfg.data.cache_dir) / key / MANIFEST, time.monotonic() + wait
+    manifest = cache_root(cfg.data.cache_dir) / key / MANIFEST
+    deadline = time.monotonic() + wait
     while not manifest.is_file():
         if time.monotonic() >= deadline:
             return None
@@ -256,8 +258,8 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     return builder.build()
 
 
-def _size(source: Any) -> int:
-    """Bytes of a source's files; of a hub dataset, those that are on this machine."""
+def _count_bytes(source: Any) -> int:
+    """Return the bytes of a source's files; of a hub dataset, those that are on this machine."""
     if is_hub(source.source):
         return sum(file.identity["size"] for file in open_sources(source))
     return sum(path.stat().st_size for path in find_files(source.source))

@@ -10,7 +10,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     OutOfMemory,
-    block_bytes,
+    round_size,
 )
 from recipe_lib.units import GIB, MIB
 from tests.plan.allocator_books import check_books
@@ -76,7 +76,7 @@ def test_one_allocation_in_an_expandable_segment(requested, allocated, reserved)
     ("requested", "rounded"), [(1, 512), (512, 512), (1200, 1536), (1200 * 1024, 1200 * 1024)]
 )
 def test_sizes_are_rounded(requested, rounded):
-    assert block_bytes(requested) == rounded
+    assert round_size(requested) == rounded
 
 
 def test_small_blocks_share_a_segment_and_the_next_one_takes_another():
@@ -112,7 +112,7 @@ def test_freed_neighbors_merge_in_any_order():
         for number in order:
             allocator.free(blocks[number])
             check_books(allocator)
-        assert [block.size for block in allocator.blocks()] == [20 * MIB]
+        assert [block.size for block in allocator.list_blocks()] == [20 * MIB]
         assert allocator.malloc(20 * MIB).size == 20 * MIB and allocator.reserved == 20 * MIB
 
 
@@ -196,7 +196,7 @@ def test_empty_cache_keeps_segments_in_use():
     allocator.free(kept)
     allocator.empty_cache()
     check_books(allocator)
-    assert allocator.reserved == 0 and allocator.blocks() == []
+    assert allocator.reserved == 0 and allocator.list_blocks() == []
 
 
 def test_peaks_start_again_from_what_is_held():
@@ -265,7 +265,7 @@ def test_empty_cache_unmaps_whole_pages_and_they_are_mapped_again():
         allocator.free(block)
     allocator.empty_cache()
     check_books(allocator)
-    assert allocator.reserved == 0 and allocator.blocks() == []
+    assert allocator.reserved == 0 and allocator.list_blocks() == []
 
 
 def test_expandable_segments_under_a_cap():

@@ -27,12 +27,12 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search import advice as module
     from recipe_lib.plan.search.trials import override_text
-    from recipe_lib.plan.world.shape_only_model import with_layers
+    from recipe_lib.plan.world.shape_only_model import limit_layers
 
     active: dict[str, int] = {}
     for words in (*typed, ""):
         recipe_class, cfg, wanted = settings("demo/full", 2, *CONFIG, *words.split())
-        cfg = with_layers(cfg, 2)
+        cfg = limit_layers(cfg, 2)
         plan, _ = make_plan(recipe_class, cfg, wanted)
         active[words] = plan.heaviest.peak.active
     # Those and a few more are enough for this process, which is to be short.
@@ -99,10 +99,11 @@ def test_levers_that_the_table_refuses_are_left_out():
     assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.world.sequence_lengths import PlannedSequence
 
     offered = {
-        override_text(lever.changes) for lever in list_levers(cfg, wanted(4, Sequence(100, "")))
+        override_text(lever.changes)
+        for lever in list_levers(cfg, wanted(4, PlannedSequence(100, "")))
     }
     assert {
         "batch_size=16 gradient_accumulation_steps=2",
@@ -114,9 +115,11 @@ def test_levers_that_the_table_refuses_are_left_out():
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import changed, override_text
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.world.sequence_lengths import PlannedSequence
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(4, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        4, PlannedSequence(100, "")
+    )
     once = "parallel.reduce_gradients=step"
     both = f"{once} parallel.reshard_after_forward=false"
     for accumulation, fits in ((1, False), (4, True)):
@@ -134,9 +137,11 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
 def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import changed, override_text
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.world.sequence_lengths import PlannedSequence
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        1, PlannedSequence(100, "")
+    )
     of_teachers = {
         f"distill.{text}"
         for text in ("quantize_teacher=nf4", "quantize_teacher=int8", "stream_teacher=true")
@@ -163,10 +168,12 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     None
 ):
     from recipe_lib.plan.search.trial_order import list_groups
-    from recipe_lib.plan.world.sequence_lengths import Sequence
-    from recipe_lib.plan.world.shape_only_model import plannable
+    from recipe_lib.plan.world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.world.shape_only_model import make_plannable
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        1, PlannedSequence(100, "")
+    )
 
     def groups(cfg: Any, fixed: tuple[str, ...] = ()) -> list[list[dict[str, Any]]]:
         return list(list_groups(cfg, wanted, fixed))
@@ -187,7 +194,7 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     assert groups(cfg, ("distill.stream_teacher",))[1] == [stays | one for one in teacher[1:]]
     kept = [one for group in groups(cfg, ("memory.cpu_offload",)) for one in group]
     assert not any("memory.cpu_offload" in one or "memory.optimizer_offload" in one for one in kept)
-    adapters, _ = plannable(
+    adapters, _ = make_plannable(
         load("llama3_2/1B_distill", "distill.trainable=adapters")
     )  # a teacher in NF4 already
     assert groups(adapters)[1] == [stays | teacher[0]]
@@ -221,9 +228,11 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
     """Whichever the config has, the other is tried."""
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.world.sequence_lengths import PlannedSequence
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        1, PlannedSequence(100, "")
+    )
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
     assert (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipe_lib.plan.allocation.scratch import kernel_memory
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
 from recipe_lib.plan.streams.code_line import Line
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.simulate import simulate
@@ -168,7 +168,7 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
         (Stream, "wait_stream"),
         (Stream, "synchronize"),
     ]
-    places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "waited_for_work")]
+    places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "note_work_wait")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +201,7 @@ def follow(case: Case) -> StreamChecker:
     """Two steps of a run's first rank."""
     recipe, cfg, wanted = settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
-    kernels = kernel_memory("sm89")  # whose scratch comes and goes unused
+    kernels = make_kernel_memory("sm89")  # whose scratch comes and goes unused
     simulate(
         case.recipe(recipe),
         cfg,

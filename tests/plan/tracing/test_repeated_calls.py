@@ -122,7 +122,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
         return figures(folder)
 
     def without_notes() -> dict[str, Any]:
-        module.repeating_shaped_work = lambda tracer: nullcontext()
+        module.repeat_shaped_work = lambda tracer: nullcontext()
         return figures(folder)
 
     return tuple(run_ranks(run, 1, process_group=False)[0] for run in (with_notes, without_notes))

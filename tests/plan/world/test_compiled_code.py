@@ -15,7 +15,7 @@ from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.trace import OP
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world import compiled_code
-from recipe_lib.plan.world.shape_only_model import with_layers
+from recipe_lib.plan.world.shape_only_model import limit_layers
 from tests.plan.apart import apart, settings
 
 
@@ -25,7 +25,7 @@ def few_layers(name: str, layers: int, *overrides: str) -> tuple[type, Any, Any]
         True  # else a process asks the C++ compiler, which takes seconds
     )
     recipe, cfg, wanted = settings(name, 1, *overrides)
-    return recipe, with_layers(cfg, layers), wanted
+    return recipe, limit_layers(cfg, layers), wanted
 
 
 def facts(*, broken: bool) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def facts(*, broken: bool) -> dict[str, Any]:
         raise ValueError("no lowering\nfor this")
 
     if broken:
-        compiled_code._code_of = fail
+        compiled_code._generate_code = fail
     recipe, cfg, wanted = few_layers("demo/full", 2)
     found = {}
     for compiles in (False, True):
@@ -74,8 +74,8 @@ def test_what_has_no_code_is_planned_uncompiled_and_says_so() -> None:
 def test_opaque_operators_of_compiled_code_are_looked_into(name: str) -> None:
 
     operator = getattr(torch.ops.tune_recipes, name).default
-    assert compiled_code.inside_of(operator) is not None
-    assert compiled_code.inside_of(torch.ops.aten.mm.default) is None
+    assert compiled_code.find_opaque_function(operator) is not None
+    assert compiled_code.find_opaque_function(torch.ops.aten.mm.default) is None
 
 
 def forward_operations() -> dict[bool, int]:

@@ -9,7 +9,7 @@ from recipe_lib.data import DataPlan, build_dataset, make_step
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.world import sequence_lengths
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.world.sequence_lengths import choose_sequence
 from recipe_lib.tokenizers import load_tokenizer
 from tests.plan.configs import SMALL, load
 
@@ -73,7 +73,7 @@ def test_the_longest_row_is_the_width_of_the_widest_batch(tmp_path: Path, packin
         f"data.packing={packing}",
         f"data.cache_dir={tmp_path}",
     )
-    found = planned_sequence(cfg, "auto", ranks=ranks)
+    found = choose_sequence(cfg, "auto", ranks=ranks)
     steps, width, _ = widest(cfg, ranks)
     assert (found.tokens, found.group) == (width, 1)
     if (
@@ -86,61 +86,61 @@ def test_the_longest_row_is_the_width_of_the_widest_batch(tmp_path: Path, packin
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_pairs_are_two_rows(tmp_path: Path, packing: str):
     cfg = pairs_config(tmp_path, f"data.packing={packing}")
-    found = planned_sequence(cfg, "auto")
+    found = choose_sequence(cfg, "auto")
     _, width, rows = widest(cfg, 1)
     assert found.group == 2
     assert rows == cfg.batch_size * (1 if packing == "true" else 2)
     assert found.tokens == -(-width // (2 if packing == "true" else 1))
-    assert planned_sequence(cfg, "max").group == 2
+    assert choose_sequence(cfg, "max").group == 2
 
 
 def test_percentiles_are_of_the_rows(tmp_path: Path):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
     rows = build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)
     for name, share in (("p50", 50), ("p90", 90), ("p99", 99)):
-        found = planned_sequence(cfg, name)
+        found = choose_sequence(cfg, name)
         assert (rows.lengths <= found.tokens).mean() >= share / 100
         assert (rows.lengths < found.tokens).mean() < share / 100
         assert found.histogram is not None
         assert found.histogram[name] == found.tokens
     assert found.histogram["sequences"] == 300
-    assert found.histogram["max"] == int(np.max(rows.lengths)) == planned_sequence(cfg).tokens
+    assert found.histogram["max"] == int(np.max(rows.lengths)) == choose_sequence(cfg).tokens
 
 
 def test_a_choice_that_needs_no_rows():
     cfg = load(SMALL, "data.source=absent.jsonl", "max_steps=7")
-    assert planned_sequence(cfg, "max").tokens == cfg.max_seq_len == 128
-    assert planned_sequence(cfg, "64").tokens == 64
-    assert planned_sequence(cfg, "64").steps == 7
-    found = planned_sequence(cfg, "auto")
+    assert choose_sequence(cfg, "max").tokens == cfg.max_seq_len == 128
+    assert choose_sequence(cfg, "64").tokens == 64
+    assert choose_sequence(cfg, "64").steps == 7
+    found = choose_sequence(cfg, "auto")
     assert found.tokens == 128
     assert "absent.jsonl: no such file" in found.source
     with pytest.raises(
         ConfigError, match=r"^--sequence p99: .*not available \(absent.jsonl: no such file"
     ):
-        planned_sequence(cfg, "p99")
+        choose_sequence(cfg, "p99")
 
 
 def test_a_large_file_is_not_tokenized_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
     monkeypatch.setattr(sequence_lengths, "MAX_BYTES_READ", 1000)
-    assert "not tokenized yet" in planned_sequence(cfg).source
+    assert "not tokenized yet" in choose_sequence(cfg).source
     assert not list(tmp_path.rglob(MANIFEST))
     build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)  # as a run does
-    assert "longest of 300 sequences" in planned_sequence(cfg).source
+    assert "longest of 300 sequences" in choose_sequence(cfg).source
 
 
 def test_beside_a_run_nothing_is_tokenized(tmp_path: Path):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
-    assert planned_sequence(cfg, wait=0.0).tokens == cfg.max_seq_len
+    assert choose_sequence(cfg, wait=0.0).tokens == cfg.max_seq_len
     assert not list(tmp_path.rglob(MANIFEST))
     assert (
-        planned_sequence(load(SMALL, ROWS, "data.cache=false"), wait=60.0).tokens == cfg.max_seq_len
+        choose_sequence(load(SMALL, ROWS, "data.cache=false"), wait=60.0).tokens == cfg.max_seq_len
     )
 
 
 def test_without_a_tokenizer_rows_have_no_lengths():
-    found = planned_sequence(load("llama3/8B_full"))
+    found = choose_sequence(load("llama3/8B_full"))
     assert found.tokens == load("llama3/8B_full").max_seq_len
     assert found.source.startswith(
         "max_seq_len, as the dataset is not available: meta-llama/Meta-Llama-3-8B: no such folder"
@@ -153,11 +153,11 @@ def test_no_choice(choice: str):
         ConfigError,
         match=r"^--sequence: found .*expected auto, max, p50, p90, p99 or a number of tok",
     ):
-        planned_sequence(load(SMALL), choice)
+        choose_sequence(load(SMALL), choice)
 
 
 def test_more_than_a_row_can_have():
     with pytest.raises(
         ConfigError, match=r"^--sequence 129: sequences have at most max_seq_len tokens \(128\)"
     ):
-        planned_sequence(load(SMALL), "129")
+        choose_sequence(load(SMALL), "129")
