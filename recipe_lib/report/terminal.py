@@ -36,7 +36,7 @@ def terminal_width(otherwise: int = 100) -> int:
 
 
 def open_console(width: int, color: bool = False) -> Console:
-    """A console that collects what it prints for `format_line`; whatever the environment says, styles
+    """A console that collects what it prints for `text_of`; whatever the environment says, styles
     only with color.
     """
     return Console(

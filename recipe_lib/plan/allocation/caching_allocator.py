@@ -34,7 +34,7 @@ def round_size(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
 
 
-@dataclass(slots=True, eq=False)  # known by identity: it is a key of dicts
+@dataclass(slots=True, eq=False, repr=False)  # known by identity, as a key of dicts
 class Block:
     """A piece of a segment, which `malloc` hands out."""
 

@@ -120,14 +120,14 @@ class Trials:
     submit: Callable[[Any], Future[Any]]
     workers: int
     going: Phase
-    # By `make_key` the settings that a trial was made of; None: the recipe or the simulation refuses
+    # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses
     # them.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
     # By `variant_key` the estimate with the least memory.
     leanest: dict[str, Candidate | None] = field(default_factory=dict)
     # Settings that no trial was made of, and why.
     skipped: dict[str, str] = field(default_factory=dict)
-    # By `make_key` the candidates with their whole plan.
+    # By `key_of` the candidates with their whole plan.
     plans: dict[str, Candidate] = field(default_factory=dict)
     # The speed that was last said to be the best.
     best_said: float = 0.0

@@ -61,8 +61,8 @@ class _Part:
         return self.starts[run] + iteration * self.length + offset
 
 
-# The target of an item, (index of its part, offset in an iteration) or None; and the item's numbers,
-# to which the target's iteration is appended.
+# The target of an item, (index of its part, offset in an iteration) or None; and the item's
+# numbers, to which the target's iteration is appended.
 _Location = tuple[tuple[int, int] | None, tuple[int, ...]]
 
 

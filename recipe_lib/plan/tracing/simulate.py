@@ -137,12 +137,8 @@ def simulate(
             )
             world = stack.enter_context(simulated_world)
             mode = stack.enter_context(use_fake_tensors())
-            tracer = Tracer(
-                NAME,
-                cached_mode=CachedFakeMode(mode, _known_calls),
-                kernel_memory=kernel_memory,
-                checker=checker,
-            )
+            cached_mode = CachedFakeMode(mode, _known_calls)
+            tracer = Tracer(NAME, cached_mode, kernel_memory=kernel_memory, checker=checker)
             connect_streams(tracer)
             patches = follow_actions(tracer)
             patches += patch_document_search(cfg, sequence.documents)
@@ -176,8 +172,8 @@ def simulate(
     simulated = run(count if not is_uniform and count <= FEW_MICRO_BATCHES else None)
     if simulated.traced == count or (simulated.comparison.alike and is_uniform):
         return simulated
-    # The recipe is one of the user's own, or does not treat its micro-batches alike: as many run as
-    # there is time for. In a pipeline not every number of them can count for all.
+    # A recipe that may treat them differently: as many run as there is time for. In a pipeline not
+    # every number of them can count for all.
     affordable = count_affordable(simulated.comparison, count, simulated.traced)
     if affordable > simulated.traced and (affordable == count or cfg.parallel.pipeline == 1):
         simulated = run(affordable)
@@ -226,10 +222,7 @@ def _run_phases(
     for themselves alone.
     """
     notes: list[str] = []
-    dims = world.mesh.mesh_dim_names or ()
-    tracer.groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
-    if world.context is not None:
-        tracer.groups[world.context.name] = "context"
+    tracer.groups = _name_groups(world)
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
     models = _set_up(recipe, cfg, tracer=tracer, phases=phases, steps=steps, notes=notes)
@@ -268,13 +261,11 @@ def _run_phases(
     give_to_children(tracer.trace)
     if traced and not stands_alone:
         _repeat_micro_batches(tracer.trace, cfg, pipeline_rank, traced, marks)
-        count = micro_batches(cfg)[1]
-        repeat_last_micro_batch(tracer.trace, mismatched_marks, count=count, traced=traced)
+        repeat_last_micro_batch(
+            tracer.trace, mismatched_marks, count=micro_batches(cfg)[1], traced=traced
+        )
+    dims = world.mesh.mesh_dim_names or ()
     coordinates = dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
-    stages: dict[int, range] = {}
-    for value in vars(recipe).values():
-        if isinstance(value, Parallel) and value.pipeline:
-            stages = value.pipeline.layers
     modules: list[LayerRow] = []
     for name, model in models.items():
         modules += list_module_rows(name, model)
@@ -285,12 +276,29 @@ def _run_phases(
         mesh=with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True))),
         tokens=tokens,
         repeats=step_growth == 0,
-        stages=stages,
+        stages=_find_stages(recipe),
         notes=notes,
         step_growth=max(0, step_growth),
         traced=traced,
         comparison=comparison,
     )
+
+
+def _name_groups(world: World) -> dict[str, str]:
+    """Return the dimension of the mesh by the name of its process group."""
+    dims = world.mesh.mesh_dim_names or ()
+    groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
+    if world.context is not None:
+        groups[world.context.name] = "context"
+    return groups
+
+
+def _find_stages(recipe: Any) -> dict[int, range]:
+    """Return the layers of each stage of a pipeline that is on this rank."""
+    for value in reversed(vars(recipe).values()):
+        if isinstance(value, Parallel) and value.pipeline:
+            return value.pipeline.layers
+    return {}
 
 
 def _run_other_phases(

@@ -62,8 +62,8 @@ class MicroBatchMarks:
 
 def is_declared_uniform(recipe_class: type) -> bool:
     """Return whether a recipe declares that it treats all layers and micro-batches alike."""
-    # A plugin may hook into any layer. And `vars`, not `getattr`: the class has to say so itself,
-    # as one that inherits from it may have another step.
+    # A plugin's code may treat any of them differently. `vars`, not `getattr`: the class has to say
+    # so itself, as one that inherits from it may have another step.
     return not loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
 
 

@@ -239,10 +239,9 @@ def _describe(
         return _Output(constant=value)
     if id(value) in arguments:
         return _Output(same=arguments[id(value)])
-    if type(value) is not FakeTensor:
-        raise NotCacheable
     if (
-        value.constant is not None
+        type(value) is not FakeTensor
+        or value.constant is not None
         or value.layout != torch.strided
         or value.is_conj()
         or value.is_neg()

@@ -217,7 +217,8 @@ def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
         cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None
     )
     with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
-        exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
+        # What inductor wrote, as it would run it.
+        exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102
     for name, value in list(scope.items()):
         if isinstance(value, _Binding):
             scope[name] = _make_kernel(name.removeprefix("cpp_"), value, tracer)
