@@ -280,7 +280,7 @@ def _describe_op(op: Op) -> _Event:
     module, module_numbers = _split_name(op.module)
     collective = op.collective
     kinds: Hashable = None
-    sizes = (op.bytes, op.flops, op.repeats)
+    sizes: tuple[int, ...] = (op.bytes, op.flops, op.repeats)
     if collective is not None:
         kinds = (
             collective.operation,
