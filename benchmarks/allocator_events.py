@@ -30,7 +30,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     round_size,
 )
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.trace import Trace
 
 _TAKEN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _GIVEN_BACK = ("segment_free", "segment_unmap")

@@ -11,8 +11,8 @@ from typing import Any
 from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.world.sequence_lengths import PlannedSequence, choose_sequence
-from recipe_lib.plan.world.shape_only_model import make_plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence, choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 METHODS = ("full", "qlora", "lora")
 ONE_ROW = ("batch_size=1", "gradient_accumulation_steps=1")

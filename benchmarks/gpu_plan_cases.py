@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.world.sequence_lengths import PlannedSequence
-from recipe_lib.plan.world.shape_only_model import make_plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 TINY = "demo"
 # Of these the demo has no config: one of 8B with the demo's model.

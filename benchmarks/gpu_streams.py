@@ -32,7 +32,7 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
-from recipe_lib.plan.world.shape_only_model import make_plannable
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from tests.plan.streams.mutations import CASES, Case, follow
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -22,8 +22,8 @@ from recipe_lib.external.module_spec import read_spec
 from recipe_lib.models import build_meta, preset_config
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import shard_tensors
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import enter_simulated_world, use_fake_tensors
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import enter_simulated_world, use_fake_tensors
 from recipe_lib.units import MIB
 
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.plan.allocation.scratch import make_kernel_memory
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.activation_owners import classify_activations
-from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import (
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import (
     connect_streams,
     enter_simulated_world,
     use_fake_tensors,
 )
+from recipe_lib.plan.tracing.activation_owners import classify_activations
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.tracer import Tracer
 
 MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
 SETUP, STEP = "setup", "step"

@@ -31,12 +31,12 @@ from recipe_lib.config import load_config
 from recipe_lib.models import decoder, preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import find_shape, make_plannable
 from recipe_lib.plan.timing import cost
-from recipe_lib.plan.trace import OP, Trace
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import choose_sequence
-from recipe_lib.plan.world.shape_only_model import find_shape, make_plannable
+from recipe_lib.plan.tracing.trace import OP, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 
 COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
 DATA = Path(__file__).with_name("published_speeds.yaml")
@@ -187,7 +187,7 @@ def operations(trace: Trace) -> int:
     """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats
     among them.
     """
-    ops = (trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP)
+    ops = (trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP)
     return sum(op.flops * op.repeats for op in ops)
 
 

@@ -40,8 +40,8 @@ from recipe_lib.models import DecoderSpec, build_meta, preset_config, spec_from_
 from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
-from recipe_lib.plan.world.simulated_device import NAME  # noqa: E402
-from recipe_lib.plan.world.simulated_world import (  # noqa: E402
+from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
+from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
     enter_simulated_world,
     use_fake_tensors,
 )

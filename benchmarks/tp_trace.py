@@ -27,10 +27,10 @@ from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import PhasePeak, Plan
-from recipe_lib.plan.trace import ACTION, ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.world.sequence_lengths import choose_sequence
-from recipe_lib.plan.world.shape_only_model import make_plannable
+from recipe_lib.plan.plan_schema import PhasePeak, Plan
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
+from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, PHASE, Trace
 from recipe_lib.units import GIB, MIB
 
 RECIPE, CONFIG, PRESET, CARD = "full_finetune_distributed", "llama3/70B_full", "llama3/70B", "h100"

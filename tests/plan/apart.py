@@ -38,8 +38,8 @@ def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tu
     from recipe_lib.config import load_config
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.world.sequence_lengths import choose_sequence
-    from recipe_lib.plan.world.shape_only_model import make_plannable
+    from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+    from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     recipe = recipe_for(name)
     cfg, _ = make_plannable(load_config(name, overrides, recipe.schema()))

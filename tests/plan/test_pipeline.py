@@ -13,7 +13,7 @@ import pytest
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import with_transfers
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.plan.tracing.pipeline_actions import (
     count_pipeline_micro_batches,
     find_stand_ins,
@@ -64,12 +64,12 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
     micro-batches traced.
     """
     from recipe_lib.plan.build_plan import make_plan, simulate_rank
-    from recipe_lib.plan.timing.cost import model_flops
-    from recipe_lib.plan.trace import OP
-    from recipe_lib.plan.tracing.simulate import STEADY
+    from recipe_lib.plan.timing.cost import count_model_flops
+    from recipe_lib.plan.tracing.trace import OP
+    from recipe_lib.plan.tracing.trace_rank import STEADY
 
     def counted(trace: Any) -> Counter[tuple[str, str]]:
-        ops = [trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP]
+        ops = [trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP]
         total: Counter[tuple[str, str]] = Counter()
         for op in ops:
             total[op.name, op.part] += op.repeats
@@ -77,7 +77,7 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
 
     recipe_class, cfg, wanted = settings("demo/full", 1, *typed(folder))
     found: dict[str, Any] = {
-        "flops": model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)
+        "flops": count_model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)
     }
     for schedule in schedules:
         more = (f"parallel.pipeline={PLACES}", f"parallel.pipeline_schedule={schedule}")
@@ -88,8 +88,8 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
         ]
         found[schedule] = {
             "plan": make_plan(recipe_class, cfg, wanted)[0],
-            "flops": sum(model_flops(one.trace, STEADY) for one in short),
-            "peaks": [[one.trace.active_peaks() for one in side] for side in (short, whole)],
+            "flops": sum(count_model_flops(one.trace, STEADY) for one in short),
+            "peaks": [[one.trace.find_active_peaks() for one in side] for side in (short, whole)],
             "operators": [[counted(one.trace) for one in side] for side in (short, whole)],
             "lengths": [len(one.trace.events) for one in (short[-1], whole[-1])],
         }

@@ -11,7 +11,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
 )
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, USE, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 
 @dataclass

@@ -17,7 +17,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
     count_grouped_arguments,
     get_workspace_bytes,
 )
-from recipe_lib.plan.timing.cost import one_kernel
+from recipe_lib.plan.timing.cost import has_grouped_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
@@ -90,7 +90,7 @@ def make_kernel_memory(architecture: str) -> KernelMemory:
     workspace = get_workspace_bytes(architecture)
     if not workspace:
         return lambda name, args, stream: []
-    matmuls = _MATMULS if one_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
+    matmuls = _MATMULS if has_grouped_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 
     def list_scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
         if name not in matmuls:

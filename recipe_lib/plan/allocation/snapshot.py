@@ -15,7 +15,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
 )
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Storage, Trace
 
 Frames = list[dict[str, Any]]  # of a stack, the innermost first
 

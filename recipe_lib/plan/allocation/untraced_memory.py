@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.result import OutsideTorch
+from recipe_lib.plan.plan_schema import OutsideTorch
 from recipe_lib.units import MIB
 
 # cuBLAS's default configuration :4096:2:16:8, in KiB, up to sm89;

@@ -11,13 +11,17 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
-from recipe_lib.plan.rank_plans import first_of_each_place
-from recipe_lib.plan.search.trials import in_processes
+from recipe_lib.plan.search.trials import run_in_processes
+from recipe_lib.plan.simulated_world.shape_only_model import (
+    count_layers,
+    find_layer_pattern,
+    limit_layers,
+)
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.code_line import format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall, list_order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.world.shape_only_model import count_layers, find_layer_pattern, limit_layers
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.summary.rank_memory import list_first_ranks
 from recipe_lib.units import counted
 
 MOST_RANKS = 64  # whose collectives are compared
@@ -81,9 +85,9 @@ def check_streams(
         waits = Counter(f"{what} at {format_line(line)}" for what, line in checker.waits)
         return RankCheck(rank, checker.list_faults(), dict(waits.most_common()))
 
-    ranks = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    ranks = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
     check = StreamCheck(
-        ranks=in_processes(follow, list(ranks), "following streams", unit="ranks"),
+        ranks=run_in_processes(follow, list(ranks), "following streams", unit="ranks"),
         faults=[],
         compared="",
         followed="",
@@ -100,7 +104,7 @@ def check_streams(
             return checker.calls
 
         compared = list(range(min(settings.ranks, MOST_RANKS)))
-        calls = in_processes(list_calls, compared, "comparing collectives", unit="ranks")
+        calls = run_in_processes(list_calls, compared, "comparing collectives", unit="ranks")
         check.faults = list_order_faults(dict(zip(compared, calls, strict=True)))
         check.compared = (
             f"collectives: {sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of"

@@ -20,8 +20,8 @@ from torch import Tensor
 from recipe_lib.plan.streams.code_line import Line, find_code_line, format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.timing.stream_schedule import is_transfer
-from recipe_lib.plan.trace import HOST, Op, Storage
 from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
+from recipe_lib.plan.tracing.trace import HOST, Op, Storage
 
 Clock = dict[int, int]  # stream -> the number of the last of its works that is known to be done
 

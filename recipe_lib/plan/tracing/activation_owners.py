@@ -8,7 +8,7 @@ It stays inside the module that made it, so that the sums of parents do not chan
 
 from collections import defaultdict
 
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 
 _WEIGHTS = ("parameters", "gathered")
 

@@ -18,8 +18,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.memory.budget import GROUPED, grouped_flops
-from recipe_lib.plan.trace import Collective
+from recipe_lib.memory.budget import GROUPED, count_grouped_flops
+from recipe_lib.plan.tracing.trace import Collective
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
 DTYPE_NAMES = {
@@ -133,7 +133,7 @@ def _count_flops(
         # backward.
         return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
-        return grouped_flops(args, result)
+        return count_grouped_flops(args, result)
     if name in _VARLEN and any(tensor.dim() == 3 for tensor in list_tensors(args)):
         return _VARLEN[name] * _count_varlen_flops(args)
     if count_registered is not None:

@@ -30,9 +30,9 @@ from recipe_lib.parallel.pipeline.simulation import (
     taken_in,
     with_transfers,
 )
-from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
+from recipe_lib.plan.simulated_world.patches import Patch
+from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.patches import Patch
 
 # Without a pipeline the first micro-batch meets no gradients and the second does; all later ones
 # are like the second, but for the last one (`is_last_different`).

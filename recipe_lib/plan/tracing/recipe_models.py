@@ -16,7 +16,7 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.meta_init import StoredWeight, stored_weights
 from recipe_lib.parallel.gradient_accumulation import entries_of
 from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.tracing.operator_costs import list_plain_tensors
 from recipe_lib.plan.tracing.tracer import Tracer
 

@@ -16,10 +16,15 @@ from unittest import mock
 from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import SHAPED_WORK
-from recipe_lib.plan.trace import ALLOC, FREE, OP
+from recipe_lib.plan.simulated_world.cached_fake_mode import (
+    CachedCall,
+    NotCacheable,
+    make_key,
+    remember,
+)
 from recipe_lib.plan.tracing.operator_costs import list_tensors
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.cached_fake_mode import CachedCall, NotCacheable, make_key, remember
 
 _LONGEST_LOOP = 48  # events in one iteration
 

@@ -13,8 +13,8 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.registry import loaded_plugins
 from recipe_lib.data import Batch
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.units import format_bytes
 
 # Of a recipe that does not declare itself uniform, so many are simulated at once. Of more, the
@@ -172,7 +172,7 @@ def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different
     backward. Arguments as of `repeat_last_micro_batch`.
     """
     for phase in trace.phases:
-        ops = list(trace.phase_ops(phase))
+        ops = list(trace.iterate_ops(phase))
         begins: list[int] = []
         end = 0
         is_after_backward = False

@@ -20,22 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.memory.peaks import pinned_bytes
-from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import (
-    ALLOC,
-    FREE,
-    HOST,
-    OP,
-    PHASE,
-    RECORD,
-    USE,
-    WAIT,
-    Op,
-    Storage,
-    Sync,
-    Trace,
+from recipe_lib.memory.peaks import round_up_to_pinned
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedCall, CachedFakeMode
+from recipe_lib.plan.simulated_world.compiled_code import (
+    find_opaque_function,
+    run_higher_order_operator,
 )
+from recipe_lib.plan.simulated_world.patches import (
+    Patch,
+    apply_patches,
+    hide_propagation,
+    unwrap_shards,
+)
+from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.operator_costs import (
     ADD_IN_PLACE,
     PLAIN_TENSORS,
@@ -49,9 +46,20 @@ from recipe_lib.plan.tracing.operator_costs import (
     read_collective,
 )
 from recipe_lib.plan.tracing.running_modules import RunningModules
-from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
-from recipe_lib.plan.world.compiled_code import find_opaque_function, run_higher_order_operator
-from recipe_lib.plan.world.patches import Patch, apply_patches, hide_propagation, unwrap_shards
+from recipe_lib.plan.tracing.trace import (
+    ALLOC,
+    FREE,
+    HOST,
+    OP,
+    PHASE,
+    RECORD,
+    USE,
+    WAIT,
+    Op,
+    Storage,
+    Sync,
+    Trace,
+)
 
 # `fn(operator's name, its arguments, stream)` returns [(bytes, whether they stay taken)]: what the
 # operator's kernel takes besides its outputs.
@@ -350,7 +358,7 @@ class Tracer(TorchDispatchMode):
             size = storage.nbytes()
             is_device = device == self.device_type
             if self._pinned and not is_device:
-                size = pinned_bytes(size)
+                size = round_up_to_pinned(size)
             number = self.note_allocation(size, device=is_device, name=name, kind=kind)
             self.follow_storage(storage, number)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.collective_order import (
     CollectiveCall,
     find_circles,
@@ -16,9 +18,7 @@ from recipe_lib.plan.streams.collective_order import (
     list_order_faults,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.simulate import simulate
-from recipe_lib.plan.world.shape_only_model import limit_layers
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import apart, settings
 
 

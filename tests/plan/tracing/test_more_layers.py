@@ -12,10 +12,10 @@ from torch import nn
 
 from recipe_lib.models import preset_config
 from recipe_lib.plan import build_plan
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
-from recipe_lib.plan.tracing import simulate_deep as module
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
-from recipe_lib.plan.world.shape_only_model import limit_layers
+from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
+from recipe_lib.plan.tracing import trace_deep_model as module
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated
 from tests.plan.apart import apart, settings
 
 RANKS = 4

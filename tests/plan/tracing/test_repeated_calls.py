@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Op, Storage, Trace
-from recipe_lib.plan.tracing import simulate as module
+from recipe_lib.plan.tracing import trace_rank as module
 from recipe_lib.plan.tracing.repeated_calls import Note, shorten
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Op, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import LORA, PLAIN, ROOT, recipe_class, recipe_module
 
@@ -146,7 +146,7 @@ def figures(folder: Path) -> dict[str, Any]:
     cfg = load_config(PLAIN, overrides, module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     trace = simulate(recipe_class(module), cfg, shape, ranks=4, phases=()).trace
-    return {"peaks": trace.active_peaks(), "events": len(trace.events)} | sums(trace)
+    return {"peaks": trace.find_active_peaks(), "events": len(trace.events)} | sums(trace)
 
 
 def sums(trace: Trace) -> dict[str, Any]:

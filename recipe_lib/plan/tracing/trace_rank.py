@@ -1,0 +1,483 @@
+"""A recipe run in the simulated world, phase by phase, as a trace.
+
+`simulate` runs `setup_model`, `setup_optimizer` and `train_step` of a recipe as one rank of many,
+on a device whose tensors have sizes and no bytes. `trace_real_run` traces a real run on a CPU in
+the same way, for comparison.
+"""
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from recipe_lib.adapters import nf4
+from recipe_lib.checkpoint.model_export import find_extra_fault, gather_whole
+from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import ConfigError, lines_in
+from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.parallel import World
+from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.plan.plan_schema import LayerRow
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.simulated_world.compiled_code import trace_compiled_code
+from recipe_lib.plan.simulated_world.patches import (
+    apply_patches,
+    follow_works,
+    patch_document_search,
+)
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData, list_batch_tensors
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import (
+    connect_streams,
+    enter_simulated_world,
+    use_fake_tensors,
+)
+from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.tracing.activation_owners import classify_activations, give_to_children
+from recipe_lib.plan.tracing.pipeline_actions import (
+    count_micro_batches_to_trace,
+    follow_actions,
+    is_last_different,
+    name_parts,
+    repeat_actions,
+)
+from recipe_lib.plan.tracing.recipe_models import (
+    label_models,
+    label_sums,
+    list_models,
+    list_module_rows,
+)
+from recipe_lib.plan.tracing.repeated_calls import repeat_shaped_work
+from recipe_lib.plan.tracing.simulated_micro_batches import (
+    FEW_MICRO_BATCHES,
+    MicroBatchComparison,
+    MicroBatchMarks,
+    compare_micro_batches,
+    count_affordable,
+    describe_estimate,
+    has_backward,
+    is_declared_uniform,
+    repeat_last_by_parts,
+    repeat_last_micro_batch,
+)
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
+
+FIRST = "first step"  # in it the optimizer makes its states
+STEADY = "step"
+MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_MANY_OBJECTS = 2_000_000
+# Answers of operators by their shapes. They hold for all simulations of this process, so that a
+# search's later trials find them.
+_known_calls: dict[Any, Any] = {}
+
+
+def list_short_steps(cfg: FullFinetuneConfig) -> tuple[str, ...]:
+    """Return the steps that are enough to see a steady one."""
+    # States that are stepped in backward come with the first step's gradients, one by one:
+    # `_make_states` cannot make them.
+    return (FIRST, STEADY) if cfg.memory.optimizer_in_backward else (STEADY,)
+
+
+@dataclass
+class Simulated:
+    """The simulated run of one rank."""
+
+    trace: Trace
+    modules: list[LayerRow]  # the table of modules; no activations are counted in it yet
+    coordinates: dict[str, int]  # mesh dimension -> the rank's index along it
+    mesh: dict[str, int]  # mesh dimension -> its size
+    tokens: int  # of a step, all ranks
+    # The second step left the memory as the first did, so that all later ones are like it.
+    repeats: bool
+    stages: dict[int, range] = field(default_factory=dict)  # of a pipeline's rank: stage -> layers
+    notes: list[str] = field(default_factory=list)
+    step_growth: int = 0  # bytes that the last step left beyond the first one
+    traced: int = 0  # micro-batches of a step that were simulated; 0 for a real run
+    comparison: MicroBatchComparison = field(default_factory=MicroBatchComparison)
+    estimate: str = ""  # why the figures are an estimate; "" if they are none
+    untraced_bytes: int = 0  # that micro-batches which were not simulated are taken to leave
+
+
+def simulate(
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    sequence: PlannedSequence,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    phases: Sequence[str] = ("load", "validation", "save"),
+    steps: Sequence[str] = (FIRST, STEADY),
+    like_cpu: bool = False,
+    capability: tuple[int, int] = (8, 0),
+    kernel_memory: KernelMemory | None = None,
+    traced: int | None = None,
+    checker: StreamChecker | None = None,
+) -> Simulated:
+    """Trace set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
+
+    steps: (STEADY,) for one step, before which the optimizer is given its states. like_cpu: kernels
+    are a CPU's; else those of a GPU of this `capability`. kernel_memory: scratch of kernels.
+    traced: so many micro-batches of a step run, and count for themselves; None: as many as can
+    count for all. checker: follows all of it; numbers that `train_step` reads are then 1.
+
+    The recipe's `setup_data` does not run: `self.data` is a PlannedData. Raises UserErrors of the
+    recipe, and ConfigError where a step reads a tensor's value.
+    """
+
+    def run(num_micro_batches: int | None) -> Simulated:
+        with ExitStack() as stack:
+            simulated_world = enter_simulated_world(
+                cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
+            )
+            world = stack.enter_context(simulated_world)
+            mode = stack.enter_context(use_fake_tensors())
+            cached_mode = CachedFakeMode(mode, _known_calls)
+            tracer = Tracer(NAME, cached_mode, kernel_memory=kernel_memory, checker=checker)
+            connect_streams(tracer)
+            patches = follow_actions(tracer)
+            patches += patch_document_search(cfg, sequence.documents)
+            patches += follow_works(tracer)
+            stack.enter_context(nf4.make_tables_anew(has_values=False))
+            stack.enter_context(pause_collector())
+            stack.enter_context(tracer.activate())
+            code = stack.enter_context(trace_compiled_code(tracer)) if cfg.compile else None
+            stack.enter_context(apply_patches(patches))
+            if checker is None:  # a checker has to see every operator
+                stack.enter_context(repeat_shaped_work(tracer))
+            simulated = _run_phases(
+                recipe_class,
+                cfg,
+                world,
+                sequence=sequence,
+                tracer=tracer,
+                phases=phases,
+                steps=steps,
+                num_micro_batches=num_micro_batches,
+                stands_alone=traced is not None,
+            )
+            if code is not None:
+                simulated.notes.append(code.describe())
+            return simulated
+
+    if traced is not None:
+        return run(traced)
+    is_uniform = is_declared_uniform(recipe_class)
+    count = micro_batches(cfg)[1]
+    simulated = run(count if not is_uniform and count <= FEW_MICRO_BATCHES else None)
+    if simulated.traced == count or (simulated.comparison.alike and is_uniform):
+        return simulated
+    # A recipe that may treat them differently: as many run as there is time for. In a pipeline not
+    # every number of them can count for all.
+    affordable = count_affordable(simulated.comparison, count, simulated.traced)
+    if affordable > simulated.traced and (affordable == count or cfg.parallel.pipeline == 1):
+        simulated = run(affordable)
+    if simulated.traced < count:
+        simulated.estimate = describe_estimate(simulated.comparison, simulated.traced, count)
+        simulated.untraced_bytes = simulated.comparison.growth * (count - simulated.traced)
+    return simulated
+
+
+def trace_real_run(
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    world: World,
+    sequence: PlannedSequence,
+    phases: Sequence[str] = (),
+) -> Simulated:
+    """Trace the same phases run for real on a CPU, which a simulation is compared with."""
+    tracer = Tracer(world.device.type)
+    with nf4.make_tables_anew(), pause_collector(), tracer.activate():
+        return _run_phases(
+            recipe_class,
+            cfg,
+            world,
+            sequence=sequence,
+            tracer=tracer,
+            phases=phases,
+            steps=(FIRST, STEADY),
+        )
+
+
+def _run_phases(
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    world: World,
+    *,
+    sequence: PlannedSequence,
+    tracer: Tracer,
+    phases: Sequence[str],
+    steps: Sequence[str],
+    num_micro_batches: int | None = None,
+    stands_alone: bool = False,
+) -> Simulated:
+    """Run a recipe's phases under a tracer that is active.
+
+    num_micro_batches: of a step; None: the fewest that can count for all. stands_alone: they count
+    for themselves alone.
+    """
+    notes: list[str] = []
+    tracer.groups = _name_groups(world)
+    tracer.begin_phase("setup")
+    recipe = cast(Any, recipe_class(cfg, world))
+    models = _set_up(recipe, cfg, tracer=tracer, phases=phases, steps=steps, notes=notes)
+    pipeline_rank = world.pipeline.rank if world.pipeline else 0
+    traced = 0
+    if tracer.cached_mode is not None:
+        traced = num_micro_batches or count_micro_batches_to_trace(cfg, pipeline_rank)
+
+    def read_position() -> tuple[int, int]:
+        label_sums(tracer, recipe, models)
+        return len(tracer.trace.events), tracer.count_alive_bytes()
+
+    marks = MicroBatchMarks(read_position)
+    mismatched_marks = MicroBatchMarks(read_position)
+    tracer.between_actions = lambda: label_sums(tracer, recipe, models)
+    recipe.data = PlannedData(
+        cfg,
+        world,
+        sequence,
+        traced_micro_batches=traced or None,
+        marks=marks,
+        mismatched_marks=mismatched_marks,
+    )
+    tokens, step_growth = _run_steps(recipe, tracer, models, steps)
+    comparison = compare_micro_batches(
+        tracer.trace,
+        marks,
+        traced=traced,
+        steps=len(steps),
+        is_pipeline=world.pipeline is not None,
+        num_different=int(is_last_different(cfg)),
+    )
+    _run_other_phases(recipe, cfg, tracer=tracer, models=models, phases=phases, notes=notes)
+    name_parts(tracer.trace)
+    classify_activations(tracer.trace)
+    give_to_children(tracer.trace)
+    if traced and not stands_alone:
+        _repeat_micro_batches(tracer.trace, cfg, pipeline_rank, traced, marks)
+        repeat_last_micro_batch(
+            tracer.trace, mismatched_marks, count=micro_batches(cfg)[1], traced=traced
+        )
+    dims = world.mesh.mesh_dim_names or ()
+    coordinates = dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
+    modules: list[LayerRow] = []
+    for name, model in models.items():
+        modules += list_module_rows(name, model)
+    return Simulated(
+        trace=tracer.trace,
+        modules=modules,
+        coordinates=place_with_context(cfg.parallel, coordinates),
+        mesh=with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True))),
+        tokens=tokens,
+        repeats=step_growth == 0,
+        stages=_find_stages(recipe),
+        notes=notes,
+        step_growth=max(0, step_growth),
+        traced=traced,
+        comparison=comparison,
+    )
+
+
+def _name_groups(world: World) -> dict[str, str]:
+    """Return the dimension of the mesh by the name of its process group."""
+    dims = world.mesh.mesh_dim_names or ()
+    groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
+    if world.context is not None:
+        groups[world.context.name] = "context"
+    return groups
+
+
+def _find_stages(recipe: Any) -> dict[int, range]:
+    """Return the layers of each stage of a pipeline that is on this rank."""
+    for value in reversed(vars(recipe).values()):
+        if isinstance(value, Parallel) and value.pipeline:
+            return value.pipeline.layers
+    return {}
+
+
+def _run_other_phases(
+    recipe: Any,
+    cfg: FullFinetuneConfig,
+    *,
+    tracer: Tracer,
+    models: dict[str, nn.Module],
+    phases: Sequence[str],
+    notes: list[str],
+) -> None:
+    if "validation" in phases and cfg.validation.source is not None:
+        _try_phase("validation", recipe.validate, tracer, notes)
+        for model in models.values():
+            model.train()
+    if "save" in phases and cfg.checkpoint.save_model:
+        last_models = list(models.values())[-1:]
+        _try_phase("save", lambda: list(map(_gather_trained, last_models)), tracer, notes)
+
+
+def _repeat_micro_batches(
+    trace: Trace, cfg: Any, pipeline_rank: int, traced: int, marks: MicroBatchMarks
+) -> None:
+    """Let the micro-batches that were traced count as often as a step has such ones."""
+    count = micro_batches(cfg)[1]
+    num_different = int(is_last_different(cfg))
+    if cfg.parallel.pipeline > 1:
+        repeat_actions(trace, cfg.parallel, pipeline_rank=pipeline_rank, traced=traced, count=count)
+    elif has_backward(trace, marks, traced):
+        repeat_last_micro_batch(
+            trace, marks, count=count, traced=traced, num_different=num_different
+        )
+    else:
+        repeat_last_by_parts(trace, count=count, traced=traced, num_different=num_different)
+
+
+def _set_up(
+    recipe: Any,
+    cfg: FullFinetuneConfig,
+    *,
+    tracer: Tracer,
+    phases: Sequence[str],
+    steps: Sequence[str],
+    notes: list[str],
+) -> dict[str, nn.Module]:
+    """Make the recipe's models and its optimizer, and return the models by prefix.
+
+    The optimizer is given its states where no first step makes them.
+    """
+    recipe.setup_model()
+    models = list_models(recipe)
+    for name, model in models.items():
+        tracer.name_modules(model, name)
+        fault = find_extra_fault(cfg.checkpoint, extra_tensors(model))
+        if fault is not None:
+            notes.append(f"a run would be refused: {fault}")
+    if "load" in phases:
+        _try_phase("load", recipe.load_weights, tracer, notes)
+    recipe.setup_optimizer()
+    if FIRST not in steps:
+        tracer.begin_phase(MAKING_STATES)
+        _make_states(recipe)
+    return models
+
+
+def _run_steps(
+    recipe: Any, tracer: Tracer, models: dict[str, nn.Module], steps: Sequence[str]
+) -> tuple[int, int]:
+    """Run the steps, and return (tokens of one, bytes that the last left beyond the first)."""
+    bytes_left: list[int] = []
+    for name in steps:
+        tracer.begin_phase(name)
+        tracer.makes_batches = True
+        batches = next(recipe.data.batches())
+        # Their memory is numpy's, which no operator made.
+        tracer.note_memory(list_batch_tensors(batches))
+        tracer.makes_batches = False
+        tokens = batches.total_tokens
+        try:
+            _run_step(recipe, batches, tracer.checker)
+        except _NEEDS_VALUES as error:
+            raise _explain_value_read(type(recipe), error) from error
+        del batches  # else they are alive while the next step's are made
+        label_models(tracer, models)
+        bytes_left.append(tracer.count_alive_bytes())
+    return tokens, bytes_left[-1] - bytes_left[0]
+
+
+def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
+    """Run one step; with a checker, also read its numbers as a training loop does."""
+    if checker is None:
+        recipe.train_step(batches)
+        return
+    checker.begin_step()
+    step = recipe.train_step(batches)
+    if hasattr(step, "numbers"):
+        step.numbers()
+    checker.end_step()
+
+
+def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
+    """Run a phase outside the steps, up to where it needs more than a number.
+
+    A number that it reads is 0.
+    """
+    tracer.begin_phase(name)
+    tracer.values_are_zero = True
+    try:
+        run()
+    except _NEEDS_VALUES:
+        notes.append(f"{name}: traced up to where it reads a tensor's value")
+    except AttributeError as error:
+        notes.append(f"{name}: not traced to its end ({error})")
+    finally:
+        tracer.values_are_zero = False
+
+
+def _explain_value_read(recipe_class: type, error: Exception) -> ConfigError:
+    file = inspect.getfile(recipe_class)
+    lines = lines_in(error, file)
+    location = f"{file}:{lines[-1]}: " if lines else ""
+    return ConfigError(
+        f"{location}{recipe_class.__name__}.train_step: reads the value of a tensor"
+        f" ({str(error).splitlines()[0]}), expected sizes only; keep .item(), .tolist() and `if"
+        " tensor` out of train_step, and log in train()"
+    )
+
+
+@torch.no_grad()
+def _gather_trained(model: nn.Module) -> None:
+    """Gather each trained parameter and move it to the host, one by one, as an export does."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            gathered = gather_whole(parameter).to("cpu")
+            del gathered
+
+
+def _make_states(recipe: Any) -> None:
+    """Make the optimizers' states as the first step leaves them."""
+    for optimizer in vars(recipe).values():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _CollectorPause:
+    """Python's collector of cycles, which does not run while a program is traced."""
+
+    def __init__(self) -> None:
+        # Objects that simulations left and that the collector has not looked at.
+        self._num_left = 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep the collector from running inside the block."""
+        # It costs a third of the time here, and frees at moments that no other run repeats.
+        # Simulations leave millions of objects, mostly without a cycle: it passes over them until
+        # they have become many.
+        was_enabled = gc.isenabled()
+        if self._num_left > _MANY_OBJECTS:
+            gc.unfreeze()
+            gc.collect()
+            self._num_left = 0
+        gc.freeze()  # which counts anew
+        gc.disable()
+        try:
+            yield
+        finally:
+            self._num_left += gc.get_count()[0]
+            gc.freeze()
+            if was_enabled:
+                gc.enable()
+
+
+pause_collector = _CollectorPause().pause
