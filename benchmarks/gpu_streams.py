@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
 def simulated(name: str) -> dict[str, Any]:
     """What our checker finds, and the host's waits in a step."""
     checker = follow(CASES[name])
-    return {"faults": checker.faults(), "waits": len(checker.waits)}
+    return {"faults": checker.list_faults(), "waits": len(checker.waits)}
 
 
 def sanitized(name: str) -> dict[str, Any]:

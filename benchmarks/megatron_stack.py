@@ -25,8 +25,8 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     enter_simulated_world,
     use_fake_tensors,
 )
+from recipe_lib.plan.tracing.activation_owners import classify_activations
 from recipe_lib.plan.tracing.trace import Trace
-from recipe_lib.plan.tracing.trace_rank import classify_activations
 from recipe_lib.plan.tracing.tracer import Tracer
 
 MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
@@ -418,7 +418,7 @@ def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
             NAME, CachedFakeMode(mode, _known_calls), make_kernel_memory(sizes.architecture)
         )
         connect_streams(tracer)
-        with tracer.running():
+        with tracer.activate():
             tracer.begin_phase(SETUP)
             training = Training(sizes, layout, place, world)
             tracer.name_modules(training.model)

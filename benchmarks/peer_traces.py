@@ -24,8 +24,9 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     enter_simulated_world,
     use_fake_tensors,
 )
+from recipe_lib.plan.tracing.activation_owners import classify_activations
 from recipe_lib.plan.tracing.trace import Trace
-from recipe_lib.plan.tracing.trace_rank import classify_activations, pause_collector
+from recipe_lib.plan.tracing.trace_rank import pause_collector
 from recipe_lib.plan.tracing.tracer import Tracer
 
 SETUP, FIRST, STEP = "setup", "first step", "step"
@@ -41,7 +42,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     with world as ranks, use_fake_tensors() as mode, pause_collector(), _attention_of(run):
         tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), make_kernel_memory(architecture))
         connect_streams(tracer)
-        with tracer.running():
+        with tracer.activate():
             tracer.begin_phase(SETUP)
             model = build_model(run, sizes, ranks.device)
             tracer.name_modules(model)

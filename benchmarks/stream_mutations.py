@@ -66,10 +66,10 @@ def main() -> None:
         checker, waits = check(name)
         command = " ".join((case.config, *case.overrides))
         runs.append(
-            f"| {name} | `{command}` | {case.ranks} | {len(checker.faults())} | {len(waits)} |"
+            f"| {name} | `{command}` | {case.ranks} | {len(checker.list_faults())} | {len(waits)} |"
         )
         for line in waits:
-            faults = check(name, line)[0].faults()
+            faults = check(name, line)[0].list_faults()
             found[line].append(bool(faults))
             if faults:
                 words.setdefault(line, faults[0])

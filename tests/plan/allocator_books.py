@@ -7,7 +7,7 @@ from recipe_lib.plan.allocation.caching_allocator import ROUNDING, CachingAlloca
 
 def check_books(allocator: CachingAllocator) -> None:
     """Raise AssertionError if they are wrong."""
-    mapped = allocator.blocks()
+    mapped = allocator.list_blocks()
     active = [block for block in mapped if not block.idle]
     assert sum(block.size for block in mapped) == allocator.reserved <= allocator.peak_reserved
     assert sum(block.size for block in active) == allocator.active <= allocator.peak_active

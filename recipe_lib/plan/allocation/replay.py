@@ -1,5 +1,6 @@
-"""A trace replayed through the caching allocator: what is reserved in each phase, and how little
-memory is enough.
+"""A trace replayed through the caching allocator: what each phase reserves.
+
+With a cap in the settings, `Replay.survived` says whether that much memory is enough.
 """
 
 from dataclasses import dataclass, field
@@ -15,66 +16,51 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 @dataclass
 class PhaseReplay:
-    """The most bytes held at a time in one phase, each for itself.
+    """Peaks of one phase in bytes, each for itself, as `torch.cuda.memory_stats` counts them."""
 
-    requested: asked for and not given back. allocated: in the blocks handed out for it. active:
-    those and freed blocks that another stream may still use. reserved: taken from the device, with
-    what earlier phases left there. Each is the peak that torch counts as `requested_bytes.all.peak`
-    and so on.
-    """
-
-    requested: int = 0
-    allocated: int = 0
-    active: int = 0
-    reserved: int = 0
+    requested: int = 0  # asked for and not given back
+    allocated: int = 0  # in the blocks handed out for it
+    active: int = 0  # in those and in freed blocks that another stream may still use
+    reserved: int = 0  # taken from the device, with what earlier phases left there
 
 
 @dataclass
 class Replay:
-    """phases: by name, in order. retries: how often everything unused was given back to make room.
-    events: allocations and frees replayed. survived: memory did not run out; else the phases after
-    that are missing.
-    """
+    """The memory that a trace takes from the allocator."""
 
-    phases: dict[str, PhaseReplay] = field(default_factory=dict)
-    retries: int = 0
-    events: int = 0
-    survived: bool = True
+    phases: dict[str, PhaseReplay] = field(default_factory=dict)  # by name, in order
+    retries: int = 0  # how often everything unused was given back to make room
+    events: int = 0  # allocations and frees replayed
+    survived: bool = True  # memory did not run out; else the phases after that are missing
 
     @property
     def reserved(self) -> int:
-        """The most that is reserved in any phase, bytes."""
+        """Return the most that is reserved in any phase, bytes."""
         return max((phase.reserved for phase in self.phases.values()), default=0)
 
     @property
     def active(self) -> int:
-        """The most that is active in any phase, bytes."""
+        """Return the most that is active in any phase, bytes."""
         return max((phase.active for phase in self.phases.values()), default=0)
 
 
 def replay(
     trace: Trace, settings: AllocatorSettings | None = None, emptied_after: str = ""
 ) -> Replay:
-    """What the allocator does on the device's storages of `trace`.
+    """Replay the device's storages of a trace through an allocator.
 
-    emptied_after: the phase at whose end it gives back what is unused, as nothing was freed in its
-    place in a run.
-
-    A freed block can be reused at once, but for those that `record_stream` named another stream
-    for: when that is done nobody can foretell, so they are held for as long as the host can be
-    ahead of that stream (`LAUNCH_QUEUE`), at most to the end of the phase, when a run's host waits
-    for all that it has issued, or until memory runs out. An operator counts as one kernel, which is
-    the fewest it can be. Empty storages take no memory. What is allocated before the first phase
-    counts from there on.
+    emptied_after: the phase at whose end the allocator gives back what is unused, for one that no
+    run has. What is allocated before the first phase counts from there on.
     """
-    result, allocator = Replay(), CachingAllocator(settings)
-    blocks: dict[int, Block] = {}
-    streams = set[int]()
+    result = Replay()
+    allocator = CachingAllocator(settings)
+    blocks: dict[int, Block] = {}  # by the number of their storage
+    streams = set[int]()  # that `record_stream` named
     phase = ""
     for kind, number in trace.events:
         if kind == ALLOC:
             storage = trace.storages[number]
-            if not storage.device or not storage.bytes:
+            if not storage.device or not storage.bytes:  # empty storages take no memory
                 continue
             result.events += 1
             try:
@@ -87,15 +73,20 @@ def replay(
                 result.events += 1
                 allocator.free(block)
         elif kind == USE:
+            # When the named stream is done with the block nobody can foretell. So it is held for as
+            # long as the host can be ahead of that stream (`LAUNCH_QUEUE`), or until memory runs
+            # out.
             used, stream = trace.uses[number]
             if used in blocks:
                 allocator.record_stream(blocks[used], stream)
                 streams.add(stream)
         elif kind == OP:
+            # It counts as one kernel, which is the fewest that it can be.
             op = trace.ops[number]
             if op.stream in streams and not op.on_host:
                 allocator.issue(op.stream, op.repeats)
         elif kind == PHASE:
+            # At the end of a phase a run's host waits for all that it has issued.
             for stream in streams:
                 allocator.finish(stream)
             _record_peaks(result, allocator, phase)
@@ -109,7 +100,7 @@ def replay(
 
 
 def _record_peaks(result: Replay, allocator: CachingAllocator, phase: str) -> None:
-    """Notes the peaks of a phase that ends; one that came before keeps the larger ones."""
+    """Note the peaks of a phase that ends; one that came before keeps the larger ones."""
     if phase:
         peaks = result.phases.setdefault(phase, PhaseReplay())
         peaks.requested = max(peaks.requested, allocator.peak_requested)

@@ -1,5 +1,7 @@
-"""Scratch memory of the operators in a trace, by `untraced_memory`: what the simulated device adds
-to it.
+"""Scratch memory of kernels, which the simulated device adds to a trace.
+
+`make_kernel_memory` reads the shapes from an operator's arguments; `untraced_memory` has the
+formulas and their sources.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ _VARLEN = frozenset({"torch_attn::_varlen_attn_backward", "aten::_flash_attentio
 
 
 def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
-    _, query, key = args[:3]
+    _, query, key = args[:3]  # the gradient is the first
     rows, heads, queries, width = query.shape
     return compute_attention_backward_scratch(
         rows=rows,
@@ -61,12 +63,12 @@ def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
     )
 
 
-# By operator the bytes of each scratch tensor, from its arguments.
+# Operator -> the bytes of each of its scratch tensors, from its arguments.
 _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     **dict.fromkeys(_ATTENTION, _compute_attention_scratch),
     **dict.fromkeys(_VARLEN, _compute_varlen_scratch),
-    # What one kernel for the rows of all experts is given of each; the last argument has the ends
-    # of their rows.
+    # Pointers and strides of each expert, for one kernel; the third argument has the ends of their
+    # rows.
     "aten::_grouped_mm": lambda args: [count_grouped_arguments(groups=len(args[2]))],
     "aten::embedding_dense_backward": lambda args: compute_embedding_backward_scratch(
         tokens=args[1].numel(), width=args[0].shape[-1]
@@ -74,17 +76,15 @@ _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     "aten::_softmax_backward_data": lambda args: compute_softmax_backward_scratch(
         numbers=args[0].numel(), element_bytes=args[0].element_size()
     ),
-    # NF4's scales, each block's in the type of its numbers, which a first kernel makes of 8 bits.
+    # NF4's scales in the type of its result, which a first kernel makes from 8 bits.
     "tune_recipes::dequantize_nf4": lambda args: [len(args[0]) * args[3].element_size()],
 }
 
 
 def make_kernel_memory(architecture: str) -> KernelMemory:
-    """What each operator takes besides its outputs on a device of this architecture, as a tracer
-    asks for it.
+    """Return what a tracer asks for the scratch of kernels on a device of this architecture.
 
-    A workspace of matmuls is taken once for each stream and direction (forward and backward run on
-    threads with a handle each), and stays.
+    It remembers the workspaces that are taken, so each simulation needs one of its own.
     """
     taken: set[tuple[int, bool]] = set()
     workspace = get_workspace_bytes(architecture)
@@ -92,13 +92,15 @@ def make_kernel_memory(architecture: str) -> KernelMemory:
         return lambda name, args, stream: []
     matmuls = _MATMULS if has_grouped_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 
-    def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
+    def list_scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
         if name not in matmuls:
             return [(size, False) for size in _SIZES[name](args)] if name in _SIZES else []
-        place = (stream, torch._C._current_graph_task_id() != -1)
-        if place in taken:
+        # A workspace of matmuls is taken once for each stream and handle, and stays. Forward and
+        # backward run on threads with a handle each.
+        is_backward = torch._C._current_graph_task_id() != -1
+        if (stream, is_backward) in taken:
             return []
-        taken.add(place)
+        taken.add((stream, is_backward))
         return [(workspace, True)]
 
-    return scratch
+    return list_scratch

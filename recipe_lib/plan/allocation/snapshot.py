@@ -1,4 +1,8 @@
-"""A simulated run as a memory snapshot of torch, for the viewers that read those."""
+"""A simulated run as a memory snapshot of torch, for the viewers that read those.
+
+https://pytorch.org/memory_viz shows the file, and `python -m torch.cuda._memory_viz
+trace_plot|segments|stats path` reads it.
+"""
 
 import pickle
 from pathlib import Path
@@ -13,27 +17,24 @@ from recipe_lib.plan.allocation.caching_allocator import (
 )
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Storage, Trace
 
-Frames = list[dict[str, Any]]
+Frames = list[dict[str, Any]]  # of a stack, the innermost first
 
 
 def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None = None) -> None:
-    """Writes what the allocator does on the device's storages of `trace`, as
-    `torch.cuda.memory._dump_snapshot` would.
+    """Write what the allocator does on the device's storages of a trace as a memory snapshot.
 
-    https://pytorch.org/memory_viz shows the file, and `python -m torch.cuda._memory_viz
-    trace_plot|segments|stats path` reads it. Where a real snapshot has a stack of calls, an
-    allocation has its operator, its module, its part of the step and its kind of memory; its time
-    is its place in the trace; phases are annotations. If memory runs out under a cap, the snapshot
-    ends there, with the entry `oom`. StorageError if the file cannot be written.
+    The file is as `torch.cuda.memory._dump_snapshot` writes it. Phases are annotations. If memory
+    runs out under a cap, the snapshot ends there, with the entry `oom`. Raises StorageError if the
+    file cannot be written.
     """
     settings = settings or AllocatorSettings()
     allocator = CachingAllocator(settings)
     allocator.log = []
-    frames_of: dict[int, Frames] = {}  # by entry of the log
+    # For each entry of the log, (index of the event in the trace, which stands for a time; frames).
+    sources: list[tuple[int, Frames]] = []
     annotations: list[dict[str, Any]] = []
-    times: list[int] = []
-    blocks: dict[int, Block] = {}
-    made_by: dict[Block, Frames] = {}
+    blocks: dict[int, Block] = {}  # by the number of their storage
+    block_frames: dict[Block, Frames] = {}
     for time, (kind, number) in enumerate(trace.events):
         if kind == PHASE:
             annotations += [
@@ -44,29 +45,30 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         storage = trace.storages[number] if kind in (ALLOC, FREE) else None
         if storage is None or not storage.device or not storage.bytes:
             continue
-        frames, out_of_memory = _make_frames(storage), False
+        frames = _make_frames(storage)
+        is_out_of_memory = False
         if kind == FREE:
             if block := blocks.pop(number, None):
                 allocator.free(block)
         else:
             try:
                 blocks[number] = allocator.malloc(storage.bytes, storage.stream)
-                made_by[blocks[number]] = frames
+                block_frames[blocks[number]] = frames
             except OutOfMemory:
-                out_of_memory = True
-        frames_of.update((entry, frames) for entry in range(len(times), len(allocator.log)))
-        times += [time] * (len(allocator.log) - len(times))
-        if out_of_memory:
+                is_out_of_memory = True
+        # One event may make several entries: of a segment that is taken, of blocks that are freed.
+        sources += [(time, frames)] * (len(allocator.log) - len(sources))
+        if is_out_of_memory:
             break
     annotations += [
         _make_annotation(last["name"], "END", len(trace.events)) for last in annotations[-1:]
     ]
     entries = [
-        _make_entry(event, times[at], frames_of[at], allocator.settings.cap or 0)
-        for at, event in enumerate(allocator.log)
+        _make_entry(event, time, frames, cap=settings.cap or 0)
+        for event, (time, frames) in zip(allocator.log, sources, strict=True)
     ]
     snapshot = {
-        "segments": _list_segments(allocator, made_by),
+        "segments": _list_segments(allocator, block_frames),
         "device_traces": [entries],
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{settings.expandable}",
@@ -85,9 +87,7 @@ def _make_annotation(name: str, stage: str, time: int) -> dict[str, Any]:
 
 
 def _make_frames(storage: Storage) -> Frames:
-    """What a viewer shows of an allocation, innermost first, in place of files, lines and
-    functions.
-    """
+    """Return what a viewer shows of an allocation in place of a stack of calls."""
     lines = (
         ("operator", storage.op or "-"),
         ("module", storage.module or "-"),
@@ -98,13 +98,14 @@ def _make_frames(storage: Storage) -> Frames:
 
 
 def _make_entry(
-    event: tuple[str, int, int, int], time: int, frames: Frames, cap: int
+    event: tuple[str, int, int, int], time: int, frames: Frames, *, cap: int
 ) -> dict[str, Any]:
     action, address, size, stream = event
-    place = {"device_free": cap} if action == "oom" else {"addr": address}
+    # An entry `oom` has in place of an address what the device had free.
+    location = {"device_free": cap} if action == "oom" else {"addr": address}
     return {
         "action": action,
-        **place,
+        **location,
         "size": size,
         "stream": stream,
         "time_us": time,
@@ -113,11 +114,11 @@ def _make_entry(
 
 
 def _list_segments(
-    allocator: CachingAllocator, made_by: dict[Block, Frames]
+    allocator: CachingAllocator, block_frames: dict[Block, Frames]
 ) -> list[dict[str, Any]]:
-    """The state at the end: neighboring blocks with memory make a segment."""
+    """Return the segments at the end: each is made of neighboring blocks with memory."""
     segments: list[dict[str, Any]] = []
-    for block in allocator.blocks():
+    for block in allocator.list_blocks():
         if not block.previous or not block.previous.mapped:
             segments.append(
                 {
@@ -147,7 +148,7 @@ def _list_segments(
                 "size": block.size,
                 "requested_size": block.requested if block.allocated else 0,
                 "state": "active_allocated" if block.allocated else "inactive",
-                "frames": made_by[block] if block.allocated else [],
+                "frames": block_frames[block] if block.allocated else [],
             }
         )
     return segments

@@ -1,10 +1,9 @@
-"""Device memory that a simulated run cannot see: scratch of kernels, and what lies outside torch's
-allocator.
+"""Device memory that a simulated run cannot see.
 
 A simulated operator gives only its outputs; the real kernel also takes scratch from torch's
-allocator while it runs. And a process holds memory that no allocator of torch hands out. No torch
-in here. Sources are files of PyTorch's repository, release 2.13, unless they say otherwise; nothing
-here was fitted.
+allocator while it runs. And a process holds memory that no allocator of torch hands out
+(`estimate_outside_torch`). Sources are files of PyTorch's repository, release 2.13, unless they say
+otherwise; nothing here was fitted. No torch.
 """
 
 import math
@@ -28,18 +27,16 @@ COMMUNICATOR_OF_TWO = 544 * MIB
 COMMUNICATOR = 688 * MIB
 RESERVE = 400 * MIB  # our choice: kernels loaded late, a display, other programs
 
-_SORTED_FROM = (
-    3072  # aten/src/ATen/native/cuda/Embedding.cu: fewer tokens are added up without scratch
-)
+# aten/src/ATen/native/cuda/Embedding.cu: so few tokens are added up without scratch.
+_MOST_UNSORTED = 3072
 
 
 def get_workspace_bytes(architecture: str) -> int:
-    """Workspace of cuBLAS and cuBLASLt (they share it) for each handle and stream that has
-    multiplied; 0 on a CPU.
+    """Return the bytes of the workspace of cuBLAS and cuBLASLt, which share it; 0 on a CPU.
 
-    The threads that run forward and backward have a handle each
-    (aten/src/ATen/cuda/detail/DeviceThreadHandles.h). Allocated at the first matmul and kept;
-    `CUBLAS_WORKSPACE_CONFIG` changes it.
+    Each handle and stream that has multiplied has one, allocated at its first matmul and kept. The
+    threads that run forward and backward have a handle each
+    (aten/src/ATen/cuda/detail/DeviceThreadHandles.h). `CUBLAS_WORKSPACE_CONFIG` changes it.
     """
     if architecture == "cpu":
         return 0
@@ -47,8 +44,7 @@ def get_workspace_bytes(architecture: str) -> int:
 
 
 def choose_attention_backend(architecture: str) -> str:
-    """The kernel that torch picks for half-precision attention without a mask: `cudnn`, `flash`, or
-    `cpu`.
+    """Return the kernel of half-precision attention without a mask: `cudnn`, `flash`, or `cpu`.
 
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention: cuDNN above
     9.15 on sm90 and sm100. Documents of packed sequences always go through the varlen flash kernel.
@@ -68,21 +64,21 @@ def compute_attention_backward_scratch(
     head_width: int,
     element_bytes: int = 2,
 ) -> list[int]:
-    """Bytes of each scratch tensor that the backward of flash attention holds while it runs, for q
-    `[b, h, s, e]`.
+    """Return the bytes of each scratch tensor that flash attention's backward holds while it runs.
 
-    In their order: row sums of gradient times output `[b, h, s]`, the sum of dq `[b, s, h, e]`,
-    both fp32, with s rounded up to 128 and e to 32 (to 64 above 128); then, where heads share keys,
-    dk and dv for every head. aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-    mha_bwd and mha_varlen_bwd; for cuDNN's kernel the same sums, an estimate.
+    Of q `[b, h, s, e]`. aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd
+    and mha_varlen_bwd; for cuDNN's kernel the same sums, an estimate.
     """
-    rounded = _round_up(queries, 128)
-    scratch = [
-        4 * rows * heads * rounded,
-        4 * rows * rounded * heads * _round_head_width(head_width),
-    ]
+    padded = _round_up(queries, 128)
+    # Both fp32: row sums of gradient times output `[b, h, s]`, and the sum of dq `[b, s, h, e]`.
+    row_sums = 4 * rows * heads * padded
+    scratch = [row_sums, row_sums * _round_head_width(head_width)]
     return scratch + _compute_expanded_gradients(
-        rows * keys, heads, kv_heads, head_width, element_bytes
+        tokens=rows * keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        element_bytes=element_bytes,
     )
 
 
@@ -95,52 +91,56 @@ def compute_varlen_backward_scratch(
     head_width: int,
     element_bytes: int = 2,
 ) -> list[int]:
-    """The same for `documents` of together `tokens` tokens in one flat list: 128 more tokens for
-    each document.
-    """
-    padded = tokens + 128 * documents
-    scratch = [4 * heads * padded, 4 * padded * heads * _round_head_width(head_width)]
-    return scratch + _compute_expanded_gradients(tokens, heads, kv_heads, head_width, element_bytes)
+    """Return the same for documents of together `tokens` tokens in one flat list."""
+    padded = tokens + 128 * documents  # so much more for each document
+    row_sums = 4 * heads * padded
+    scratch = [row_sums, row_sums * _round_head_width(head_width)]
+    return scratch + _compute_expanded_gradients(
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        element_bytes=element_bytes,
+    )
 
 
 def compute_embedding_backward_scratch(
     *, tokens: int, width: int, index_bytes: int = 8
 ) -> list[int]:
-    """Bytes of each scratch tensor that the backward of an embedding holds while it runs; none for
-    few tokens.
+    """Return the bytes of each scratch tensor that an embedding's backward holds while it runs.
 
-    Tokens and their order sorted, four lists over them, and an fp32 row of `width` for each token:
     aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu.
     """
-    if tokens <= _SORTED_FROM:
+    if tokens <= _MOST_UNSORTED:
         return []
+    # Tokens and their order sorted, four lists over them, and an fp32 row of `width` a token.
     return [tokens * index_bytes] * 6 + [4 * tokens * width]
 
 
 def compute_softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
-    """Bytes of the product of gradient and output that the backward of a softmax makes first; none
-    of a log-softmax.
+    """Return the bytes of each scratch tensor of a softmax's backward; a log-softmax has none.
 
-    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out.
+    It makes the product of gradient and output first: aten/src/ATen/native/cuda/SoftMax.cu,
+    softmax_backward_cuda_out.
     """
     return [numbers * element_bytes]
 
 
 def count_grouped_arguments(*, groups: int) -> int:
-    """Bytes of what the kernel of a grouped matmul reads about each group: three pointers, an even
-    number of each; three strides of 8 bytes, and three sizes of 4.
+    """Return the bytes of what the kernel of a grouped matmul reads about its groups.
 
     aten/src/ATen/native/cuda/GroupMM.cu, input_args_size; CUTLASS's workspace, some tens of KiB, is
     left out.
     """
+    # Three pointers, an even number of each; three strides of 8 bytes, and three sizes of 4.
     return 3 * 8 * _round_up(groups, 2) + 3 * 8 * groups + 3 * 4 * groups
 
 
 def estimate_outside_torch(hardware: Hardware, communicators: Iterable[int]) -> OutsideTorch:
-    """What one process holds outside torch's allocator; nothing on a CPU.
+    """Return what one process holds outside torch's allocator; nothing on a CPU.
 
-    communicators: the number of ranks of each group that communicates (a group of one takes
-    nothing).
+    communicators: the number of ranks of each group that communicates. A group of one takes
+    nothing.
     """
     if hardware.architecture == "cpu":
         return OutsideTorch(context=0, nccl=0, reserve=0)
@@ -155,19 +155,16 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _round_head_width(width: int) -> int:
-    """Head width as the kernels are built for it: a multiple of 8 first, then of 32 or, above 128,
-    of 64.
-    """
+    """Return a head width as the flash kernels are built for it."""
     width = _round_up(width, 8)
     return _round_up(width, 32 if width <= 128 else 64)
 
 
 def _compute_expanded_gradients(
-    tokens: int, heads: int, kv_heads: int, head_width: int, element_bytes: int
+    *, tokens: int, heads: int, kv_heads: int, head_width: int, element_bytes: int
 ) -> list[int]:
-    """dk and dv with a copy for every query head, before they are summed over the heads that share
-    them.
-    """
+    """Return the bytes of dk and dv where query heads share keys, else []."""
     if heads == kv_heads:
         return []
+    # They have a copy for every query head, before those are summed over the heads that share keys.
     return [tokens * heads * _round_up(head_width, 8) * element_bytes] * 2

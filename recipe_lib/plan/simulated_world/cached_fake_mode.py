@@ -1,9 +1,8 @@
-"""FakeTensorMode with a memory: an operator that was seen with the same shapes is answered without
-running it.
+"""A cache over FakeTensorMode: operators seen with the same shapes are answered without a run.
 
 torch's own cache builds keys and results at about 100 us an operator; a step of a 70B model has
-fifty thousand. This one costs a fifth of that. What it cannot be sure of goes to FakeTensorMode as
-before.
+fifty thousand. This one costs a fifth of that. A call that it cannot be sure of (`NotCacheable`)
+goes to FakeTensorMode as before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-# Operators whose result is more than shapes, or that change a storage.
+# Parts of names of operators whose result depends on more than shapes, or that change a storage.
 _NEVER = (
     "set_",
     "resize_",
@@ -28,7 +27,7 @@ _NEVER = (
     "item",
     "_to_cpu",
 )
-# Whose operators do to shapes what they say.
+# Namespaces whose operators do to shapes what their schemas say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
 _PLAIN_TYPES = frozenset(
     (
@@ -51,19 +50,17 @@ class NotCacheable(Exception):  # noqa: N818 - not an error: the call is made as
 
 @dataclass(slots=True)
 class _Output:
-    """How to make one output. argument: index of the flat tensor argument that it is, or whose
-    storage it shares.
-    """
+    """A description from which one output of an operator is made."""
 
-    same: int = -1
-    view_of: int = -1
-    constant: Any = None
+    same: int = -1  # index of the tensor argument that it is, or -1
+    view_of: int = -1  # index of the tensor argument whose storage it shares, or -1
+    constant: Any = None  # an output that is no tensor; `dtype` is then None
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    offset: int = 0
+    offset: int = 0  # elements before its first one in its storage
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-    elements: int = 0  # of its memory, where that is not from its first to its last one
+    elements: int = 0  # of its storage, where that is larger than shape and stride need
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
         if self.same >= 0:
@@ -88,16 +85,14 @@ class _Output:
 
 @dataclass(slots=True)
 class CachedCall:
-    """A remembered call. outputs: None for an operator that returns nothing. cost: what the tracer
-    keeps next to it.
-    """
+    """A remembered call of an operator."""
 
-    outputs: "_Output | list[_Output] | None"
-    sequence: type | None
-    cost: Any = None
+    outputs: "_Output | list[_Output] | None"  # None: it returns nothing
+    sequence: type | None  # `list` or `tuple` where it returns one
+    cost: Any = None  # that the tracer has computed for it
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
-        """The result. tensors: among the arguments."""
+        """Return the result. tensors: the tensors among the arguments, in order."""
         if self.outputs is None:
             return None
         if self.sequence is None:
@@ -106,15 +101,16 @@ class CachedCall:
 
 
 class CachedFakeMode:
-    """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside.
-
-    calls: by operator and shapes; what is remembered is no mode's own, so that later simulations
-    know it too.
-    """
+    """Calls operators under one FakeTensorMode, which is active outside."""
 
     def __init__(
         self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None
     ) -> None:
+        """Make a cache.
+
+        calls: by operator and shapes. They hold nothing of a mode, so several simulations may share
+        them.
+        """
         self.mode = mode
         self.calls = {} if calls is None else calls
         _read_attributes.cache_clear()  # they hold the modes of earlier simulations
@@ -122,31 +118,31 @@ class CachedFakeMode:
     def call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, CachedCall | None]:
-        """The operator's result, and what is remembered of the call (None: nothing)."""
+        """Return the operator's result, and what is remembered of the call (None: nothing)."""
         if func.namespace == "c10d":  # fake groups do nothing, and give back what they were given
             with in_kernel_invocation_manager(self.mode):
                 return func(*args, **kwargs), None
         tensors: list[FakeTensor] = []
         try:
             options = make_key(tuple(kwargs.items()), tensors) if kwargs else None
-            # An operator hashes itself in Python, its number does not; it lives as long as torch.
+            # By its id: an operator hashes itself in Python, which is slow. It lives as long as
+            # torch, so its id is no other's.
             key = (id(func), make_key(args, tensors), options, torch.get_default_dtype())
-            known = self.calls.get(key)
+            call = self.calls.get(key)
         except (NotCacheable, TypeError):
             return func(*args, **kwargs), None
-        if known is None:
-            if key in self.calls or _is_never_cached(func):
-                return func(*args, **kwargs), None
-            result = func(*args, **kwargs)
+        if call is not None:
+            return call.make(tensors, self.mode), call
+        result = func(*args, **kwargs)
+        if key not in self.calls and not _is_never_cached(func):
+            # None says for later calls that this one cannot be remembered.
             self.calls[key] = call = remember(result, tensors)
-            return result, call
-        return known.make(tensors, self.mode), known
+        return result, call
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """A FakeTensor as its constructor would make it, with the attributes of one that it did
-    make.
-    """
+    """Return a FakeTensor as its constructor would make it."""
+    # Faster than the constructor: the attributes are copied from a tensor that it made once.
     fake = Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -164,25 +160,36 @@ def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, An
 
 @cache
 def _is_never_cached(func: Any) -> bool:
-    name = func._schema.name.partition("::")[2]
-    custom = not func._schema.name.startswith(_KNOWN)
+    """Return whether an operator's result may depend on more than the shapes of its arguments."""
+    schema = func._schema
     tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     # An `out` may be resized, but not by FSDP's operators.
-    writes_out = func.namespace != "fsdp" and any(
-        argument.is_out for argument in func._schema.arguments
-    )
+    writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in schema.arguments)
     return (
-        custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
+        writes_out
+        or not schema.name.startswith(_KNOWN)
+        or any(part in schema.name.partition("::")[2] for part in _NEVER)
+        or bool(tags & set(func.tags))
     )
 
 
 def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
-    """What shapes and devices depend on; collects the tensors in order."""
+    """Return all that the shapes and devices of a result depend on.
+
+    tensors: the tensors among the values are appended to it, in order.
+    """
     parts: list[Any] = []
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
-            if value.constant is not None:
+        if kind in _PLAIN_TYPES:
+            # 1, 1.0 and True are equal, but make results of different types.
+            parts.append(value if kind is not float else (kind, value))
+            if kind is bool:
+                parts.append("?")
+        elif kind is list or kind is tuple or kind is torch.Size:
+            parts.append((kind, make_key(value, tensors)))
+        elif isinstance(value, FakeTensor):
+            if kind is FakeTensor and value.constant is not None:
                 raise NotCacheable  # it has a value, and so may the result
             tensors.append(value)
             parts.append(
@@ -192,26 +199,7 @@ def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...
                     value.storage_offset(),
                     value.dtype,
                     value.fake_device,
-                )
-            )
-        elif kind in _PLAIN_TYPES:
-            parts.append(value if kind is not float else (kind, value))
-            if kind is bool:
-                parts.append("?")
-        elif kind is list or kind is tuple or kind is torch.Size:
-            parts.append((kind, make_key(value, tensors)))
-        elif isinstance(value, Tensor):
-            if not isinstance(value, FakeTensor):
-                raise NotCacheable
-            tensors.append(value)
-            parts.append(
-                (
-                    value.shape,
-                    value.stride(),
-                    value.storage_offset(),
-                    value.dtype,
-                    value.fake_device,
-                    "p",
+                    kind is FakeTensor,  # else a subclass, such as a parameter
                 )
             )
         elif isinstance(value, torch.Generator):
@@ -222,33 +210,38 @@ def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...
 
 
 def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
-    """How to answer the same call again; None if that is not certain."""
+    """Return how to answer the same call again; None if that is not certain."""
     if result is None:
         return CachedCall(None, None)
     last_first = list(enumerate(tensors))[::-1]  # so that the first of several alike stays
+    arguments = {id(tensor): index for index, tensor in last_first}
     storages = {tensor.untyped_storage()._cdata: index for index, tensor in last_first}
-    places = {id(tensor): index for index, tensor in last_first}
-    made: set[int] = set()
+    new_storages: set[int] = set()
     try:
         if isinstance(result, (list, tuple)):
             kind = list if isinstance(result, list) else tuple
-            return CachedCall([_describe(value, places, storages, made) for value in result], kind)
-        return CachedCall(_describe(result, places, storages, made), None)
+            outputs = [_describe(value, arguments, storages, new_storages) for value in result]
+            return CachedCall(outputs, kind)
+        return CachedCall(_describe(result, arguments, storages, new_storages), None)
     except NotCacheable:
         return None
 
 
 def _describe(
-    value: Any, places: dict[int, int], storages: dict[int, int], made: set[int]
+    value: Any, arguments: dict[int, int], storages: dict[int, int], new_storages: set[int]
 ) -> _Output:
+    """Return how to make an output. Raises NotCacheable.
+
+    arguments, storages: index of a tensor argument, by its id and by its storage's address.
+    new_storages: addresses of the storages of outputs; this one's is added.
+    """
     if value is None or isinstance(value, (int, float, bool)):
         return _Output(constant=value)
-    if id(value) in places:
-        return _Output(same=places[id(value)])
-    if type(value) is not FakeTensor:
-        raise NotCacheable
+    if id(value) in arguments:
+        return _Output(same=arguments[id(value)])
     if (
-        value.constant is not None
+        type(value) is not FakeTensor
+        or value.constant is not None
         or value.layout != torch.strided
         or value.is_conj()
         or value.is_neg()
@@ -263,10 +256,10 @@ def _describe(
     }
     if storage._cdata in storages:
         return _Output(view_of=storages[storage._cdata], offset=value.storage_offset(), **geometry)
-    elements, rest = divmod(storage.nbytes(), value.element_size())
-    if storage._cdata in made or rest:
-        raise NotCacheable
-    made.add(storage._cdata)
+    elements, remainder = divmod(storage.nbytes(), value.element_size())
+    if storage._cdata in new_storages or remainder:
+        raise NotCacheable  # two outputs that share new memory
+    new_storages.add(storage._cdata)
     if not value.storage_offset() and elements == compute_required_storage_length(
         value.shape, value.stride(), 0
     ):

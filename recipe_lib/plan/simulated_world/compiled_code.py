@@ -1,14 +1,12 @@
-"""torch.compile on the simulated device: its own code for a graph, with kernels that do nothing.
+"""torch.compile on the simulated device: inductor's own code, with kernels that do nothing.
 
-Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so that what is
-kept for backward, what is fused and which buffers there are is what they decide. Of inductor's
-result the module that it writes in Python is taken, before a compiler for C++ or Triton is asked:
-it takes its buffers, calls kernels, and frees or reuses them. Here the buffers are the simulated
-device's and a kernel is noted with the tensors that it is given.
+Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so they decide what
+is kept for backward, what is fused and which buffers there are. Inductor writes a module in Python
+that takes its buffers, calls kernels, and frees or reuses them. It is run before a compiler for C++
+or Triton is asked: its buffers are the simulated device's, and its kernels are noted in the trace.
 
 The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor
-fuses by the same rules but for reductions, which it can split otherwise. All of torch's private
-parts that this takes are in here.
+fuses by the same rules but for reductions, which it can split otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,22 +38,22 @@ from recipe_lib.units import counted
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
 
+# Matmuls that inductor's code calls by name.
 _MATMULS = {
     "mm": torch.ops.aten.mm.out,
     "addmm": torch.ops.aten.addmm.out,
     "bmm": torch.ops.aten.bmm.out,
     "baddbmm": torch.ops.aten.baddbmm.out,
 }
-
-
+# Operators of ours that the compiler does not look into; their backwards too.
 _OPAQUE = (
     "tune_recipes::quantized_linear",
     "tune_recipes::quantized_experts",
     "tune_recipes::gather_linears",
     "tune_recipes::gated_linear",
 )
-# What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than
-# once.
+# What inductor wrote for a graph, by its operators, its inputs and whether it is a backward's: a
+# plan simulates a model more than once.
 _written: dict[tuple[str, str, bool], str] = {}
 
 
@@ -65,68 +63,67 @@ class NotCompiled(Exception):  # noqa: N818 - not an error: the run is planned w
 
 @dataclass
 class CompiledCode:
-    """What was compiled in a simulation. graphs: that dynamo found. faults: why there is no code
-    for one.
-    """
+    """A record of what was compiled in a simulation."""
 
-    graphs: int = 0
-    faults: list[str] = field(default_factory=list)
+    graphs: int = 0  # that dynamo found
+    faults: list[str] = field(default_factory=list)  # why there is no code for a graph
 
     def describe(self) -> str:
-        """In a line of a report."""
-        where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
+        """Return a line for a report."""
+        kernel = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
         graphs = counted(self.graphs, "graph")
         return (
             f"compiled code: {graphs}, fused and with the buffers of inductor's code for a"
-            f" CPU{where}"
+            f" CPU{kernel}"
         )
 
 
 def find_opaque_function(operator: Any) -> Callable[..., Any] | None:
-    """What an operator of ours does that compiled code calls so that the compiler does not look
-    into it; else None.
-    """
+    """Return the function inside an operator of ours that is opaque to the compiler, else None."""
     name = operator._schema.name
     return OPDEFS[name]._init_fn if name.removesuffix("_backward") in _OPAQUE else None
 
 
 @contextmanager
 def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
-    """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile
-    is no part of it.
+    """Trace the code that torch.compile makes with inductor inside the block.
 
-    NotCompiled for what inductor has no code for.
+    What the compiler does is no part of the trace. Raises NotCompiled for what inductor has no code
+    for.
     """
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes import joint_graph
 
-    done = CompiledCode()
-    original, lazy_init = compile_fx.compile_fx, joint_graph.lazy_init
+    compiled = CompiledCode()
+    original = compile_fx.compile_fx
+    lazy_init = joint_graph.lazy_init
 
     def compile_graph(
         graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any
     ) -> Callable[..., Any]:
-        done.graphs += 1
-        with _disable_current_modes(), noting_faults():
-            fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-            with fake:
-                given = [_make_cpu_input(one) if isinstance(one, Tensor) else one for one in inputs]
+        compiled.graphs += 1
+        with _disable_current_modes(), note_faults():
+            fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            with fake_mode:
+                cpu_inputs = [
+                    _make_cpu_input(value) if isinstance(value, Tensor) else value
+                    for value in inputs
+                ]
             _move_to_cpu(graph)
-            with tracing(TracingContext(fake)):
-                return original(graph, given, inner_compile=inner)
+            with tracing(TracingContext(fake_mode)):
+                return original(graph, cpu_inputs, inner_compile=compile_inner)
 
-    def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with _disable_current_modes(), noting_faults():
+    def compile_inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        with _disable_current_modes(), note_faults():
             return _load_code(_generate_code(graph, inputs, options), tracer)
 
     @contextmanager
-    def noting_faults() -> Iterator[None]:
+    def note_faults() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            done.faults.append(
-                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            )
+            first_line = str(error).strip().partition("\n")[0]
+            compiled.faults.append(f"{type(error).__name__}: {first_line}")
             raise
 
     torch._dynamo.reset()
@@ -139,10 +136,11 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
             mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu")))
         )
         try:
-            yield done
+            yield compiled
         except Exception as error:
-            if done.faults:  # dynamo and autograd wrap what is raised in them
-                raise NotCompiled(done.faults[0]) from error
+            # dynamo and autograd wrap what is raised in them, so its type does not tell.
+            if compiled.faults:
+                raise NotCompiled(compiled.faults[0]) from error
             raise
         finally:
             tracer.is_compiling = None
@@ -160,18 +158,16 @@ def _make_cpu_input(tensor: Tensor) -> Tensor:
 
 
 def _move_to_cpu(graph: GraphModule) -> None:
-    """In place: devices in its calls, and attention as the planned device has it."""
+    """Change a graph in place to run on the CPU, but with the attention of the planned device."""
     for part in graph.modules():
         if not isinstance(part, GraphModule):
             continue
         for node in part.graph.nodes:
-            node.meta.pop("example_value", None)
+            node.meta.pop("example_value", None)  # a tensor of the simulated device
             if node.target is F.scaled_dot_product_attention and MODULE.kernels != "cpu":
                 node.target = dispatch_attention
-            node.args, node.kwargs = (
-                tree_map(_replace_device, node.args),
-                tree_map(_replace_device, node.kwargs),
-            )
+            node.args = tree_map(_replace_device, node.args)
+            node.kwargs = tree_map(_replace_device, node.kwargs)
         part.recompile()
 
 
@@ -180,47 +176,49 @@ def _replace_device(value: Any) -> Any:
 
 
 def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> str:
-    """The module that inductor writes for a graph of aten's operators."""
+    """Return the text of the module that inductor writes for a graph of aten's operators."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
 
-    given = [
-        (one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in inputs
+    input_facts = [
+        (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+        for value in inputs
     ]
-    key = (str(graph.graph), str(given), bool(options.get("is_backward")))
+    key = (str(graph.graph), str(input_facts), bool(options.get("is_backward")))
     if key in _written:
         return _written[key]
-    found: list[str] = []
+    codes: list[str] = []
 
     def keep_code(lowering: Any) -> Any:
         code = lowering.codegen()[0]
-        found.append(getattr(code, "value", code))
+        codes.append(getattr(code, "value", code))
         # Never called, but torch 2.11's inductor asserts that it is not None.
         return SimpleNamespace(call=lambda args: None, runner=None)
 
     with (
         mock.patch.object(GraphLowering, "compile_to_module", keep_code),
-        config.patch(force_disable_caches=True),
+        config.patch(force_disable_caches=True),  # from a cache it would write no code
     ):
         compile_fx.compile_fx_inner(graph, inputs, **options)
-    return _written.setdefault(key, found[-1])
+    return _written.setdefault(key, codes[-1])
 
 
 @dataclass
 class _Binding:
-    """A kernel as the code binds it. types: of its arguments in C++."""
+    """A kernel as the code binds it."""
 
-    types: Sequence[str]
+    types: Sequence[str]  # of its arguments in C++
 
 
 def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
-    """The module's `call`, which takes its buffers from the simulated device."""
+    """Return the module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
     compiles_nothing = SimpleNamespace(
         cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None
     )
     with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
-        exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
+        # What inductor wrote, as it would run it.
+        exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102
     for name, value in list(scope.items()):
         if isinstance(value, _Binding):
             scope[name] = _make_kernel(name.removeprefix("cpp_"), value, tracer)
@@ -247,44 +245,49 @@ def _take_buffer(
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     tensor = wrap(meta, tracer.cached_mode.mode, torch.device(tracer.device_type, 0))
-    tracer.see([tensor], "inductor::buffer")
+    tracer.note_memory([tensor], "inductor::buffer")
     return tensor
 
 
 def _make_kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., None]:
-    """Notes a call; what C++ takes as const it does not write."""
-    constant = [kind.startswith("const") for kind in binding.types]
+    """Return a kernel that notes its calls and does nothing else."""
+    # What C++ takes as const it does not write.
+    is_const = [kind.startswith("const") for kind in binding.types]
 
     def call(*args: Any) -> None:
-        tensors = [
-            (one, is_read)
-            for one, is_read in zip(args, constant, strict=False)
-            if isinstance(one, Tensor)
-        ]
-        written = [one for one, is_read in tensors if not is_read]
-        moved = sum(one.numel() * one.element_size() for one, _ in tensors)
-        dtype = format_dtype(written[0].dtype) if written else ""
-        op = Op(
-            f"inductor::{name}", tracer.stream(), *tracer.place(), tracer.phase, 0, moved, dtype
+        read: list[Tensor] = []
+        written: list[Tensor] = []
+        for value, is_read in zip(args, is_const, strict=False):
+            if isinstance(value, Tensor):
+                (read if is_read else written).append(value)
+        part, module = tracer.locate()
+        tracer.add_op(
+            Op(
+                name=f"inductor::{name}",
+                stream=tracer.get_stream(),
+                part=part,
+                module=module,
+                phase=tracer.phase,
+                bytes=sum(tensor.numel() * tensor.element_size() for tensor in read + written),
+                dtype=format_dtype(written[0].dtype) if written else "",
+                reads=tracer.list_numbers(read),
+                makes=tracer.list_numbers(written),
+            )
         )
-        op.reads = tracer.numbers([one for one, is_read in tensors if is_read])
-        op.makes = tracer.numbers(written)
-        tracer.add(op)
 
     return call
 
 
 def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
     kwargs = {**options, "out": out}
-    tracer.note(operator, args, kwargs, out, compute_cost(operator, args, kwargs, out))
+    cost = compute_cost(operator, args, kwargs, out)
+    tracer.note_operator(operator, args=args, kwargs=kwargs, result=out, cost=cost)
 
 
 def run_higher_order_operator(
     tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What compiled code wraps around an operator that draws numbers, so that it can be computed
-    again.
-    """
+    """Run an operator that draws random numbers in compiled code's wrapper for recomputing it."""
     if func.name() == "run_and_save_rng_state":
         state = torch.get_device_module(tracer.device_type).get_rng_state()
         with tracer:
@@ -298,7 +301,7 @@ def run_higher_order_operator(
 def _reinterpret_tensor(
     tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> Tensor:
-    """The same memory by another shape; no view of the tensor, as compiled code has none."""
+    """Return the same memory by another shape; no view, as compiled code has none."""
     first = tensor.storage_offset() + offset
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(

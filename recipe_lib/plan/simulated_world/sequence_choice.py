@@ -1,4 +1,4 @@
-"""What `--sequence` may say. No torch in here: a command line is refused before it is imported."""
+"""The values of `--sequence`. No torch: a wrong command line is refused before it is imported."""
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
@@ -7,7 +7,7 @@ PERCENTILES = ("p50", "p90", "p99")
 
 
 def check_choice(choice: str) -> None:
-    """Raise ConfigError for a text that is no choice of `planned_sequence`, whatever the config."""
+    """Raise ConfigError for a text that is no choice of `choose_sequence`, whatever the config."""
     if choice not in ("auto", "max", *PERCENTILES) and not (
         choice.isascii() and choice.isdigit() and int(choice)
     ):

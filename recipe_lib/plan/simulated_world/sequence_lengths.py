@@ -1,8 +1,8 @@
-"""How long the sequences are that a plan is made for: from the data itself where it is there, else
-from max_seq_len.
+"""Lengths of the sequences that a plan is made for.
 
-What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the
-fullest pack, which all packs of an epoch are padded to.
+They are those of the data where it is on this machine, else max_seq_len. What decides on memory is
+the widest micro-batch of a run: the longest sequence, or with packing the fullest pack, which all
+packs of an epoch are padded to.
 """
 
 import time
@@ -43,20 +43,20 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class PlannedSequence:
-    """The sequences of a plan.
+    """The sequences of a plan."""
 
-    tokens: of a sequence, before it is padded to data.pad_to_multiple_of; of packed pairs, half of
-    a pack. source: where that is from, a phrase for the report. histogram: of the documents'
-    lengths, `sequences`, `p50`, `p90`, `p99`, `max`; None where they are not known. steps:
-    optimizer steps of the run, where known. group: sequences that stay together, 2 for pairs. pack:
-    documents (pairs) in a packed sequence, on average; 1 without packing or where it is not known.
-    """
-
+    # Of a sequence, before padding to data.pad_to_multiple_of; of packed pairs, half of a pack.
     tokens: int
+    # Where that is from, a phrase for the report.
     source: str
+    # Lengths of the documents, in tokens: `sequences` (how many), `p50`, `p90`, `p99`, `max`. None
+    # where they are not known.
     histogram: dict[str, int] | None = None
+    # Optimizer steps of the run, where known.
     steps: int | None = None
+    # Sequences that stay together: 2 for pairs.
     group: int = 1
+    # Documents (pairs) in a packed sequence, on average; 1 without packing or where not known.
     pack: float = 1.0
 
     @property
@@ -68,13 +68,13 @@ class PlannedSequence:
 def choose_sequence(
     cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None
 ) -> PlannedSequence:
-    """The sequences that a config is planned for.
+    """Return the sequences that a config is planned for.
 
     choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`;
     `max`, max_seq_len; a number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks:
-    with different batches. wait: None, small files that are not in the cache are tokenized now;
-    else they are not, and so many seconds another process is given to. Nothing comes over the
-    network. Raises ConfigError.
+    those that have different batches. wait: seconds for another process to tokenize the data; None:
+    small files that are not in the cache are tokenized here. Nothing comes over the network. Raises
+    ConfigError.
     """
     group = 2 if cfg.trains_on_pairs else 1
     cfg = _settle_formats(cfg)
@@ -96,16 +96,15 @@ def choose_sequence(
 
 
 def _settle_formats(cfg: Any) -> Any:
-    """The config with the formats that its recipe finds; of samples with labels, which others would
-    read too.
-    """
+    """Return the config with the formats that its recipe finds for samples with labels."""
+    # Other formats would read such samples too, without their labels.
     if cfg.samples not in ("labeled answers", "classes"):
         return cfg
     cfg = deepcopy(cfg)
     try:
         settle_formats(cfg)
     except UserError:
-        pass  # reading says it
+        pass  # reading the data raises it again
     return cfg
 
 
@@ -122,61 +121,60 @@ def _parse_tokens(choice: str, longest: int) -> int | None:
 
 
 def _measure_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> PlannedSequence:
-    """From the lengths of tokenized sequences."""
+    """Return the sequences of a plan from the lengths of tokenized ones."""
     lengths = dataset.lengths
-    found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
-    histogram = (
-        {"sequences": len(lengths)}
-        | dict(zip(PERCENTILES, found, strict=True))
-        | {"max": int(lengths.max())}
+    percentiles = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
+    histogram = {"sequences": len(lengths)}
+    histogram |= dict(zip(PERCENTILES, percentiles, strict=True))
+    histogram["max"] = int(lengths.max())
+    order = _order_dataset(cfg, dataset, slots_per_step=1)
+    num_slots = order.total_steps(1)
+    steps = _check_steps(cfg, dataset, ranks)
+    fullest = order.pack_length(0)
+    split = ""
+    if dataset.report.split_sequences:
+        split = f" from {dataset.report.samples_read:,} samples"
+    count = f"{len(dataset):,} sequences{split}"
+    choice = choice if choice in PERCENTILES else "max"
+    source = f"{'longest' if choice == 'max' else choice} of {count}"
+    if fullest is not None:
+        source = f"fullest of {num_slots:,} packs of {count}"
+    return PlannedSequence(
+        tokens=histogram[choice] if fullest is None else -(-fullest // dataset.group),
+        source=source,
+        histogram=histogram,
+        steps=steps,
+        group=dataset.group,
+        pack=dataset.items / num_slots if cfg.data.packing else 1.0,
     )
-    capacity = cfg.max_seq_len if cfg.data.packing else None
-    order = DataPlan(
+
+
+def _order_dataset(cfg: Any, dataset: "Dataset", slots_per_step: int) -> DataPlan:
+    return DataPlan(
         dataset,
         seed=cfg.seed,
-        slots_per_step=1,
+        slots_per_step=slots_per_step,
         shuffle=cfg.data.shuffle,
-        packing_capacity=capacity,
+        packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
     )
-    slots = order.total_steps(1)
-    whole = _check_steps(cfg, dataset, ranks)
-    fullest = order.pack_length(0)
-    split = (
-        f" from {dataset.report.samples_read:,} samples" if dataset.report.split_sequences else ""
-    )
-    count = f"{len(dataset):,} sequences{split}"
-    if fullest is not None:
-        tokens, source = -(-fullest // dataset.group), f"fullest of {slots:,} packs of {count}"
-    elif choice in PERCENTILES:
-        tokens, source = histogram[choice], f"{choice} of {count}"
-    else:
-        tokens, source = histogram["max"], f"longest of {count}"
-    pack = dataset.items / slots if cfg.data.packing else 1.0
-    return PlannedSequence(tokens, source, histogram, whole, dataset.group, pack)
 
 
 def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
-    """Optimizer steps of the run; None without dataset. Raises the DataError of a run whose epochs
-    have not one step.
+    """Return the optimizer steps of the run; None without a dataset.
+
+    Raises the DataError of a run whose epochs have not one step.
     """
     if dataset is None:
         return None
-    dataset = adapt_to_recipe(cfg, dataset)
-    capacity = cfg.max_seq_len if cfg.data.packing else None
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
-    order = DataPlan(
-        dataset,
-        seed=cfg.seed,
-        slots_per_step=per_step,
-        shuffle=cfg.data.shuffle,
-        packing_capacity=capacity,
-    )
+    order = _order_dataset(cfg, adapt_to_recipe(cfg, dataset), slots_per_step=per_step)
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
 def _load_few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
-    """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may
-    not have a step's sequences.
+    """Return the dataset if an earlier run has tokenized it, else None.
+
+    wait None: also a dataset that is so small that it may not have a step's sequences.
     """
     try:
         stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
@@ -185,15 +183,17 @@ def _load_few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
     if stored is not None or wait is not None:
         return stored
     try:
-        is_small = sum(map(_count_bytes, resolved_sources(cfg.data))) <= FEW_BYTES
-    except UserError:  # the data are not here
-        is_small = False
-    return _load_dataset(cfg, None)[0] if is_small else None
+        if sum(map(_count_bytes, resolved_sources(cfg.data))) > FEW_BYTES:
+            return None
+    except UserError:  # the data are not on this machine
+        return None
+    return _load_dataset(cfg, None)[0]
 
 
 def _load_dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
-    """The tokenized dataset of a config, or None and why it is not there. wait None: raises
-    DataErrors of samples, and of those for validation, that are there.
+    """Return the tokenized dataset of a config and "", or None and why it is not there.
+
+    wait None: raises DataErrors of samples that are there, those for validation included.
     """
     try:
         tokenizer = _load_tokenizer(cfg)
@@ -206,7 +206,8 @@ def _load_dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
     except UserError as error:
         if wait is not None:
             return None, error.faults[0].partition(";")[0]
-        # What cannot be read says so below, where files that are not here are a reason and no fault
+        # What cannot be read raises again below, where files that are not on this machine are a
+        # reason and no fault.
         stored = None
     try:
         if stored is not None:
@@ -222,16 +223,15 @@ def _load_dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
 
 
 def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
-    """Raises the DataError of a run that finds none of its samples for validation, if these are
-    small local files.
+    """Raise the DataError of a run that finds none of its samples for validation.
+
+    Only small local files are read.
     """
     source = cfg.validation.source
     if not source or is_hub(source):
         return
-    if (
-        sum(path.stat().st_size for path in find_files(source, "validation.source"))
-        <= MAX_BYTES_READ
-    ):
+    size = sum(path.stat().st_size for path in find_files(source, "validation.source"))
+    if size <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 
@@ -241,14 +241,16 @@ def _load_tokenizer(cfg: Any) -> "Tokenizer":
 
 
 def _load_stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
-    """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is
-    tokenized here.
+    """Return the dataset that a run has left in the cache, or leaves within `wait` seconds.
+
+    Else None: nothing is tokenized here.
     """
     builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
     key = builder.find_key()
     if key is None:
         return None
-    manifest, deadline = cache_root(cfg.data.cache_dir) / key / MANIFEST, time.monotonic() + wait
+    manifest = cache_root(cfg.data.cache_dir) / key / MANIFEST
+    deadline = time.monotonic() + wait
     while not manifest.is_file():
         if time.monotonic() >= deadline:
             return None
@@ -257,7 +259,7 @@ def _load_stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | No
 
 
 def _count_bytes(source: Any) -> int:
-    """Bytes of a source's files; of a hub dataset, those that are on this machine."""
+    """Return the bytes of a source's files; of a hub dataset, those that are on this machine."""
     if is_hub(source.source):
         return sum(file.identity["size"] for file in open_sources(source))
     return sum(path.stat().st_size for path in find_files(source.source))

@@ -1,5 +1,7 @@
-"""The shape of a config's model without its weights: what a plan needs, and what it can have on any
-machine.
+"""The shape of a config's model without its weights, which is all that a plan needs.
+
+`make_plannable` turns a config into one that can be set up on any machine; `limit_layers` cuts its
+model to the first layers, and `find_layer_pattern` tells which of them are alike.
 """
 
 import atexit
@@ -32,8 +34,7 @@ _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower
 
 
 def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
-    """A copy of a config that can be set up without weights and without an earlier run, and what
-    was assumed for it.
+    """Return a copy of a config that can be set up without files, and what was assumed for it.
 
     model.path becomes the model.preset of its shape: that of the folder's config.json, of the hub
     cache's, or of the shipped preset whose config names that hub id. output_dir is a new name in
@@ -41,21 +42,20 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
     where config.json cannot be read or is not covered.
     """
     cfg = copy.deepcopy(cfg)
-    assumed = []
-    if cfg.model.path is not None:
-        cfg.model.preset, how = find_shape(cfg.model.path)
-        cfg.model.path = None
-        assumed += [how] if how else []
-    for path, preset in cfg.other_models.items():
-        (section, word), (_, other) = path.split("."), preset.split(".")
+    assumed: list[str] = []
+    for path_key, preset_key in {"model.path": "model.preset", **cfg.other_models}.items():
+        section, path_name = path_key.split(".")
         keys = getattr(cfg, section)
-        if getattr(keys, word) is not None:
-            shape, how = find_shape(getattr(keys, word), path, preset)
-            setattr(keys, other, shape)
-            setattr(keys, word, None)
-            assumed += [how] if how else []
+        path = getattr(keys, path_name)
+        if path is not None:
+            shape, assumption = find_shape(path, path_key, preset_key)
+            setattr(keys, preset_key.partition(".")[2], shape)
+            setattr(keys, path_name, None)
+            assumed += [assumption] if assumption else []
     cfg.output_dir = str(Path(_make_folder()) / "output")
-    cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
+    cfg.resume = None
+    cfg.overwrite_output_dir = False
+    cfg.log.trackers = []
     adapters = getattr(cfg, "lora", None)
     if (
         adapters is not None
@@ -71,13 +71,14 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
 
 
 def find_shape(name: str, key: str = "model.path", preset: str = "model.preset") -> tuple[str, str]:
-    """(value for a preset's key, what was assumed or "") for a path's: a folder, or a hub id.
+    """Return (value for a preset's key, what was assumed or "") for a folder or a hub id.
 
-    Raises ConfigError where nothing on this machine says what shape it has.
+    key, preset: the keys that `name` and the result are of. Raises ConfigError where nothing on
+    this machine says what shape it has.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        read_config(folder)  # says what is wrong with it
+        read_config(folder)  # raises where it cannot be read
         return str(folder / CONFIG_FILE), ""
     cached = find_in_hub_cache(name)
     if cached is not None:
@@ -88,13 +89,12 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
             shipped[name],
             f"{name} is not on this machine: its shape is that of the preset {shipped[name]}",
         )
-    begun = [
-        known for known in shipped if name.lower().startswith(known.lower())
-    ]  # `...-8B-Instruct` of `...-8B`
-    of_its_size = [
+    # `...-8B-Instruct` has the shape of `...-8B`, and a misspelled name that of one of its size.
+    prefixes = [known for known in shipped if name.lower().startswith(known.lower())]
+    same_size = [
         known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
     ]
-    like = max(begun, key=len, default=nearest(name, of_its_size, cutoff=0.7))
+    like = max(prefixes, key=len, default=nearest(name, same_size, cutoff=0.7))
     hint = (
         f"or plan with {key}={like} if it has the same shape"
         if like
@@ -107,27 +107,23 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
 
 
 def find_in_hub_cache(name: str) -> str | None:
-    """The config.json of a hub id, if the hub's cache on this machine has it."""
+    """Return the config.json of a hub id if the hub's cache on this machine has it, else None."""
     try:
-        found = try_to_load_from_cache(name, CONFIG_FILE)
+        file = try_to_load_from_cache(name, CONFIG_FILE)
     except HFValidationError:  # a path and no hub id
         return None
-    return found if isinstance(found, str) else None
+    return file if isinstance(file, str) else None
 
 
 @cache
 def list_shipped_shapes() -> dict[str, str]:
-    """Return model.path -> preset, by the shipped configs: `FAMILY/SIZE_METHOD` trains the preset
-    FAMILY/SIZE.
-
-    A shipped config that starts from a preset leaves a model of that shape in its output_dir/model.
-    """
+    """Return model.path -> preset, by the shipped configs."""
     shapes = {}
     for preset in list_presets():
-        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[
-            :1
-        ]:  # all of a size have one model
+        # `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE; all configs of a size have one model.
+        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[:1]:
             shapes[_read_yaml(file)["model"]["path"]] = preset
+    # A shipped config that starts from a preset leaves a model of that shape in its output_dir.
     for file in configs_folder().rglob("full.yaml"):
         config = _read_yaml(file)
         shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
@@ -139,37 +135,39 @@ def _read_yaml(file: Path) -> Any:
 
 
 def limit_layers(cfg: Any, layers: int) -> Any:
-    """A copy of a plannable config whose model has so many layers, the first ones of its own.
+    """Return a copy of a plannable config whose model has only the first `layers` layers.
 
-    layers: from 1 to as many as it has, ValueError otherwise.
+    Raises ValueError if the model has fewer.
     """
     config = _read_config(cfg)
-    word = _find_layers_key(cfg, config)
-    own = config[word]
-    if not 1 <= layers <= own:
-        raise ValueError(f"found {layers} layers, expected 1 to {own}")
-    cut: dict[str, Any] = {word: layers}
-    for key, value in config.items():  # layer_types, and what else there is one of for each layer
+    layers_key = _find_layers_key(cfg, config)
+    num_layers = config[layers_key]
+    if not 1 <= layers <= num_layers:
+        raise ValueError(f"found {layers} layers, expected 1 to {num_layers}")
+    changes: dict[str, Any] = {layers_key: layers}
+    # Lists have an entry for each layer: `layer_types`, and others in models of other libraries.
+    for key, value in config.items():
         if (
             isinstance(value, list)
-            and len(value) == own
+            and len(value) == num_layers
             and (key == "layer_types" or cfg.model.implementation != "native")
         ):
-            cut[key] = value[:layers]
+            changes[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
+    # A fork has this process' folder, so the file's name has the process' id.
     file = Path(_make_folder()) / f"{name}-{layers}-{os.getpid()}.json"
-    replace_text(file, json.dumps(dict(config) | cut))
+    replace_text(file, json.dumps(dict(config) | changes))
     cfg = copy.deepcopy(cfg)
     cfg.model = dataclasses.replace(cfg.model, path=None, preset=str(file))
     return cfg
 
 
 def find_layer_pattern(cfg: Any) -> tuple[int, int]:
-    """Return (leading layers that are never repeated, after how many the others repeat).
+    """Return (leading layers that are never repeated, period after which the others repeat).
 
-    cfg: a plannable config. Layers are alike where all is that its spec has one of for each of
-    them: a window, an MLP in place of experts. (0, 6) for Gemma 3, (1, 1) for experts behind one
-    MLP; few or no layers repeat where the sum is near the number of layers.
+    cfg: a plannable config. It is (0, 6) for Gemma 3, whose layers differ in their windows, and
+    (1, 1) for experts in all layers but the first. Where the sum is near the number of layers, few
+    or none repeat.
     """
     kinds = _list_layer_kinds(read_spec(cfg))
     for length in range(1, len(kinds) + 1):
@@ -183,6 +181,7 @@ def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
     """Return what each layer is, equal for those that are alike."""
     if isinstance(spec, ExternalSpec):
         return spec.layer_kinds()
+    # Layers are alike where all fields are that have a value for each layer.
     values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
     per_layer = [
         value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers
@@ -191,47 +190,46 @@ def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
 
 
 def count_layers(cfg: Any) -> int:
-    """How many layers the model of a plannable config has."""
+    """Return how many layers the model of a plannable config has."""
     return read_spec(cfg).num_layers
 
 
 def _find_layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
-    """The key of config.json that says how many layers there are. Raises ConfigError for a config
-    that has none.
-    """
-    words = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    found = next((word for word in words if isinstance(config.get(word), int)), None)
-    if found is None:
+    """Return the key of config.json that has the number of layers. Raises ConfigError if none."""
+    keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers_key = next((key for key in keys if isinstance(config.get(key), int)), None)
+    if layers_key is None:
         raise ConfigError(
-            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(words)};"
+            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(keys)};"
             " plan without --depth"
         )
-    return found
+    return layers_key
 
 
 def _read_config(cfg: Any) -> Mapping[str, Any]:
-    """The decoder's config.json, checked."""
+    """Return the decoder's config.json, checked."""
     config = preset_config(cfg.model.preset)
     if cfg.model.implementation != "native":
         return config
-    read_spec(cfg)
+    read_spec(cfg)  # raises where the config is not covered
     return text_config(config)
 
 
 def read_spec(cfg: Any) -> ModelSpec:
-    """The shape of a plannable config's model."""
+    """Return the shape of a plannable config's model."""
     return spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
 
 
 @cache
 def _make_folder() -> str:
-    """A temporary folder of this process, removed when it ends."""
+    """Return a temporary folder of this process, removed when it ends."""
     folder = tempfile.mkdtemp(prefix="tune-plan-")
     atexit.register(_remove, folder, os.getpid())
     return folder
 
 
 def _remove(folder: str, maker: int) -> None:
-    """By the process that made it: a fork may end before."""
+    """Remove a folder, if this process made it."""
+    # A fork runs the exit handlers too, and may end before.
     if os.getpid() == maker:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,3 +1,4 @@
-"""What only a GPU would show, found on the simulated device: races between streams, waits of the
-host, collectives that do not meet.
+"""Faults that only a GPU would show, found on the simulated device.
+
+They are races between streams, waits of the host, and collectives that do not meet.
 """

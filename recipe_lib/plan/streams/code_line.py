@@ -1,5 +1,6 @@
-"""The line of code that an operator comes from: of the user's, of ours, of a model's class, or of
-torch's FSDP.
+"""The line of code that an operator comes from, for a report.
+
+It is one of the user's code, of ours but for the planner, of a model's class, or of torch's FSDP.
 """
 
 import sys
@@ -21,7 +22,7 @@ _PLAN = str(_PACKAGE / "plan")
 
 
 def find_code_line() -> Line:
-    """Of the innermost frame that is worth showing; ("", 0): there is none."""
+    """Return the line of the innermost frame that is worth showing; ("", 0): there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and not _is_shown(frame.f_code.co_filename):
         frame = frame.f_back
@@ -43,10 +44,9 @@ def is_of_user(file: str) -> bool:
 
 
 def format_line(line: Line) -> str:
-    """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as
-    short as can be.
-    """
+    """Return a line as text, such as `recipe_lib/memory/activation_offload.py:250`."""
     file, number = line
+    # Paths are as short as can be: in their package, in this checkout or in the working folder.
     for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
         file = file.removeprefix(f"{root}/")
     return f"{file}:{number}" if file else "unknown line"

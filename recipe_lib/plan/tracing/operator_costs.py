@@ -1,5 +1,8 @@
-"""What an operator does, from its schema and its tensors: arithmetic, bytes moved, whether it takes
-memory, and which ranks it is a collective of.
+"""Costs of an operator, read from its schema and its tensors.
+
+`compute_cost` gives arithmetic, bytes moved and whether new memory is taken; `read_collective`
+gives the ranks and bytes of a communication. The tracer asks both for every operator it sees, so
+nothing here runs anything.
 """
 
 import math
@@ -30,32 +33,28 @@ DTYPE_NAMES = {
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """`bf16`, `uint8`: as a report writes it."""
+    """Return a dtype as a report writes it, such as `bf16` or `uint8`."""
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be
-    new storages. communicates: a collective. transfer: `to_host` or `to_device` for a copy between
-    host and device. shape: of a matmul or of attention, as `Op` has it. on_host: all of its tensors
-    are the host's.
-    """
+    """The cost of one call of an operator."""
 
-    name: str
-    flops: int
-    bytes: int
-    dtype: str
+    name: str  # with its namespace, such as `aten::mm`
+    flops: int  # a multiply and an add are two
+    bytes: int  # read and written
+    dtype: str  # that the device's rate is looked up for, such as `bf16`
     is_view: bool
-    makes_memory: bool
-    communicates: bool
-    transfer: str = ""
-    shape: tuple[int, ...] = ()
-    on_host: bool = False
+    makes_memory: bool  # its outputs may be new storages
+    communicates: bool  # it is a collective, a send or a receive
+    transfer: str = ""  # `to_host` or `to_device`, for a copy between the two
+    shape: tuple[int, ...] = ()  # of a matmul or attention, as `Op.shape` has it
+    on_host: bool = False  # all of its tensors are in host memory
 
 
 def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
-    """The cost of one call."""
+    """Return the cost of one call of an operator."""
     schema = func._schema
     name = schema.name
     returns = schema.returns
@@ -64,6 +63,7 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     )
     is_view = aliases or name in _VIEWS or name.startswith("profiler::")
     makes_memory = not is_view and any(value.alias_info is None for value in returns)
+    # Their schemas speak of a view, but they copy where the strides leave no other way.
     if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
         makes_memory = True
     outputs = list_tensors(result)
@@ -79,55 +79,73 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
             or read_grouped_shape(name, args)
             or read_attention_shape(func, args, kwargs)
         )
-        if name == "aten::embedding":  # reads rows, not the table
-            size = 2 * sum(map(_count_bytes, outputs))
-        elif name == "aten::copy_":  # writes what is in its arguments already
-            size = sum(map(_count_bytes, inputs))
-        elif name == "fsdp::all_gather_copy_in":  # the shards into their place among all ranks'
+        if name == "aten::embedding":
+            size = 2 * sum(map(_count_bytes, outputs))  # it reads rows, not the whole table
+        elif name == "aten::copy_":
+            size = sum(map(_count_bytes, inputs))  # its output is one of its arguments
+        elif name == "fsdp::all_gather_copy_in":
+            # It copies this rank's shards to their place in the buffer of all ranks.
             size = 2 * sum(map(_count_bytes, args[0]))
-        elif (
-            name == "tune_recipes::label_log_probs"
-        ):  # once for each row's largest logit, once for the sum
+        elif name == "tune_recipes::label_log_probs":
+            # It reads the logits twice: for each row's maximum, and for the sum.
             size += _count_bytes(args[0])
         if name in _EMPTY:
             size = 0
-        flops = _count_flops(func, args, kwargs, result, shape)
-    of = outputs or list_tensors(args)
-    dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
-    communicates = name.startswith(_COMMUNICATES)
-    transfer = _find_transfer(args, of) if name in _COPIES else ""
+        flops = _count_flops(func, args=args, kwargs=kwargs, result=result, shape=shape)
+    results = outputs or list_tensors(args)
+    dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(results[0].dtype, "") if results else "")
     on_host = bool(inputs or outputs) and all(
         tensor.device.type == "cpu" for tensor in (*inputs, *outputs)
     )
     return Cost(
-        name, flops, size, dtype, is_view, makes_memory, communicates, transfer, shape, on_host
+        name=name,
+        flops=flops,
+        bytes=size,
+        dtype=dtype,
+        is_view=is_view,
+        makes_memory=makes_memory,
+        communicates=name.startswith(_COMMUNICATES),
+        transfer=_find_transfer(args, results) if name in _COPIES else "",
+        shape=shape,
+        on_host=on_host,
     )
 
 
 def _count_flops(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, shape: tuple[int, ...]
+    func: Any,
+    *,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    shape: tuple[int, ...],
 ) -> int:
-    """Operations of a matmul or attention, 0 of others. shape: of a matmul, where it is known."""
+    """Return the operations of a matmul or attention, 0 of other operators.
+
+    shape: of a matmul or attention, () where it is not known.
+    """
     name = func._schema.name
-    count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
+    count_registered = flop_registry.get(
+        _WITH_RESULT.get(func._overloadpacket, func._overloadpacket)
+    )
     if name.startswith("aten::_scaled_dot_product"):
-        rows, queries, keys, _, width = (
-            shape  # whole, not only causal: two products forward, five backward
-        )
+        rows, queries, keys, _, width = shape
+        # All scores count, those that a causal mask hides too: two products in forward, five in
+        # backward.
         return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
         return count_grouped_flops(args, result)
     if name in _VARLEN and any(tensor.dim() == 3 for tensor in list_tensors(args)):
         return _VARLEN[name] * _count_varlen_flops(args)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=result))
+    if count_registered is not None:
+        return int(count_registered(*args, **kwargs, out_val=result))
+    # torch's registry has no formula for the int8 matmul.
     return 2 * math.prod(shape) if name == "aten::_int_mm" else 0
 
 
 def _count_written_bytes(schema: Any, args: Sequence[Any]) -> int:
-    """Bytes that an operator without results writes into its arguments; a fused optimizer's
-    gradients, which its schema names for a scale that nobody gives it, are only read.
-    """
+    """Return the bytes that an operator without results writes into its arguments."""
+    # A fused optimizer's schema says that it writes its gradients, for a gradient scale that we
+    # never pass: here they are only read.
     written = [
         value
         for argument, value in zip(schema.arguments, args, strict=False)
@@ -144,19 +162,18 @@ def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _find_transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
-    """Which way a copy goes, if between host and device; `copy_` has the tensor that it writes
-    first.
-    """
+    """Return `to_host` or `to_device` for a copy between the two, else ""."""
     devices = [tensor.device.type for tensor in list_tensors(args)]
-    source, target = devices[-1], results[0].device.type if results else devices[0]
+    source = devices[-1]
+    # `copy_` has the tensor that it writes first.
+    target = results[0].device.type if results else devices[0]
     if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
         return ""
     return "to_host" if target == "cpu" else "to_device"
 
 
-# Attention over documents in one flat list, and how often it multiplies scores: twice forward, five
-# times backward. torch has a count of its own for aten's, which takes all documents to be as long
-# as the longest one.
+# Attention over documents in one flat list -> its products with scores: two in forward, five in
+# backward. torch's own count of aten's operators takes all documents to be as long as the longest.
 _VARLEN = {
     "torch_attn::_varlen_attn": 2,
     "torch_attn::_varlen_attn_backward": 5,
@@ -166,8 +183,9 @@ _VARLEN = {
 
 
 def _count_varlen_flops(args: Sequence[Any]) -> int:
-    """Operations of one product of queries and keys, documents taken to be equally long; counted
-    whole, not causal.
+    """Return the operations of one product of queries and keys, all scores counted.
+
+    Simulated tensors have no values, so documents are taken to be equally long.
     """
     tensors = [value for value in args if isinstance(value, Tensor)]
     tokens, heads, width = next(tensor.shape for tensor in tensors if tensor.dim() == 3)
@@ -175,13 +193,13 @@ def _count_varlen_flops(args: Sequence[Any]) -> int:
     return 2 * heads * width * tokens * tokens // max(1, documents)
 
 
-# Products added to their first argument in place: torch counts those with a result.
+# torch counts these by the operator that returns a new tensor.
 _WITH_RESULT = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
 
-# Matmuls whose rate is that of their operands' type, not of their result's.
+# Matmuls that run at the rate of their operands' type, not of their result's.
 _EIGHT_BITS = {"aten::_int_mm": "int8", "aten::_scaled_mm": "fp8"}
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
@@ -200,7 +218,7 @@ _EMPTY = frozenset(
 
 
 def list_tensors(value: Any) -> list[Tensor]:
-    """The tensors among an operator's arguments or results."""
+    """Return the tensors among an operator's arguments or results, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -212,20 +230,20 @@ def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# The shapes that decide how fast a matmul or attention runs, from an operator's arguments.
-
+# Shapes that decide how fast a matmul or attention runs.
 
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})
 _FLAT = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "aten::_int_mm", "aten::_scaled_mm"})
 
 
 def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    """`(matrices, m, k, n)` of `[m, k] @ [k, n]`; () for an operator that is no matmul."""
+    """Return `(matrices, m, k, n)` of a matmul `[m, k] @ [k, n]`, () for any other operator."""
     if name not in _FLAT and name not in _BATCHED:
         return ()
     dims = 3 if name in _BATCHED else 2
+    # `addmm` has the tensor that the product is added to first.
     first = 1 if name.startswith(("aten::addmm", "aten::baddbmm")) else 0
-    left, right = args[first], args[first + 1]
+    left, right = args[first : first + 2]
     if left.dim() != dims or right.dim() != dims:
         return ()
     return (
@@ -237,11 +255,11 @@ def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def read_grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    """`(matrices, m, k, n, place of rows)` of a matmul of many weights; () for any other operator.
+    """Return `(matrices, m, k, n, index of rows)` of a matmul of many experts' weights, else ().
 
-    Rows `[r, k]` by weights `[E, k, n]`: m is r / E, the rows of each expert where all have as
-    many; their place is 1. Gradients of weights, `[m, r]` by `[r, n]`: the inner dimension is r /
-    E, place 2. Fewer rows than experts are experts of one row each.
+    Rows `[r, k]` by weights `[E, k, n]`: m is r / E, taking all experts to have as many rows; the
+    index is 1. Gradients of weights, `[m, r]` by `[r, n]`: the inner dimension is r / E, the index
+    2. Fewer rows than experts are experts of one row each.
     """
     if name not in GROUPED:
         return ()
@@ -250,29 +268,33 @@ def read_grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     if right.dim() == 3:
         rows, inner = left.shape
-        matrices, each = _share_rows(int(rows), int(right.shape[0]))
-        return (matrices, each, int(inner), int(right.shape[2]), 1)
+        matrices, expert_rows = _share_rows(int(rows), int(right.shape[0]))
+        return (matrices, expert_rows, int(inner), int(right.shape[2]), 1)
+    # Our loop over experts is given its rows as they are, aten's kernel their transpose.
     outer = left.shape[1] if name == "tune_recipes::grouped_gradient_loop" else left.shape[0]
-    matrices, each = _share_rows(int(right.shape[0]), len(ends))
-    return (matrices, int(outer), each, int(right.shape[1]), 2)
+    matrices, expert_rows = _share_rows(int(right.shape[0]), len(ends))
+    return (matrices, int(outer), expert_rows, int(right.shape[1]), 2)
 
 
 def _share_rows(rows: int, experts: int) -> tuple[int, int]:
-    """(experts that have rows, rows of each): shared out evenly, rounded up."""
+    """Return (experts that have rows, rows of each): shared out evenly, rounded up."""
     return max(1, min(rows, experts)), max(1, -(-rows // experts))
 
 
 def read_attention_shape(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """`(rows times heads, queries, keys, keys that a query sees on average, width)` of an attention
-    operator; () for any other. Documents of one flat list count as rows of equal length.
+    """Return the shape of an attention operator, () for any other.
+
+    It is (rows times heads, queries, keys, keys that a query sees on average, head width).
+    Documents of one flat list count as rows of equal length.
     """
     named = {
         argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
     }
     named.update(kwargs)
-    query, key = named.get("query"), named.get("key")
+    query = named.get("query")
+    key = named.get("key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return ()
     window = None
@@ -289,68 +311,70 @@ def read_attention_shape(
             named.get("window_size_right"),
         ]
     left, right = window or (None, None)
-    causal = bool(named.get("is_causal")) or right == 0
+    causal = bool(named.get("is_causal")) or right == 0  # right: keys after itself that it sees
     return (
         rows * heads,
         queries,
         keys,
-        _count_seen_keys(keys, causal, -1 if left is None else left),
+        _count_seen_keys(keys, causal=causal, window=-1 if left is None else left),
         width,
     )
 
 
-def _count_seen_keys(keys: int, causal: bool, window: int) -> int:
-    """Keys that a query sees on average. window: how many before itself it sees, -1 for all."""
+def _count_seen_keys(keys: int, *, causal: bool, window: int) -> int:
+    """Return the keys that a query sees on average.
+
+    window: how many keys before itself a query sees, -1 for all.
+    """
     if not causal:
         return keys
     reach = min(keys, window + 1) if window >= 0 else keys
     return max(1, round(reach - reach * (reach - 1) / (2 * keys)))
 
 
-# Tensors with memory of their own, and the wrappers that hold such.
-
+# Tensors with memory of their own, and the wrappers around them.
 
 PLAIN_TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """A wrapper has none of its own; what it holds was seen when that was made."""
+    """Return whether a tensor has memory of its own; a wrapper (DTensor, torchao's) has none."""
     return type(tensor) in PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__")
 
 
 def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor consists of: of a sharded one its local part, of a wrapper
-    what it holds.
-    """
+    """Return the plain tensors inside a tensor: a DTensor's local shard, what a wrapper holds."""
     if has_memory(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    held = (getattr(tensor, name) for name in names)
-    return [
-        part for value in held if isinstance(value, Tensor) for part in list_plain_tensors(value)
-    ]
+    plain: list[Tensor] = []
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, Tensor):
+            plain += list_plain_tensors(inner)
+    return plain
 
 
-# Sums of gradients by autograd's engine, which are made in place where no mode looks on.
+# Sums of gradients by autograd's engine, which are made in place where no dispatch mode looks on.
 #
 # Where several operators read a tensor, the engine sums its gradients as they arrive. It adds to
-# the one that it has if nothing else holds that memory (torch/csrc/autograd/input_buffer.cpp), but
-# under a mode of Python, as a trace is one, it always makes a new tensor. Of a tied embedding that
-# is one more gradient of the whole matrix than a run has.
+# the one that it has if nothing else holds that memory (torch/csrc/autograd/input_buffer.cpp). But
+# under a dispatch mode in Python, as the tracer is one, it always makes a new tensor: for a tied
+# embedding, one more gradient of the whole matrix than a run has.
 
+ADD = torch.ops.aten.add.Tensor
+ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
-ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-
-# Owners of a gradient that is the engine's alone, as a mode sees it: of the tensor in C++ (the
-# engine, the operator's arguments, Python's object), of its memory, and of the object in Python.
-# Torch 2.11 and 2.13, Python 3.11; with other counts a sum is traced as it comes, which plans too
-# much.
+# Reference counts of a gradient that only the engine holds, as the mode sees it: of the tensor in
+# C++ (the engine, the operator's arguments, Python's object), of its memory, and of the object in
+# Python. They are those of torch 2.11 to 2.13 and Python 3.11; with other counts a sum is traced as
+# it comes, and a plan says too much.
 _ALONE = (4, 2, 4)
 
 
 def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that a mode sees would, without the mode, have been `add_`. To be called
-    with the mode's own arguments and nothing else that refers to what is in them.
+    """Return whether an operator that a mode sees would have been `add_` without the mode.
+
+    Call it with the mode's own arguments: another reference to them changes the answer.
     """
     if (
         func is not ADD
@@ -359,22 +383,19 @@ def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         or torch._C._current_graph_task_id() == -1
     ):
         return False
-    held, arrived = args
-    if not isinstance(arrived, Tensor) or held.shape != arrived.shape:
+    accumulated, arrived = args
+    if not isinstance(arrived, Tensor) or accumulated.shape != arrived.shape:
         return False
-    memory = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
-    return (
-        held._use_count(),
-        memory,
-        sys.getrefcount(held),
-    ) == _ALONE and is_non_overlapping_and_dense_or_false(held)
+    counts = (
+        accumulated._use_count(),
+        torch._C._storage_Use_Count(accumulated.untyped_storage()._cdata),
+        sys.getrefcount(accumulated),
+    )
+    return counts == _ALONE and is_non_overlapping_and_dense_or_false(accumulated)
 
 
-# Collectives, from their operators.
-
-
-# The kind of each, which argument holds the tensors, and whether the whole tensor is as often as
-# large as there are ranks.
+# Operator -> (kind of collective, index of the argument with its tensors, whether the whole tensor
+# is that argument times the number of ranks).
 _COLLECTIVES = {
     "c10d::_allgather_base_": ("all_gather", 0, False),
     "c10d::allgather_": ("all_gather", 0, False),
@@ -399,26 +420,25 @@ _COLLECTIVES = {
 
 
 def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
-    """The collective that an operator is, or None (a wait, a barrier). groups: a group's name ->
-    mesh dimension.
+    """Return the collective that an operator is, or None (a wait, a barrier).
+
+    groups: name of a process group -> its mesh dimension.
     """
     name = func._schema.name
     if name not in _COLLECTIVES:
         return None
-    operation, argument, grows = _COLLECTIVES[name]
+    operation, tensors_index, grows = _COLLECTIVES[name]
     group: Any = dist.group.WORLD
     if func.namespace != "c10d":
         group = torch._C._distributed_c10d._resolve_process_group(args[-1])
     elif objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
         group = dist.ProcessGroup.unbox(objects[0])
     ranks = dist.get_process_group_ranks(group)
-    if operation in (
-        "send",
-        "recv",
-    ):  # this rank and the other one, whose place in the group is the first number
-        other = next(value for value in args if type(value) is int)
-        ranks = sorted((dist.get_rank(), ranks[other]))
-    tensors = list_tensors(args[argument])
+    if operation in ("send", "recv"):
+        # The first number among the arguments is the peer's index in the group.
+        peer_index = next(value for value in args if type(value) is int)
+        ranks = sorted((dist.get_rank(), ranks[peer_index]))
+    tensors = list_tensors(args[tensors_index])
     return Collective(
         operation=operation,
         dim=groups.get(group.group_name, "world"),
@@ -431,10 +451,9 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
 
 
 def _is_asynchronous(func: Any, args: Sequence[Any]) -> bool:
-    """Its argument says so, or the default of that, which torch leaves out; without one: it is
-    not.
-    """
-    for place, argument in enumerate(func._schema.arguments):
+    """Return whether a collective of c10d returns before its stream has waited for it."""
+    for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("async_op", "asyncOp"):
-            return bool(args[place] if place < len(args) else argument.default_value)
+            # torch leaves an argument out where it has its default.
+            return bool(args[index] if index < len(args) else argument.default_value)
     return False

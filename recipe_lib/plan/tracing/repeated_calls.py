@@ -1,10 +1,8 @@
-"""A function that does the same for the same shapes, such as dequantizing a weight: run once, then
-repeated from notes.
+"""Functions that do the same for the same shapes: traced once, then repeated from notes.
 
 A QLoRA step of a 70B model dequantizes 1700 matrices, each in dozens of pieces: three hundred
-thousand operators. The notes hold the first run's allocations and operators; a loop in them is kept
-as two turns, since after the second one an allocator has the same free blocks as after all of them,
-and the operators say how often they were issued.
+thousand operators. Inside `repeat_shaped_work` the functions that `follows_from_shapes` marks run
+once for each kind of arguments; later calls add the noted allocations and operators to the trace.
 """
 
 import functools
@@ -28,7 +26,7 @@ from recipe_lib.plan.tracing.operator_costs import list_tensors
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
 
-_LONGEST_LOOP = 48  # events in one turn
+_LONGEST_LOOP = 48  # events in one iteration
 
 # Notes: (ALLOC, (its number, storage)), (FREE, the allocation's number), (OP, operator).
 Note = tuple[int, Any]
@@ -38,19 +36,18 @@ _Function: TypeAlias = Callable[..., Returned]
 
 @dataclass
 class _Notes:
-    """notes: in order. call: how to make the results. outputs: the numbers of the allocations that
-    are theirs.
-    """
+    """Notes of one call of a marked function."""
 
-    notes: list[Note]
-    call: CachedCall
-    outputs: list[int]
+    notes: list[Note]  # in the order of the trace
+    call: CachedCall  # how to make the results
+    outputs: list[int]  # numbers of the allocations that are the results', in their order
 
 
 @contextmanager
 def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
-    """Inside, functions that `follows_from_shapes` marks run once for each kind of arguments of a
-    simulation.
+    """Run functions that `follows_from_shapes` marks once for each kind of arguments.
+
+    Holds inside the block, for the arguments of one simulation.
     """
     known: dict[Any, _Notes | None] = {}
 
@@ -82,11 +79,9 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
 
 
 def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None:
-    """Notes of what happened since event `begin`; None if memory is left that is not the
-    results'.
-    """
+    """Return notes of what happened since event `begin`; None if it cannot be repeated."""
     trace = tracer.trace
-    order: dict[int, int] = {}
+    order: dict[int, int] = {}  # number of a storage -> its place among those of the call
     notes: list[Note] = []
     for kind, number in trace.events[begin:]:
         if kind == ALLOC:
@@ -99,103 +94,111 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
         else:
             return None
     numbers = [tracer.find_number(result) for result in list_tensors(returned)]
-    left = len(order) - sum(kind == FREE for kind, _ in notes)
+    num_left = len(order) - sum(kind == FREE for kind, _ in notes)
     call = remember(returned, [])
+    # All that is left has to be the results', each with memory of its own: what else the call keeps
+    # (a cache, say) would not be kept again by a repeated one.
     if (
-        left != len(set(numbers))
-        or len(numbers) != left
+        call is None
+        or num_left != len(set(numbers))
+        or num_left != len(numbers)
         or any(number not in order for number in numbers)
     ):
         return None
     short, renamed = shorten(notes)
-    outputs = [renamed.get(order[number], order[number]) for number in numbers]
-    return None if call is None else _Notes(short, call, outputs)
+    return _Notes(short, call, [renamed.get(order[number], order[number]) for number in numbers])
 
 
 def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
-    """The notes with every loop cut to two turns, whose second one's operators stand for all the
-    later ones.
+    """Return the notes with every loop cut to two iterations, and what became of the others.
 
-    Also by the number of each allocation that was cut out the number of the one in the second turn
-    that it is like.
+    The operators of the second iteration count for all later ones. The second result maps each
+    allocation that was cut out to the one of the second iteration that it is like.
     """
     tokens = _make_tokens(notes)
-    kept: list[Note] = []
+    short: list[Note] = []
     renamed: dict[int, int] = {}
-    at = 0
-    while at < len(notes):
-        length, turns = _find_loop(tokens, at)
-        if turns < 3:
-            length = turns = 1
-        second = notes[at + length : at + 2 * length] if turns > 1 else []
-        kept += notes[at : at + length]
+    position = 0
+    while position < len(notes):
+        length, iterations = _find_loop(tokens, position)
+        if iterations < 3:
+            length = iterations = 1
+        short += notes[position : position + length]
+        # Two are enough: after the second iteration an allocator has the same free blocks as after
+        # all of them.
+        second = notes[position + length : position + 2 * length] if iterations > 1 else []
+        allocations: list[int] = []
         for kind, entry in second:
-            kept.append(
-                (kind, replace(entry, repeats=entry.repeats * (turns - 1)) if kind == OP else entry)
-            )
-        made = [entry[0] for kind, entry in second if kind == ALLOC]
-        for turn in range(2, turns):
-            renamed |= {number + (turn - 1) * len(made): number for number in made}
-        at += length * turns
-    return [
-        (kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in kept
-    ], renamed
+            if kind == OP:
+                entry = replace(entry, repeats=entry.repeats * (iterations - 1))
+            elif kind == ALLOC:
+                allocations.append(entry[0])
+            short.append((kind, entry))
+        for later in range(1, iterations - 1):
+            renamed |= {number + later * len(allocations): number for number in allocations}
+        position += length * iterations
+    for index, (kind, entry) in enumerate(short):
+        if kind == FREE:
+            short[index] = (kind, renamed.get(entry, entry))
+    return short, renamed
 
 
 def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
-    """What has to be the same for two notes to be alike; a release tells how many allocations ago
-    its memory came.
-    """
+    """Return for each note what is the same for notes that are alike."""
     tokens: list[tuple[Any, ...]] = []
-    allocated = 0
+    num_allocated = 0
     for kind, entry in notes:
         if kind == ALLOC:
             _, storage = entry
-            allocated += 1
+            num_allocated += 1
             tokens.append((kind, storage.bytes, storage.device, storage.stream, storage.op))
         elif kind == FREE:
-            tokens.append((kind, allocated - entry))
+            # How many allocations ago its memory came: the same in every iteration of a loop.
+            tokens.append((kind, num_allocated - entry))
         else:
             tokens.append((kind, entry.name, entry.flops, entry.bytes, entry.stream))
     return tokens
 
 
-def _find_loop(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
-    """(events of a turn, turns) of the longest loop that begins here and leaves no memory behind a
-    turn.
+def _find_loop(tokens: list[tuple[Any, ...]], start: int) -> tuple[int, int]:
+    """Return (events of an iteration, iterations) of the longest loop that begins at `start`.
+
+    An iteration that leaves memory behind makes no loop.
     """
     best = (1, 1)
-    for length in range(2, min(_LONGEST_LOOP, (len(tokens) - at) // 3) + 1):
-        turn = tokens[at : at + length]
-        if turn != tokens[at + length : at + 2 * length]:
+    for length in range(2, min(_LONGEST_LOOP, (len(tokens) - start) // 3) + 1):
+        body = tokens[start : start + length]
+        if body != tokens[start + length : start + 2 * length]:
             continue
-        if sum(token[0] == ALLOC for token in turn) != sum(token[0] == FREE for token in turn):
+        if sum(token[0] == ALLOC for token in body) != sum(token[0] == FREE for token in body):
             continue
-        turns = 2
-        while tokens[at + turns * length : at + (turns + 1) * length] == turn:
-            turns += 1
-        if length * turns > best[0] * best[1]:
-            best = (length, turns)
+        iterations = 2
+        while tokens[start + iterations * length : start + (iterations + 1) * length] == body:
+            iterations += 1
+        if length * iterations > best[0] * best[1]:
+            best = (length, iterations)
     return best
 
 
 def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
-    """Does it again, on paper."""
+    """Add a call's notes to the trace once more, and return new results."""
     assert tracer.cached_mode is not None
-    part, module = tracer.place()
-    trace = tracer.trace
-    numbers: dict[int, int] = {}
+    part, module = tracer.locate()
+    numbers: dict[int, int] = {}  # in the notes -> of the storage in the trace
     for kind, entry in notes.notes:
         if kind == ALLOC:
             index, storage = entry
-            numbers[index] = tracer.new(storage.bytes, storage.device, storage.op, storage.kind)
+            numbers[index] = tracer.note_allocation(
+                storage.bytes, device=storage.device, name=storage.op, kind=storage.kind
+            )
         elif kind == FREE:
-            trace.events.append((FREE, numbers[entry]))
+            tracer.trace.events.append((FREE, numbers[entry]))
         else:
-            tracer.add(
-                replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream())
+            stream = tracer.get_stream()
+            tracer.add_op(
+                replace(entry, part=part, module=module, phase=tracer.phase, stream=stream)
             )
     result: Returned = notes.call.make([], tracer.cached_mode.mode)
     for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):
-        tracer.hold(tensor.untyped_storage(), numbers[output])
+        tracer.follow_storage(tensor.untyped_storage(), numbers[output])
     return result

@@ -1,10 +1,9 @@
-"""How many of a step's micro-batches are simulated, and whether those can stand for all of them.
+"""The micro-batches of a step that are simulated, and whether they can stand for all of them.
 
-A recipe that says so (`treats_all_alike`, as the shipped ones do) does the same for every
-micro-batch: what is alive after the second is what was alive after the first, which is checked, and
-so two are enough without a pipeline; three where the last one does more than the others
-(`last_is_unlike`). Another one may do anything at any of them: all are simulated. Where that would
-take too long, as many as there is time for, and the plan is called an estimate.
+A recipe that declares it (`treats_all_alike`, as the shipped ones do) does the same for every
+micro-batch. Two are then enough without a pipeline, three where the last one does more than the
+others (`is_last_different`); that they are alike is checked. Another recipe may do anything at any
+of them: all are simulated, or as many as there is time for, and the plan is called an estimate.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trac
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.units import format_bytes
 
-# Of a recipe that does not say so, so many are simulated at once; of more, how long one takes is
-# looked at before.
+# Of a recipe that does not declare itself uniform, so many are simulated at once. Of more, the
+# first ones are simulated to see how many events one has.
 FEW_MICRO_BATCHES = 4
 # Events of all micro-batches of the simulated steps together: half a minute of CPU time at most.
 MAX_EVENTS = 300_000
@@ -27,182 +26,182 @@ MAX_EVENTS = 300_000
 
 @dataclass(frozen=True)
 class MicroBatchComparison:
-    """alike: all micro-batches that were simulated leave the same behind and, from the second on,
-    do the same. growth: bytes that the last of them left beyond the one before. events: of one of
-    them, in all steps.
-    """
+    """A comparison of the simulated micro-batches of a step with each other."""
 
+    # They leave the same memory behind and, from the second on, do the same.
     alike: bool = True
+    # Bytes that the last of them left beyond the one before.
     growth: int = 0
+    # Events of one of them, summed over the simulated steps.
     events: int = 0
 
 
 @dataclass
 class MicroBatchMarks:
-    """Where the micro-batches of a step begin and end in a trace, each time that a recipe goes
-    through them.
+    """Positions in a trace at which the micro-batches of a step begin and end."""
 
-    now: gives (events so far, bytes alive on the device).
-    """
-
-    now: Callable[[], tuple[int, int]]
-    found: list[list[tuple[int, int]]] = field(default_factory=list)
+    # Returns (events so far, bytes alive on the device).
+    read_position: Callable[[], tuple[int, int]]
+    # For each time that a recipe goes through the micro-batches: a position before each of them,
+    # and one after the last.
+    passes: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def follow(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same micro-batches, with a mark before each and after the last."""
+        """Yield the same micro-batches, and mark where each begins and the last one ends."""
         marks: list[tuple[int, int]] = []
-        self.found.append(marks)
+        self.passes.append(marks)
         for batch in batches:
-            marks.append(self.now())
+            marks.append(self.read_position())
             yield batch
-        marks.append(self.now())
+        marks.append(self.read_position())
+
+    def list_complete(self, traced: int) -> list[list[tuple[int, int]]]:
+        """Return the passes that reached the end of their `traced` micro-batches."""
+        return [marks for marks in self.passes if len(marks) == traced + 1]
 
 
 def is_declared_uniform(recipe_class: type) -> bool:
-    """Return whether a recipe says that it does the same for every layer and micro-batch, and no
-    plugin is in the run.
-
-    Its class has to say so itself: one that inherits from it may have another step.
-    """
+    """Return whether a recipe declares that it treats all layers and micro-batches alike."""
+    # A plugin's code may treat any of them differently. `vars`, not `getattr`: the class has to say
+    # so itself, as one that inherits from it may have another step.
     return not loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
 
 
 def count_micro_batches_to_simulate(recipe_class: type, cfg: Any) -> int:
-    """Micro-batches of a step that a plan goes through at the least."""
-    return (
-        count_micro_batches_to_trace(cfg)
-        if is_declared_uniform(recipe_class)
-        else micro_batches(cfg)[1]
-    )
+    """Return the micro-batches of a step that a plan goes through at the least."""
+    if is_declared_uniform(recipe_class):
+        return count_micro_batches_to_trace(cfg)
+    return micro_batches(cfg)[1]
 
 
 def compare_micro_batches(
     trace: Trace,
-    passes: MicroBatchMarks,
+    marks: MicroBatchMarks,
+    *,
     traced: int,
     steps: int,
-    *,
-    piped: bool = False,
-    unlike: int = 0,
+    is_pipeline: bool = False,
+    num_different: int = 0,
 ) -> MicroBatchComparison:
-    """Of the micro-batches that were gone through. traced: of a step. steps: that were simulated.
-    unlike: so many at the end are known to be unlike the others, and are left out.
+    """Compare the micro-batches that were simulated with each other.
 
-    Where a recipe takes them in another way than one after the other, or lists them before, they
-    count as unlike; piped: a pipeline does, whose schedule says which of them are alike.
+    traced: micro-batches of a step. steps: that were simulated. num_different: so many at the end
+    are known to differ from the others, and are left out. A recipe that does not take them one
+    after the other, or lists them before, is taken to treat them differently.
     """
-    if piped:
-        return MicroBatchComparison(alike=True, events=len(trace.events) // max(1, traced))
-    in_turn = has_backward(trace, passes, traced)
-    whole = [marks for marks in passes.found if len(marks) == traced + 1]
-    # One that makes its result when it is asked for, as a reference's forwards do, is not asked for
-    # an end.
-    if len(whole) < steps or any(len(marks) < traced for marks in passes.found):
-        return MicroBatchComparison(alike=False, events=len(trace.events) // max(1, traced))
-    whole = [marks[: len(marks) - unlike] for marks in whole]
-    left = [[alive for _, alive in marks[1:]] for marks in whole]
-    alike = in_turn and all(len(set(alive)) <= 1 for alive in left)
-    for marks in whole:
-        done = [
-            _list_work(trace, begin[0], end[0])
-            for begin, end in zip(marks[1:], marks[2:], strict=False)
+    average_events = len(trace.events) // max(1, traced)
+    if is_pipeline:  # its schedule says which of them are alike
+        return MicroBatchComparison(alike=True, events=average_events)
+    complete = marks.list_complete(traced)
+    # A generator that is never asked for its end, such as a reference model's forwards, lacks the
+    # last mark only.
+    if len(complete) < steps or any(len(positions) < traced for positions in marks.passes):
+        return MicroBatchComparison(alike=False, events=average_events)
+    alike = is_one_by_one = has_backward(trace, marks, traced)
+    growth = 0
+    for positions in complete:
+        compared = positions[: len(positions) - num_different]
+        bytes_left = [alive for _, alive in compared[1:]]
+        # The first one differs from the others: it meets no gradients.
+        work = [
+            _list_work(trace, begin, end)
+            for (begin, _), (end, _) in zip(compared[1:], compared[2:], strict=False)
         ]
-        alike = alike and all(other == done[0] for other in done[1:])
-    growth = max((alive[-1] - alive[-2] for alive in left if len(alive) > 1), default=0)
-    spans = [
-        [end[0] - begin[0] for begin, end in zip(marks, marks[1:], strict=False)]
-        for marks in passes.found
-    ]
-    events = (
-        sum(max(span, default=0) for span in spans)
-        if in_turn
-        else len(trace.events) // max(1, traced)
-    )
-    return MicroBatchComparison(alike, max(0, growth), events)
+        alike = alike and len(set(bytes_left)) <= 1 and all(items == work[0] for items in work[1:])
+        if len(bytes_left) > 1:
+            growth = max(growth, bytes_left[-1] - bytes_left[-2])
+    events = average_events
+    if is_one_by_one:
+        events = sum(_count_longest(positions) for positions in marks.passes)
+    return MicroBatchComparison(alike, growth, events)
+
+
+def _count_longest(positions: list[tuple[int, int]]) -> int:
+    """Return the events of the longest micro-batch of a pass."""
+    begins = [event for event, _ in positions]
+    return max((end - begin for begin, end in zip(begins, begins[1:], strict=False)), default=0)
 
 
 def _list_work(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
-    """What is the same for micro-batches alike: sizes in the order in which they come and go, and
-    operators.
+    """Return what is the same for micro-batches that are alike, of the events `begin` to `end`.
+
+    It has the sizes in the order in which they come and go, and the operators.
     """
-    found: list[tuple[Any, ...]] = []
+    work: list[tuple[Any, ...]] = []
     for kind, number in trace.events[begin:end]:
         if kind in (ALLOC, FREE):
             storage = trace.storages[number]
-            found.append((kind, storage.bytes, storage.device))
+            work.append((kind, storage.bytes, storage.device))
         elif kind == OP:
-            found.append((kind, trace.ops[number].name))
-    return found
+            work.append((kind, trace.ops[number].name))
+    return work
 
 
-def has_backward(trace: Trace, passes: MicroBatchMarks, traced: int) -> bool:
-    """Return whether the marks enclose a backward.
-
-    They do not where a recipe lists, sorts or numbers its micro-batches: those marks are all set
-    before the first operator, and say nothing of where a micro-batch begins.
-    """
-    for marks in passes.found:
-        for kind, number in (
-            trace.events[marks[0][0] : marks[-1][0]] if len(marks) == traced + 1 else []
-        ):
+def has_backward(trace: Trace, marks: MicroBatchMarks, traced: int) -> bool:
+    """Return whether a backward ran between the marks."""
+    # A recipe that lists, sorts or numbers its micro-batches sets all marks before the first
+    # operator: they do not say where a micro-batch begins.
+    for positions in marks.list_complete(traced):
+        for kind, number in trace.events[positions[0][0] : positions[-1][0]]:
             if kind == OP and trace.ops[number].part == "backward":
                 return True
     return False
 
 
 def repeat_last_micro_batch(
-    trace: Trace, passes: MicroBatchMarks, count: int, traced: int, unlike: int = 0
+    trace: Trace, marks: MicroBatchMarks, count: int, traced: int, num_different: int = 0
 ) -> None:
-    """The operators of the last micro-batch that was gone through count for all that were not too,
-    `count` in all.
+    """Let the last simulated micro-batch of a step count for those that were not simulated.
 
-    traced: of a step. unlike: so many at the end are unlike the others; the one before them stands
-    for those.
+    count, traced: micro-batches of a step, and those simulated. num_different: so many at the end
+    differ from the others; the one before them is repeated.
     """
-    last: set[int] = set()  # two models may go through them side by side
-    for marks in passes.found:
-        if len(marks) == traced + 1:
-            events = trace.events[marks[-2 - unlike][0] : marks[-1 - unlike][0]]
-            last |= {number for kind, number in events if kind == OP}
-    for number in last:
+    repeated: set[int] = set()  # a set, as two models may go through them side by side
+    for positions in marks.list_complete(traced):
+        begin = positions[-2 - num_different][0]
+        end = positions[-1 - num_different][0]
+        repeated |= {number for kind, number in trace.events[begin:end] if kind == OP}
+    for number in repeated:
         trace.ops[number].repeats *= count - traced + 1
 
 
-def repeat_last_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) -> None:
-    """Do the same by the operators' parts, where marks do not tell: a micro-batch begins with a
-    forward after a backward, and the last one ends with the last backward.
+def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different: int = 0) -> None:
+    """Repeat the last micro-batch where marks do not tell where it begins.
+
+    A micro-batch then begins with a forward after a backward, and the last one ends with the last
+    backward. Arguments as of `repeat_last_micro_batch`.
     """
     for phase in trace.phases:
         ops = list(trace.iterate_ops(phase))
         begins: list[int] = []
         end = 0
-        is_behind = False
+        is_after_backward = False
         for index, op in enumerate(ops):
-            if op.part == "forward" and is_behind:
+            if op.part == "forward" and is_after_backward:
                 begins.append(index)
-                is_behind = False
+                is_after_backward = False
             if op.part == "backward":
-                is_behind = True
+                is_after_backward = True
                 end = index + 1
         begins.append(end)
-        if len(begins) > 1 + unlike:
-            for op in ops[begins[-2 - unlike] : begins[-1 - unlike]]:
+        if len(begins) > 1 + num_different:
+            for op in ops[begins[-2 - num_different] : begins[-1 - num_different]]:
                 op.repeats *= count - traced + 1
 
 
-def count_affordable(found: MicroBatchComparison, count: int, fewest: int) -> int:
-    """How many of `count` micro-batches there is time for, `fewest` at least."""
-    return max(fewest, min(count, MAX_EVENTS // max(1, found.events)))
+def count_affordable(comparison: MicroBatchComparison, count: int, fewest: int) -> int:
+    """Return how many of `count` micro-batches there is time for, `fewest` at least."""
+    return max(fewest, min(count, MAX_EVENTS // max(1, comparison.events)))
 
 
-def describe_estimate(found: MicroBatchComparison, traced: int, count: int) -> str:
-    """Why figures that rest on `traced` of a step's `count` micro-batches are an estimate."""
-    if found.growth:
+def describe_estimate(comparison: MicroBatchComparison, traced: int, count: int) -> str:
+    """Return why figures from `traced` of a step's `count` micro-batches are an estimate."""
+    if comparison.growth:
         how = (
-            f"each left {format_bytes(found.growth)} more than the one before, and so are the"
+            f"each left {format_bytes(comparison.growth)} more than the one before, and so are the"
             " others taken to do"
         )
-    elif found.alike:
+    elif comparison.alike:
         how = "the others are taken to be like them"
     else:
         how = "these are not alike, and what the others take is not known"

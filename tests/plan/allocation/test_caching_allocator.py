@@ -112,7 +112,7 @@ def test_freed_neighbors_merge_in_any_order():
         for number in order:
             allocator.free(blocks[number])
             check_books(allocator)
-        assert [block.size for block in allocator.blocks()] == [20 * MIB]
+        assert [block.size for block in allocator.list_blocks()] == [20 * MIB]
         assert allocator.malloc(20 * MIB).size == 20 * MIB and allocator.reserved == 20 * MIB
 
 
@@ -196,7 +196,7 @@ def test_empty_cache_keeps_segments_in_use():
     allocator.free(kept)
     allocator.empty_cache()
     check_books(allocator)
-    assert allocator.reserved == 0 and allocator.blocks() == []
+    assert allocator.reserved == 0 and allocator.list_blocks() == []
 
 
 def test_peaks_start_again_from_what_is_held():
@@ -265,7 +265,7 @@ def test_empty_cache_unmaps_whole_pages_and_they_are_mapped_again():
         allocator.free(block)
     allocator.empty_cache()
     check_books(allocator)
-    assert allocator.reserved == 0 and allocator.blocks() == []
+    assert allocator.reserved == 0 and allocator.list_blocks() == []
 
 
 def test_expandable_segments_under_a_cap():

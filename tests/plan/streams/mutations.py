@@ -168,7 +168,7 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
         (Stream, "wait_stream"),
         (Stream, "synchronize"),
     ]
-    places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "waited_for_work")]
+    places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "note_work_wait")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:

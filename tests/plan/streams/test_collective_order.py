@@ -107,7 +107,7 @@ def faults_of(
         simulate(
             own, cfg, wanted.sequence, rank=rank, ranks=ranks, phases=(), checker=checker, traced=4
         )
-        assert not checker.faults()
+        assert not checker.list_faults()
         calls[rank] = checker.calls
         assert len(checker.calls) >= 4
     return list_order_faults(calls)

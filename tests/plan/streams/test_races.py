@@ -38,7 +38,7 @@ def find_races(waits: bool) -> list[str]:
     checker = StreamChecker(NAME)
     own = writes_over_a_read(recipe, waits)
     simulate(own, cfg, wanted.sequence, phases=(), checker=checker)
-    return checker.faults()
+    return checker.list_faults()
 
 
 @pytest.mark.slow

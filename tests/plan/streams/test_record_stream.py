@@ -50,7 +50,7 @@ def found(recorded: bool, queue: int = 0) -> tuple[list[str], int, list[str]]:
     trace = simulate(own, cfg, wanted.sequence, phases=(), checker=checker).trace
     caching_allocator.LAUNCH_QUEUE = queue or caching_allocator.LAUNCH_QUEUE
     active = replay(trace).phases[STEADY].active
-    return checker.faults(), active, make_plan(own, cfg, wanted)[0].not_modeled
+    return checker.list_faults(), active, make_plan(own, cfg, wanted)[0].not_modeled
 
 
 @pytest.mark.slow

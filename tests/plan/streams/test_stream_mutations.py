@@ -51,7 +51,7 @@ def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool
     noticed: dict[tuple[str, int], bool] = {}
     for name in names:
         checker, waits = check(name)
-        faults += checker.faults()
+        faults += checker.list_faults()
         for line in waits:
             left_out = (
                 not format_line(line).startswith("recipe_lib/")
@@ -60,7 +60,7 @@ def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool
             )
             if noticed.get(line) or left_out:
                 continue
-            noticed[line] = bool(check(name, line)[0].faults())
+            noticed[line] = bool(check(name, line)[0].list_faults())
     return faults, {format_line(line): found for line, found in noticed.items()}
 
 

@@ -47,7 +47,7 @@ def test_one_work_is_before_another_where_a_path_of_waits_leads(seed: int) -> No
             after(stream, f"work {number}")
             works.append((stream, number, f"work {number}"))
         elif kind == "record":
-            events[step] = clocks.snapshot(stream)
+            events[step] = clocks.take_snapshot(stream)
             after(stream, f"record {step}")
             recorded[step] = f"record {step}"
         elif kind == "wait" and recorded:
@@ -56,7 +56,7 @@ def test_one_work_is_before_another_where_a_path_of_waits_leads(seed: int) -> No
             after(stream, f"wait {step}", recorded[event])
         elif kind == "stream":
             other = chance.choice(STREAMS)
-            clocks.wait(stream, clocks.snapshot(other))
+            clocks.wait(stream, clocks.take_snapshot(other))
             after(stream, f"wait {step}", last[other])
         elif kind == "host" and recorded and chance.random() < 0.5:
             event = chance.choice(list(recorded))

@@ -100,11 +100,11 @@ def compared(
         "tokens",
         "repeats",
         "notes",
-        "grows",
+        "step_growth",
         "traced",
         "modules",
         "estimate",
-        "untraced",
+        "untraced_bytes",
     )
     return "deeper", first, [name for name in facts if getattr(found, name) != getattr(whole, name)]
 

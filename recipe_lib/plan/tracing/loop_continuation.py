@@ -1,0 +1,318 @@
+"""Two sequences, of which the longer has one more iteration of every loop, continued to any number.
+
+What a program does for a model of n layers is loops of about n iterations between things that it
+does once. Two runs tell which parts are loops: those that the longer one has once more. An item has
+
+- a key, the same from iteration to iteration;
+- whole numbers, which may grow with the iteration or with the number of iterations;
+- a target, an earlier item that it refers to, such as the allocation that a release frees.
+
+Numbers and targets are continued on a straight line. Where an iteration that was seen does not lie
+on it, `continue_items` returns None. No torch.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Iterations that a loop has in the longer run at the least. Those at either end may differ from the
+# others, as many as here (before, after), tried in this order; between them the shorter run has to
+# have one and the longer two.
+_FEWEST = 4
+_DIFFERENT_ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+
+# Indices of the three runs.
+_SHORT, _LONG, _NEW = range(3)
+
+
+@dataclass
+class LoopItems:
+    """The items of a run, field by field."""
+
+    keys: list[int] = field(default_factory=list)
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)  # index of an earlier item, or -1
+
+    def add(self, key: int, numbers: tuple[int, ...] = (), target: int = -1) -> None:
+        """Add an item."""
+        self.keys.append(key)
+        self.numbers.append(numbers)
+        self.targets.append(target)
+
+
+# A part of the longer run that repeats: (start, items of an iteration, iterations).
+_Loop = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A loop, or what lies between two of them, which is one iteration."""
+
+    length: int  # items of an iteration
+    starts: tuple[int, int, int]  # in the shorter, longer and continued run
+    iterations: tuple[int, int, int]  # in the same runs
+
+    def find_item(self, run: int, iteration: int, offset: int) -> int:
+        """Return the index in a run of the item `offset` items behind an iteration's begin."""
+        return self.starts[run] + iteration * self.length + offset
+
+
+# The target of an item, (index of its part, offset in an iteration) or None; and the item's
+# numbers, to which the target's iteration is appended.
+_Location = tuple[tuple[int, int] | None, tuple[int, ...]]
+
+
+class _Rule(NamedTuple):
+    """The course of an item from iteration to iteration."""
+
+    like: int  # index of the item in the longer run
+    target: tuple[int, int] | None  # as in `_Location`
+    numbers: tuple[int, ...]  # in the first iteration of the continued run
+    slopes: list[int]  # by what they grow an iteration; []: all stay
+
+
+class _Stretch(NamedTuple):
+    """Iterations of a loop that are alike."""
+
+    long_first: int  # the first one in the longer run
+    short_first: int  # the same one in the shorter run
+    long_count: int  # of the longer run that have to be alike; 0: just the first
+    new_count: int  # how many the continued run has
+
+
+def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) -> LoopItems | None:
+    """Continue two runs to one with `more` iterations of each loop beyond the longer one.
+
+    step: what numbers differ by from iteration to iteration, if they do. A key of the result is the
+    index of the longer run's item that the item is like. None where that is not certain.
+    """
+    loops = _find_loops(np.array(short.keys), np.array(long.keys))
+    if loops is None:
+        return None
+    parts = _split_parts(loops, len(long.keys), more)
+    located = [_locate(run, parts, index) for index, run in enumerate((short, long))]
+    result = LoopItems()
+    for part in parts:
+        attempts = (
+            _find_rules(part, located, stretches, more=more, step=step)
+            for stretches in _list_stretches(part)
+        )
+        rules = next((attempt for attempt in attempts if attempt is not None), None)
+        if rules is None:
+            return None
+        for stretch_rules, iterations in rules:
+            for iteration in range(iterations):
+                _apply_rules(stretch_rules, iteration, parts, result)
+    return result
+
+
+def _find_loops(short: Any, long: Any) -> list[_Loop] | None:
+    """Return the loops that the longer run has one more iteration of.
+
+    short, long: arrays of keys. None where the shorter run is not the longer one with an iteration
+    of some loops left out.
+    """
+    loops: list[_Loop] = []
+    positions: dict[int, list[int]] = defaultdict(list)  # key -> where the longer run has it
+    for index, key in enumerate(long.tolist()):
+        positions[key].append(index)
+    short_at = long_at = last_end = 0
+    while True:
+        num_common = _count_common(short[short_at:], long[long_at:])
+        short_at += num_common
+        long_at += num_common
+        missing = (len(long) - long_at) - (len(short) - short_at)
+        if not missing:
+            return loops if short_at == len(short) else None
+        if long_at == len(long):
+            return None
+        length = _find_missing_iteration(
+            short[short_at:], long, long_at, missing=missing, known=positions[int(long[long_at])]
+        )
+        if not length:
+            return None
+        start = long_at
+        iterations = 1
+        body = long[long_at : long_at + length]
+        while start - length >= last_end and np.array_equal(long[start - length : start], body):
+            start -= length
+            iterations += 1
+        loops.append((start, length, iterations))
+        long_at += length
+        last_end = long_at
+
+
+def _find_missing_iteration(
+    short: Any, long: Any, long_at: int, *, missing: int, known: list[int]
+) -> int:
+    """Return the items of the iteration at `long_at` that the shorter run does not have; 0: none.
+
+    It repeats the one before it. short: what is left of the shorter run. missing: by how many items
+    that is shorter. known: where the longer run has the key at `long_at`.
+    """
+    best_length = 0
+    longest = 0
+    for earlier in reversed(known[: bisect_right(known, long_at - 1)]):
+        length = long_at - earlier
+        if length > missing:
+            break
+        if not np.array_equal(long[earlier:long_at], long[long_at : long_at + length]):
+            continue
+        num_common = int(long_at + length == len(long))
+        if len(short):
+            num_common = _count_common(short, long[long_at + length :])
+        # Of several that it could be, the one after which both runs agree for longest.
+        if num_common > longest:
+            best_length = length
+            longest = num_common
+    return best_length
+
+
+def _count_common(first: Any, second: Any) -> int:
+    """Return how many keys two arrays begin with alike."""
+    limit = min(len(first), len(second))
+    differences = np.flatnonzero(first[:limit] != second[:limit])
+    return int(differences[0]) if len(differences) else limit
+
+
+def _split_parts(loops: list[_Loop], num_long: int, more: int) -> list[_Part]:
+    """Return the loops and what lies between them. num_long: items of the longer run."""
+    parts: list[_Part] = []
+    starts = [0, 0, 0]
+
+    def add(length: int, iterations: tuple[int, int, int]) -> None:
+        parts.append(_Part(length, (starts[0], starts[1], starts[2]), iterations))
+        for run in range(3):
+            starts[run] += length * iterations[run]
+
+    for start, length, iterations in loops:
+        add(start - starts[_LONG], (1, 1, 1))
+        add(length, (iterations - 1, iterations, iterations + more))
+    add(num_long - starts[_LONG], (1, 1, 1))
+    return parts
+
+
+def _locate(items: LoopItems, parts: list[_Part], run: int) -> list[_Location]:
+    """Find each item's target in the parts, in the shorter or the longer run."""
+    starts = [part.starts[run] for part in parts]
+    located: list[_Location] = []
+    for numbers, target in zip(items.numbers, items.targets, strict=True):
+        if target < 0:
+            located.append((None, numbers))
+            continue
+        part = bisect_right(starts, target) - 1
+        iteration, offset = divmod(target - starts[part], parts[part].length)
+        located.append(((part, offset), (*numbers, iteration)))
+    return located
+
+
+def _list_stretches(part: _Part) -> Iterator[list[_Stretch]]:
+    """Yield the ways to divide a part's iterations into stretches that are alike."""
+    num_short, num_long, num_new = part.iterations
+    if num_short == num_long:
+        yield [_Stretch(0, 0, 0, 1)]
+    elif num_long >= _FEWEST:
+        for before, after in _DIFFERENT_ENDS:
+            inner = num_long - before - after
+            if inner >= 2:
+                stretches = [_Stretch(index, index, 0, 1) for index in range(before)]
+                stretches.append(_Stretch(before, before, inner, num_new - before - after))
+                for left in range(after, 0, -1):
+                    stretches.append(_Stretch(num_long - left, num_short - left, 0, 1))
+                yield stretches
+
+
+def _find_rules(
+    part: _Part,
+    located: list[list[_Location]],
+    stretches: list[_Stretch],
+    *,
+    more: int,
+    step: int,
+) -> list[tuple[list[_Rule], int]] | None:
+    """Return (rules of its items, iterations in the continued run) of each stretch of a part.
+
+    None where it cannot be continued in this way.
+    """
+    rules: list[tuple[list[_Rule], int]] = []
+    for stretch in stretches:
+        seen = [(_LONG, distance) for distance in range(1, stretch.long_count)]
+        seen += [(_SHORT, distance) for distance in range(1, stretch.long_count - 1)]
+        stretch_rules: list[_Rule] = []
+        for offset in range(part.length):
+            later_items = [
+                (run, part.find_item(run, stretch.long_first + distance, offset), distance)
+                for run, distance in seen
+            ]
+            rule = _find_rule(
+                located,
+                part.find_item(_LONG, stretch.long_first, offset),
+                part.find_item(_SHORT, stretch.short_first, offset),
+                later_items=later_items,
+                more=more,
+                step=step,
+            )
+            if rule is None:
+                return None
+            stretch_rules.append(rule)
+        rules.append((stretch_rules, stretch.new_count))
+    return rules
+
+
+def _find_rule(
+    located: list[list[_Location]],
+    long_item: int,
+    short_item: int,
+    *,
+    later_items: Sequence[tuple[int, int, int]],
+    more: int,
+    step: int,
+) -> _Rule | None:
+    """Return how an item of the longer run goes on, which is the shorter run's `short_item`.
+
+    later_items: (run, item, iterations from the first) in the same position of later iterations.
+    None where they are not on a line.
+    """
+    target, numbers = located[_LONG][long_item]
+    short_target, short_numbers = located[_SHORT][short_item]
+    if short_target != target:
+        return None
+    slopes = [0] * len(numbers)
+    for run, item, distance in later_items:
+        later_target, later_numbers = located[run][item]
+        first_numbers = numbers if run == _LONG else short_numbers
+        if later_target != target:
+            return None
+        if run == _LONG and distance == 1:
+            slopes = [new - old for new, old in zip(later_numbers, first_numbers, strict=True)]
+        for new, old, slope in zip(later_numbers, first_numbers, slopes, strict=True):
+            if new != old + slope * distance:
+                return None
+    # In a loop a number goes up or down by an iteration's worth, or not at all. The last number, a
+    # target's iteration, is counted one by one.
+    steps = [step] * (len(numbers) - (target is not None)) + [1] * (target is not None)
+    if any(slope not in (-worth, 0, worth) for slope, worth in zip(slopes, steps, strict=True)):
+        return None
+    continued = tuple(
+        long + more * (long - short) for long, short in zip(numbers, short_numbers, strict=True)
+    )
+    return _Rule(long_item, target, continued, slopes if any(slopes) else [])
+
+
+def _apply_rules(rules: list[_Rule], iteration: int, parts: list[_Part], result: LoopItems) -> None:
+    """Add an iteration to the result. iteration: counted from the one that the rules are of."""
+    for like, target, first_numbers, slopes in rules:
+        numbers = first_numbers
+        if slopes and iteration:
+            numbers = tuple(
+                [number + iteration * by for number, by in zip(numbers, slopes, strict=True)]
+            )
+        if target is None:
+            result.add(like, numbers)
+        else:
+            part, offset = target
+            result.add(like, numbers[:-1], parts[part].find_item(_NEW, numbers[-1], offset))

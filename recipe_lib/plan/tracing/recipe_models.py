@@ -1,0 +1,170 @@
+"""The models of a recipe in a trace: whose parameter a storage is, and the table of modules.
+
+The labels are set while the recipe runs, as FSDP's and the optimizer's tensors come and go;
+`list_module_rows` reads the finished models.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.models.meta_init import StoredWeight, stored_weights
+from recipe_lib.parallel.gradient_accumulation import entries_of
+from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.plan.plan_schema import LayerRow
+from recipe_lib.plan.tracing.operator_costs import list_plain_tensors
+from recipe_lib.plan.tracing.tracer import Tracer
+
+
+def list_models(recipe: Any) -> dict[str, nn.Module]:
+    """Return a recipe's modules by the prefix of their names.
+
+    `model` has no prefix and comes last; another one has its attribute's name and a dot. A recipe
+    without `model` has its last module in its place.
+    """
+    modules = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
+    if not modules:
+        return {}
+    main_name = "model" if "model" in modules else next(reversed(modules))
+    main = modules.pop(main_name)
+    models = {f"{name}.": module for name, module in modules.items() if module is not main}
+    return models | {"": main}
+
+
+def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
+    """Label what is alive with the parameter that it belongs to."""
+    names: dict[int, str] = {}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = prefix + name
+            tracer.label(parameter, "parameters", prefix + name)
+            if parameter.grad is not None:
+                tracer.label(parameter.grad, "gradients", prefix + name)
+        for name, buffer in model.named_buffers():
+            tracer.label(buffer, "parameters", prefix + name)
+    for label, fsdp_parameter in _list_fsdp_parameters(models):
+        for gathered in getattr(fsdp_parameter, "all_gather_outputs", ()):
+            tracer.label(gathered, "gathered", label)
+        # FSDP pads shards: this is the memory that the parameter is a view of.
+        tracer.label(fsdp_parameter._sharded_param_data, "parameters", label)
+    tracer.parameter_names = names
+    for optimizer in tracer.optimizers.values():
+        tracer.label_optimizer(optimizer)
+
+
+def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, FSDP's private entry) of each parameter of FSDP's units."""
+    for prefix, model in models.items():
+        for module in model.modules():
+            for entry in entries_of(module) if isinstance(module, FSDPModule) else ():
+                yield prefix + (getattr(entry, "_param_fqn", None) or ""), entry
+
+
+def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
+    """Label the gradients that are summed over a step's micro-batches, and streamed layers.
+
+    The sums are unsharded gradients that FSDP reduces once a step, and sums in fp32. Streamed
+    layers have tensors on the device that stand for parameters in host memory.
+    """
+    for parallel in vars(recipe).values():
+        if not isinstance(parallel, Parallel):
+            continue
+        if parallel.accumulation is not None:
+            for parameter, total in parallel.accumulation.sums.items():
+                tracer.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+        if parallel.levers.layers is not None:
+            for name, device_parameter in parallel.levers.layers.get_device_parameters().items():
+                tracer.label(device_parameter, "gathered", name)
+    for label, fsdp_parameter in _list_fsdp_parameters(models):
+        unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
+        for gradient in (
+            getattr(unsharded, "grad", None),
+            getattr(fsdp_parameter, "unsharded_accumulated_grad", None),
+        ):
+            if gradient is not None:
+                tracer.label(gradient, "gradients", label)
+
+
+def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
+    """Return a row for each module that holds parameters and no list of layers, in order.
+
+    Tied parameters count at their first owner.
+    """
+    rows: list[LayerRow] = []
+    stored = stored_weights(model)
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), name)
+    for name, module in model.named_modules():
+        if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
+            continue
+        parameters = [
+            parameter
+            for parameter in module.parameters()
+            if f"{owners[id(parameter)]}.".startswith(f"{name}.")
+        ]
+        if not parameters:
+            continue
+        quantized = {key: linear for key, linear in stored.items() if key.startswith(f"{name}.")}
+        unpacked = _count_unpacked(model, quantized)
+        local_bytes = 0
+        for parameter in parameters:
+            local_bytes += sum(part.nbytes for part in list_plain_tensors(parameter))
+        rows.append(
+            LayerRow(
+                module=prefix + name,
+                type=type(module).__name__.removeprefix("FSDP"),
+                parameters=sum(value.numel() for value in parameters) + unpacked,
+                trained=sum(value.numel() for value in parameters if value.requires_grad),
+                bytes=sum(value.numel() * value.element_size() for value in parameters),
+                local_bytes=local_bytes,
+                weights=_list_weight_shapes(module),
+            )
+        )
+    return rows
+
+
+def _count_unpacked(model: nn.Module, quantized: Mapping[str, StoredWeight]) -> int:
+    """Return by how many elements quantized weights outnumber the parameters that keep them.
+
+    quantized: name of a weight -> its module, which keeps codes and scales as `weight_*`.
+    """
+    difference = 0
+    for name, linear in quantized.items():
+        difference += linear.in_features * linear.out_features
+        keeper = model.get_submodule(name.rpartition(".")[0])
+        for part, value in keeper.named_parameters(recurse=False):
+            difference -= value.numel() if part.startswith("weight_") else 0
+    return difference
+
+
+def _list_weight_shapes(module: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of a module's own parameters, by name, as this rank computes with them."""
+    shapes = {}
+    is_quantized = isinstance(module, QuantizedLinear)
+    if is_quantized:  # it computes with what it dequantizes
+        shapes["weight"] = [last - first for first, last in (module.rows, module.columns)]
+    for name, value in module.named_parameters(recurse=False):
+        if not (is_quantized and name.startswith("weight_")):
+            shapes[name] = _compute_local_shape(value)
+    return shapes
+
+
+def _compute_local_shape(value: torch.Tensor) -> list[int]:
+    """Return the shape of a parameter, divided where tensor parallel shards it."""
+    shape = list(value.shape)
+    # FSDP's dimensions do not divide it: it is gathered before it is used.
+    if isinstance(value, DTensor):
+        names = value.device_mesh.mesh_dim_names or ()
+        for name, size, placement in zip(
+            names, value.device_mesh.shape, value.placements, strict=True
+        ):
+            if name == "tensor" and placement.is_shard():
+                shape[placement.dim] //= size
+    return shape
