@@ -29,15 +29,15 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import (
     LanguageModel,
+    get_modules_elsewhere,
     is_external,
-    layer_names,
-    modules_elsewhere,
-    own_parts,
+    list_layer_names,
+    list_local_parts,
 )
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,7 +83,7 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         model.spec.add_adapters(model, cfg, dtype)
         refuse_unquantized(model, cfg.quantize_base)
         return
-    layers = [model.get_submodule(name) for name in layer_names(model)]
+    layers = [model.get_submodule(name) for name in list_layer_names(model)]
     for target, (owner, child) in LINEARS.items():
         owners = []
         for layer in layers:
@@ -166,7 +166,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     for name, parameter in get_adapter_parameters(model).items():
         # The seed has the name, so that the values are the same on any number of ranks.
         key = f"{seed}/{name}"
-        for local, offset in own_parts(model, name, parameter):
+        for local, offset in list_local_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
                 draw = _make_uniform(1 / math.sqrt(parameter.shape[-1]))
                 fill_random(local, offset, parameter.shape, key, draw)
@@ -199,7 +199,7 @@ def init_lengths(model: nn.Module) -> None:
             unit.reshard()
         # Written after resharding: what is written to a gathered parameter is lost.
         for module, lengths in zip(members, norms, strict=True):
-            local, offset = local_part(module.lora_magnitude_vector)
+            local, offset = locate_local_part(module.lora_magnitude_vector)
             local.copy_(lengths[offset[0] : offset[0] + local.shape[0]])
 
 
@@ -274,7 +274,7 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     coverage = measure_coverage(model)
     targets = describe_targets(coverage, {} if is_external(model) else TARGETS_BY_MODULE)
-    where = " in this rank's layers" if modules_elsewhere(model) else ""
+    where = " in this rank's layers" if get_modules_elsewhere(model) else ""
     parts = [
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{where}:"
         f" {sum(parameter.numel() for parameter in trained):,} parameters trained,"
@@ -321,7 +321,7 @@ def measure_coverage(model: nn.Module) -> Coverage:
     """Count modules and elements of a model, sharded or not."""
     other_parts = model.other_parts if isinstance(model, LanguageModel) else ()
     prefixes = tuple(f"{part}." for part in other_parts)
-    names = [name for name in layer_names(model) if not name.startswith(prefixes)]
+    names = [name for name in list_layer_names(model) if not name.startswith(prefixes)]
     adapted: dict[str, set[str]] = {}
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()

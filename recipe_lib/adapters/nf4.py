@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.logs import silence_torchao
-from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.fused_kernels import register_fused, should_fuse
 
 BLOCK = 64  # elements that share a scale
 SCALES_PER_FACTOR = 256  # scales that share a factor, at most
@@ -116,7 +116,7 @@ def dequantize(
     blocks were quantized from. place: which of the matrix's blocks the n are, if not all, see
     `compute_block_numbers`.
     """
-    if fuses(codes.device):
+    if should_fuse(codes.device):
         count = last - first
         begin_run_stride = place[:3] if place else (0, count, count)
         return _dequantize(
@@ -152,7 +152,7 @@ def dequantize(
     return elements
 
 
-@fused(
+@register_fused(
     "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place,"
     " SymInt group) -> Tensor",
     lambda codes, scales, factors, levels, *_: levels.new_empty(codes.shape[0], BLOCK),

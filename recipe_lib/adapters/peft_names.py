@@ -15,7 +15,11 @@ from recipe_lib.adapters.lora import LINEARS, TARGETS_BY_MODULE
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import parameter_shapes, router_name, weight_map
+from recipe_lib.models.weight_names import (
+    build_weight_map,
+    compute_parameter_shapes,
+    get_router_name,
+)
 
 PREFIX = "base_model.model."
 EMBEDDING = "model.embed_tokens"
@@ -117,10 +121,10 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
             )
             for name, (rows, columns) in spec.layout().linears.items()
         }
-    shapes = parameter_shapes(spec)
+    shapes = compute_parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
-    entries = {entry.our_name: entry for entry in weight_map(spec)}
+    entries = {entry.our_name: entry for entry in build_weight_map(spec)}
     parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
@@ -158,7 +162,7 @@ def _build_mixture_module(
 ) -> FileModule:
     """Return a router, or the experts' matrices of a layer, by transformers' names."""
     if part.target == "router":
-        router = router_name(spec)
+        router = get_router_name(spec)
         return FileModule(
             name=part.module.removesuffix("router") + router,
             rows=shape[0],
@@ -186,7 +190,7 @@ def find_adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """
     modules = build_file_modules(spec)
     if isinstance(spec, ExternalSpec):
-        return [modules[name] for name in spec.adapted_linears(cfg)]
+        return [modules[name] for name in spec.list_adapted_linears(cfg)]
     adapted = [
         module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)
     ]

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
-from recipe_lib.ops.dtensor_shards import gathered, local, local_part
+from recipe_lib.ops.dtensor_shards import gather_full, get_local, locate_local_part
 from recipe_lib.ops.fused_kernels import (
     cut_rows,
-    follows_from_shapes,
-    fused,
-    fuses,
     make_opaque_node,
+    register_fused,
+    register_shaped_work,
+    should_fuse,
 )
 
 KINDS = ("nf4", "int8")
@@ -46,7 +46,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
 
     In pieces, unless it is one kernel.
     """
-    if fuses(codes.device):
+    if should_fuse(codes.device):
         return _dequantize(codes, factors, dtype)
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for start, stop in cut_rows(codes.shape[0], codes.shape[1], _PIECE_ELEMENTS):
@@ -55,7 +55,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     return rows
 
 
-@fused(
+@register_fused(
     "dequantize_int8(Tensor codes, Tensor factors, ScalarType dtype) -> Tensor",
     lambda codes, factors, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
@@ -83,7 +83,7 @@ def can_cut(
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
     """Return the sizes that what quantizing to NF4 does follows from."""
     parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
-    parts = [local_part(parameter) for parameter in parameters if parameter is not None]
+    parts = [locate_local_part(parameter) for parameter in parameters if parameter is not None]
     sizes = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
     return [*sizes, *((part.shape, first) for part, first in parts)]
 
@@ -178,13 +178,13 @@ class QuantizedLinear(nn.Module):
         More than it computes with where the caller of `take_part` did not cut.
         """
         first, last = self.columns
-        return count_rows(local(self.weight_codes), self.weight_scales, last - first)
+        return count_rows(get_local(self.weight_codes), self.weight_scales, last - first)
 
     def _get_local_storage(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return codes, scales and factors of what this process computes with."""
-        codes = local(self.weight_codes)
-        factors = local(self.weight_factors)
-        scales = None if self.weight_scales is None else local(self.weight_scales)
+        codes = get_local(self.weight_codes)
+        factors = get_local(self.weight_factors)
+        scales = None if self.weight_scales is None else get_local(self.weight_scales)
         first, last = self.rows
         is_whole = self.count_local_rows() <= last - first
         if scales is None:
@@ -258,9 +258,9 @@ class QuantizedLinear(nn.Module):
             return torch.device(codes.device_mesh.device_type)
         return codes.device
 
-    @follows_from_shapes(_list_shapes_to_fill)
+    @register_shaped_work(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, *_) = local_part(self.weight_codes)
+        codes, (begin, *_) = locate_local_part(self.weight_codes)
         device = self.get_working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
         for start, stop in cut_rows(len(codes), 2 * codes.shape[1:].numel(), _PIECE_ELEMENTS):
@@ -270,7 +270,7 @@ class QuantizedLinear(nn.Module):
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
             largest[start:stop] = magnitudes.view(largest[start:stop].shape)
         # Scales are quantized by the mean of all of them, and by groups that no rank has whole.
-        all_largest = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
+        all_largest = gather_full(largest, self.weight_codes, self.weight_codes.shape[:-1])
         scales, factors = nf4.quantize_scales(all_largest.flatten())
         if self.weight_scales is not None:
             _copy_local_part(self.weight_scales, scales.view(_BITS))
@@ -293,8 +293,8 @@ class QuantizedLinear(nn.Module):
         return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, _) = local_part(self.weight_codes)
-        factors, _ = local_part(self.weight_factors)
+        codes, (begin, _) = locate_local_part(self.weight_codes)
+        factors, _ = locate_local_part(self.weight_factors)
         device = self.get_working_device()
         pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
@@ -352,14 +352,14 @@ def make_frozen_parameter(
 
 def _copy_local_part(parameter: Tensor, values: Tensor) -> None:
     """Write the part of the full values that this rank has to a parameter."""
-    local, offset = local_part(parameter)
+    local, offset = locate_local_part(parameter)
     part = tuple(
         slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
     )
     local.copy_(values.view(parameter.shape)[part])
 
 
-@follows_from_shapes()
+@register_shaped_work()
 def dequantize(
     codes: Tensor,
     scales: Tensor | None,

@@ -61,8 +61,12 @@ from recipe_lib.checkpoint.weight_loading import compute_base_fingerprint
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import has_score_head
-from recipe_lib.models.language_model import all_runs, ordered
-from recipe_lib.models.meta_init import extra_modules, saved_whole, stored_weights
+from recipe_lib.models.language_model import get_runs, restore_file_order
+from recipe_lib.models.meta_init import (
+    find_extra_modules,
+    find_fully_saved_tensors,
+    find_stored_weights,
+)
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
 
@@ -114,7 +118,9 @@ def export_adapter(
         prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items():
             plan.append(PlannedTensor(f"{prefix}.{suffix}", dtype, shape))
-    whole_tensors = saved_whole(model)  # a score head among them, which is trained whole
+    whole_tensors = find_fully_saved_tensors(
+        model
+    )  # a score head among them, which is trained whole
     extras = plan_tensors(whole_tensors, holders, world)
     recipe_extras = [name for name in extras if name != SCORE]
     if recipe_extras and not save_extra:
@@ -125,7 +131,7 @@ def export_adapter(
     ]
     # A dict keeps the model's order and has each name once.
     saved_modules: dict[str, None] = {}
-    for group_modules in holders.gather(extra_modules(model), world):
+    for group_modules in holders.gather(find_extra_modules(model), world):
         saved_modules |= dict.fromkeys(group_modules)
     if has_score_head(spec):
         saved_modules[SCORE.removesuffix(".weight")] = None
@@ -220,7 +226,7 @@ def _make_metadata(
 ) -> dict[str, str]:
     """Return the file's metadata: what PEFT looks for, and what merging must know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
-    stored = stored_weights(model)  # codes and scales have types of their own, not the run's
+    stored = find_stored_weights(model)  # codes and scales have types of their own, not the run's
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -265,9 +271,9 @@ def _gather_own_pieces(
     adapted = [owner for _, owner in owners if isinstance(owner, AdaptedModule)]
     if module.experts:
         ((part, owner),) = owners
-        runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
+        runs = [get_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
-        yield from stack_expert_factors(*map(ordered, parameters, runs))
+        yield from stack_expert_factors(*map(restore_file_order, parameters, runs))
         return
     # A of a fused module: its parts' below each other.
     for owner in adapted:
@@ -276,7 +282,7 @@ def _gather_own_pieces(
     for part, owner in owners:
         if len(owners) == 1:
             second = gather_whole(owner.get_parameter(names[1]).detach())
-            yield ordered(second, all_runs(model).get(f"{part.module}.{names[1]}"))
+            yield restore_file_order(second, get_runs(model).get(f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
         second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)

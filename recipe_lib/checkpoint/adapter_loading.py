@@ -32,8 +32,8 @@ from recipe_lib.checkpoint.adapter_files import (
 from recipe_lib.checkpoint.safetensors_files import FileTensor
 from recipe_lib.checkpoint.weight_loading import find_extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.language_model import LanguageModel, own_parts
-from recipe_lib.models.meta_init import saved_whole
+from recipe_lib.models.language_model import LanguageModel, list_local_parts
+from recipe_lib.models.meta_init import find_fully_saved_tensors
 from recipe_lib.models.spec import ModelSpec
 
 
@@ -91,11 +91,11 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
         name: FileTensor(adapter.path, entry, extra=True)
         for name, (_, entry) in adapter.extras.items()
     }
-    tensors = saved_whole(model)
+    tensors = find_fully_saved_tensors(model)
     names = find_extras_to_read(model, adapter.folder, file_extras)
     with safe_open(str(adapter.path), framework="pt") as file:
         for name in names:
-            for local, offsets in own_parts(model, name, tensors[name]):
+            for local, offsets in list_local_parts(model, name, tensors[name]):
                 read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
     if isinstance(model, LanguageModel):
         model.loaded_extras |= frozenset(names)
@@ -137,7 +137,7 @@ def _fill_module(
     start = part.start
 
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-        return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
+        return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
     suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
     with safe_open(str(adapter.path), framework="pt") as file:
@@ -187,7 +187,9 @@ def _fill_experts(
         factors = (factors[0], factors[1].double() * ratio)
     # A is `[E, r, i]` and B `[E, o, r]`: the rank is dimension 1 or 2.
     for suffix, factor, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
-        for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
+        for local, offset in list_local_parts(
+            model, f"{name}.{suffix}", target.get_parameter(suffix)
+        ):
             local.zero_()
             begin = offset[dim]
             num_ranks = min(max(rank - begin, 0), local.shape[dim])

@@ -65,10 +65,10 @@ from recipe_lib.checkpoint.tensor_matching import check_weights, log_left_out, r
 from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
-from recipe_lib.models.families import scored_spec
+from recipe_lib.models.families import build_scored_spec
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, build_weight_map, compute_parameter_shapes
 from recipe_lib.ops.fused_kernels import cut_rows
 from recipe_lib.units import GIB
 
@@ -220,7 +220,7 @@ def merge_adapter(
         adapter=adapter,
         saved=saved,
         tensors=tensors,
-        entries={entry.our_name: entry for entry in weight_map(spec, tensors)},
+        entries={entry.our_name: entry for entry in build_weight_map(spec, tensors)},
         quantize=quantize,
         dtype=dtype,
         file_dtype=file_dtype,
@@ -269,7 +269,7 @@ def _plan_parameters(
     """Return the parameters of the merged model, and the extra ones that the adapter has."""
     parameters = {
         name: PlannedTensor(name, file_dtype, shape)
-        for name, shape in parameter_shapes(spec).items()
+        for name, shape in compute_parameter_shapes(spec).items()
     }
     for name, (_, entry) in adapter.extras.items():
         # A recipe's tables of integers keep their type.
@@ -289,7 +289,7 @@ def _read_checked(
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
         num_scores = adapter.extras[SCORE][1].shape[0]
-        spec: ModelSpec = scored_spec(read_config(base_folder), str(base_folder), num_scores)
+        spec: ModelSpec = build_scored_spec(read_config(base_folder), str(base_folder), num_scores)
     else:
         spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
     check_weights(spec, base_folder)
@@ -328,7 +328,7 @@ class _MergedWeights:
         self._quantize = quantize
         self._dtype = dtype
         self._file_dtype = file_dtype
-        self._shapes = parameter_shapes(spec)
+        self._shapes = compute_parameter_shapes(spec)
         # Our module -> the adapted module of the files, and the part of it that is ours.
         self._modules: dict[str, tuple[FileModule, MergedRows]] = {}
         for module in adapter.list_modules(spec):

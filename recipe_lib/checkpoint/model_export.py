@@ -35,16 +35,16 @@ from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import (
     FAMILIES,
+    get_score_architecture,
+    get_text_config,
     has_score_head,
-    score_architecture,
     spell_native,
-    text_config,
 )
-from recipe_lib.models.language_model import all_runs, ordered
-from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.language_model import get_runs, restore_file_order
+from recipe_lib.models.meta_init import list_persistent_buffers
 from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import weight_map, written_layout
-from recipe_lib.ops.dtensor_shards import gathered
+from recipe_lib.models.weight_names import build_weight_map, build_written_layout
+from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first
 
 # Keys of a source's config.json that are left out of ours: they would make another program run
@@ -93,10 +93,10 @@ def export_model(
     model.state_dict()
     parameters = {
         name: parameter.detach() for name, parameter in model.named_parameters()
-    } | persistent_buffers(model)
+    } | list_persistent_buffers(model)
     holders = find_holders(model, world)
     planned = plan_tensors(parameters, holders, world)
-    family_names = {entry.our_name for entry in weight_map(spec)}
+    family_names = {entry.our_name for entry in build_weight_map(spec)}
     extras = [name for name in planned if name not in family_names]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(extras)}")
@@ -215,9 +215,9 @@ def plan_shards(
     max_shard_bytes: bytes of data that a file may have. extras: the parameters that the model's
     family does not have; they come last.
     """
-    layout = written_layout(spec)
+    layout = build_written_layout(spec)
     if layout is None:
-        entries = weight_map(spec)
+        entries = build_weight_map(spec)
         shapes = compute_file_shapes(
             entries, {name: parameter.shape for name, parameter in parameters.items()}
         )
@@ -268,13 +268,13 @@ class TensorPieces:
         """
         self._read = read
         self._parameters = parameters
-        self._layout = written_layout(spec)
+        self._layout = build_written_layout(spec)
         self._current: Conversion | None = None
         self._converted: dict[str, torch.Tensor] = {}
         # Name in the file -> the parameters that it is made of, in row order.
         self._parts: dict[str, list[str]] = {}
         if self._layout is None:
-            for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
+            for entry in sorted(build_weight_map(spec), key=lambda entry: entry.start):
                 self._parts.setdefault(entry.file_name, []).append(entry.our_name)
         else:
             self._parts = {name: [our_name] for name, our_name in self._layout.renamed.items()}
@@ -413,7 +413,7 @@ def stream_parameter(
     """
 
     def gather() -> Iterator[torch.Tensor]:
-        yield ordered(gather_whole(tensors[name].detach()), all_runs(model).get(name))
+        yield restore_file_order(gather_whole(tensors[name].detach()), get_runs(model).get(name))
 
     return holders.stream_to_rank_0(name, gather)
 
@@ -424,7 +424,7 @@ def gather_whole(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     # Its shards may be kept in host memory, where the mesh's backend cannot gather them.
     on_device = parameter.to(parameter.device_mesh.device_type)
-    return gathered(on_device.to_local(), on_device)
+    return gather_full(on_device.to_local(), on_device)
 
 
 def list_model_files(
@@ -450,11 +450,11 @@ def export_config(
     """
     is_external = isinstance(spec, ExternalSpec)
     # Of a multimodal model we train and write the text model alone.
-    source = source_config if is_external else text_config(source_config)
+    source = source_config if is_external else get_text_config(source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if not is_external:
         causal = FAMILIES[spec.family].architectures[0]
-        config["architectures"] = [score_architecture(spec) if has_score_head(spec) else causal]
+        config["architectures"] = [get_score_architecture(spec) if has_score_head(spec) else causal]
     config["tie_word_embeddings"] = spec.tied
     config["dtype"] = str(dtype).removeprefix("torch.")
     return spell_config(config, spec)

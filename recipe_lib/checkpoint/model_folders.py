@@ -13,7 +13,7 @@ from typing import Any
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import list_weight_files, other_weights
+from recipe_lib.models.spec import describe_other_weights, list_weight_files
 from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 
@@ -41,7 +41,7 @@ def find_weights(folder: Path) -> dict[str, str]:
         fault = (
             f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
         )
-        raise CheckpointError(other_weights(folder, SINGLE) or fault)
+        raise CheckpointError(describe_other_weights(folder, SINGLE) or fault)
     index = _read_index(folder / INDEX)
     for name in sorted(set(index.values())):
         # An index comes with a checkpoint and may not name files elsewhere. Links are the user's.

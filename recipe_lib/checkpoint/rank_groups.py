@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.checkpoint.safetensors_files import PlannedTensor, copy_to_host, write_tensor_file
 from recipe_lib.errors import StorageError
 from recipe_lib.files import storage_faults
-from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.meta_init import list_persistent_buffers
 
 Result = TypeVar("Result")
 
@@ -227,7 +227,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
         name: TRAINED if parameter.requires_grad else FROZEN
         for name, parameter in model.named_parameters()
     }
-    kinds_here |= dict.fromkeys(persistent_buffers(model), BUFFER)
+    kinds_here |= dict.fromkeys(list_persistent_buffers(model), BUFFER)
     part_here = list(kinds_here.items())
     leaders = (0,) * world.size
     if getattr(world, "pipeline", None) is not None:

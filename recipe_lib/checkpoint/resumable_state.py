@@ -87,7 +87,7 @@ from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
-from recipe_lib.models.language_model import all_runs, ordered, own_parts
+from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
 from recipe_lib.reading import parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
@@ -135,7 +135,7 @@ def save_state(
         # The order of the rows of fused matrices, which depends on the tensor parallel size.
         "runs": {},
     }
-    for rank_runs in world.gather_json(all_runs(model)):
+    for rank_runs in world.gather_json(get_runs(model)):
         settings["runs"] |= rank_runs
     shard = _plan_shard(tensors, world)
     num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
@@ -466,7 +466,7 @@ def _reorder_fused(
         name = get_parameter_name(full_name)
         dim, runs = saved.get(name, (0, ()))
         saved_order = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
-        order = all_runs(model).get(name)
+        order = get_runs(model).get(name)
         if not tensor.dim() or saved_order == order:
             continue
         dim = dim if order is None else order[0]
@@ -476,8 +476,8 @@ def _reorder_fused(
                 f"optimizer.state_bits: found states of {name} in blocks that another"
                 " parallel.tensor has in another order; resume with the run's own parallel.tensor"
             )
-        in_file_order = ordered(gather_whole(tensor), saved_order)
-        for part, offset in own_parts(model, name, tensor):
+        in_file_order = restore_file_order(gather_whole(tensor), saved_order)
+        for part, offset in list_local_parts(model, name, tensor):
             ranges = zip(offset, part.shape, strict=True)
             part.copy_(in_file_order[tuple(slice(at, at + size) for at, size in ranges)])
 

@@ -26,14 +26,14 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
-from recipe_lib.models.families import head_labels
+from recipe_lib.models.families import count_head_labels
 from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,
-    buffer_names,
+    build_weight_map,
+    compute_parameter_shapes,
     find_tied_copies,
-    parameter_shapes,
-    weight_map,
+    get_buffer_names,
     why_left_out,
 )
 from recipe_lib.units import counted, format_bytes, name_first
@@ -121,7 +121,7 @@ def check_weights(spec: ModelSpec, folder: Path) -> None:
     weights (quantized); files that are missing, cut short or git-lfs pointers; an index that
     disagrees with its files or names files elsewhere.
     """
-    match_tensors(spec, folder, parameter_shapes(spec))
+    match_tensors(spec, folder, compute_parameter_shapes(spec))
 
 
 def match_tensors(
@@ -133,8 +133,8 @@ def match_tensors(
     """
     tensors = read_headers(folder)
     raise_faults(CheckpointError, [find_quantized_fault(spec, folder, tensors)])
-    entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
-    if SCORE not in tensors and head_labels(read_config(folder)) is None:
+    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    if SCORE not in tensors and count_head_labels(read_config(folder)) is None:
         # A causal language model gets a new head, which starts at random.
         entries = [entry for entry in entries if entry.our_name != SCORE]
     plain_entries = [entry for entry in entries if entry.made is None and entry.view is None]
@@ -157,7 +157,7 @@ def match_tensors(
     }
     unused = _explain_unused(spec, tensors, expected.keys() | conversion_inputs)
     # Buffers may have any type: tables of integers too.
-    buffers = buffer_names(spec)
+    buffers = get_buffer_names(spec)
     names_of_buffers = {entry.file_name for entry in entries if entry.our_name in buffers}
     weights = ((expected.keys() - names_of_buffers) | conversion_inputs) & tensors.keys()
     unreadable = {
@@ -232,7 +232,7 @@ def log_left_out(
     `read_headers` returns them.
     """
     tensors = read_headers(folder) if tensors is None else tensors
-    entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     for copy, entry in find_tied_copies(spec, entries, tensors).items():
         names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
@@ -249,7 +249,7 @@ def log_left_out(
     unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
     if unread:
         get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
-    missing_buffers = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
+    missing_buffers = sorted(get_buffer_names(spec) - {entry.our_name for entry in entries})
     if missing_buffers:
         get_logger().info(
             "%s: not in the files: %s (%d): keep their first values",

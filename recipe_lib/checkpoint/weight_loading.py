@@ -27,16 +27,16 @@ from recipe_lib.checkpoint.tensor_matching import (
     read_headers,
 )
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
+from recipe_lib.models.language_model import LanguageModel, get_modules_elsewhere, list_local_parts
 from recipe_lib.models.meta_init import (
+    find_fully_saved_tensors,
+    find_stored_weights,
     init_weight,
-    persistent_buffers,
+    list_persistent_buffers,
     reset_extra,
-    saved_whole,
-    stored_weights,
 )
 from recipe_lib.models.spec import SCORE, DecoderSpec, FileConversion, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, build_weight_map, compute_parameter_shapes
 from recipe_lib.ops.device import holds_values
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, name_first
@@ -62,16 +62,16 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     """
     parameters: dict[str, torch.Tensor] = {
         **dict(model.named_parameters()),
-        **persistent_buffers(model),
+        **list_persistent_buffers(model),
     }
-    stored = stored_weights(model)
+    stored = find_stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     # A quantized linear has no parameter of the weight's name and shape: its codes are packed.
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
-    expected_shapes = parameter_shapes(spec)
+    expected_shapes = compute_parameter_shapes(spec)
     missing_names = expected_shapes.keys() - shapes.keys()
     # In a pipeline the missing ones are those of other ranks' stages.
-    if missing_names and not modules_elsewhere(model):
+    if missing_names and not get_modules_elsewhere(model):
         raise CheckpointError(
             f"{folder}: the recipe's model has no {name_first(missing_names)}, which config.json"
             " makes part of it; leave the model's own modules under their names, and add others"
@@ -128,7 +128,7 @@ def _load_entry(
         return
     parameter = parameters[entry.our_name]
     source = reader.open_entry(entry, parameter.dtype)
-    for local, offsets in own_parts(model, entry.our_name, parameter):
+    for local, offsets in list_local_parts(model, entry.our_name, parameter):
         # The rows of a fused matrix (Phi 3's qkv) that are this parameter's begin at entry.start.
         read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
 
@@ -146,12 +146,12 @@ def _load_converted(
     Of experts each rank reads those it has. The tensors of one conversion, or of one expert, and
     their result are in host memory at a time.
     """
-    stored = stored_weights(model)
+    stored = find_stored_weights(model)
     with Reader(tensors) as reader:
         for conversion, names in _group_by_conversion(entries):
             quantized_names = [name for name in names if name in stored]
             local_parts = {
-                name: own_parts(model, name, parameters[name])
+                name: list_local_parts(model, name, parameters[name])
                 for name in names
                 if name not in stored
             }
@@ -218,9 +218,9 @@ def find_extras_to_read(
     The weight of an adapter's score head is one of them. Raises CheckpointError for extra
     parameters that only the folder has.
     """
-    parameters = saved_whole(model)
+    parameters = find_fully_saved_tensors(model)
     exported = {name: tensor for name, tensor in tensors.items() if tensor.extra}
-    elsewhere = modules_elsewhere(model)
+    elsewhere = get_modules_elsewhere(model)
     unknown_names = {
         name
         for name in exported.keys() - parameters.keys()
@@ -312,7 +312,7 @@ def compute_base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     digest = hashlib.sha256()
     tensors = read_headers(folder)
     # A score head is trained along with the adapter: it is no mark of the base.
-    entries = [entry for entry in weight_map(spec, tensors) if entry.our_name != SCORE]
+    entries = [entry for entry in build_weight_map(spec, tensors) if entry.our_name != SCORE]
     with Reader(tensors) as reader:
         for entry in sorted(entries, key=lambda entry: entry.our_name):
             digest.update(_format_sample(entry.our_name, _read_middle(reader, entry)))
@@ -354,7 +354,7 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
     if not copies:
         return
     tensors = read_headers(base)
-    entries = {entry.our_name: entry for entry in weight_map(spec, tensors)}
+    entries = {entry.our_name: entry for entry in build_weight_map(spec, tensors)}
     for name, copy in copies.items():
         # The files of a tied model have the embedding alone.
         entry = entries.get(name) or entries["model.embed_tokens.weight"]
@@ -386,7 +386,7 @@ def find_untrained_embeddings(
     headers = read_headers(folder)
     entry = next(
         entry
-        for entry in weight_map(spec, headers)
+        for entry in build_weight_map(spec, headers)
         if entry.our_name == "model.embed_tokens.weight"
     )
     num_rows = headers[entry.file_name].entry.shape[0]

@@ -25,7 +25,7 @@ from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,
-    document_positions,
+    compute_document_positions,
     has_varlen,
     make_attention_info,
 )
@@ -316,7 +316,7 @@ class _StepBuilder:
         if self.is_packed:
             batch = replace(
                 batch,
-                positions=document_positions(lengths, width),
+                positions=compute_document_positions(lengths, width),
                 attention=make_attention_info(lengths, width),
             )
         if self.dataset.group > 1 or self.dataset.labeled:
@@ -548,7 +548,7 @@ def _compute_logits(
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
-        positions = document_positions(_LENGTHS, tokens.shape[1])
+        positions = compute_document_positions(_LENGTHS, tokens.shape[1])
         batch = replace(
             batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1])
         )

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.peaks import round_up_to_pinned
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
@@ -49,7 +49,7 @@ def offload_activations(
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
-    names = layer_names(model)
+    names = list_layer_names(model)
     ahead = memory.activation_offload_prefetch_layers
     # Backward begins with the last layers, which would come back at once. In a pipeline other
     # micro-batches run between a layer's forward and its backward, so there all of them are sent.

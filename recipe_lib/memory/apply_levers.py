@@ -20,7 +20,7 @@ from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.low_precision import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_parameters
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
-from recipe_lib.models.language_model import LanguageModel, layer_names
+from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 
 # Of one layer: kinds of layers, row lengths, with and without gradients. torch's own limit is for
@@ -100,7 +100,7 @@ def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
     )
     modules = dict(model.named_modules())
     compile_layer = model.compile_layer if isinstance(model, LanguageModel) else None
-    for name in layer_names(model):
+    for name in list_layer_names(model):
         if compile_layer is not None:
             compile_layer(name, backend)
             continue

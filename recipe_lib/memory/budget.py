@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.mlp_tiles import exchange_parameters, find_parameters, is_computing_piece
-from recipe_lib.ops.fused_kernels import fused_on_meta
+from recipe_lib.ops.fused_kernels import fuse_on_meta
 from recipe_lib.units import GIB, format_bytes
 
 # Of no card in particular, so that every rank and every plan chooses alike: only the order of the
@@ -287,7 +287,7 @@ def measure_layer_costs(
     with (
         _disable_current_modes(),
         exchange_parameters(parameters, _make_plain),
-        fused_on_meta(fused),
+        fuse_on_meta(fused),
     ):
         dtype = next(
             parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point()

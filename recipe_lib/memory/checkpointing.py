@@ -42,9 +42,9 @@ from recipe_lib.memory.budget import (
     measure_layer_costs,
 )
 from recipe_lib.memory.mlp_tiles import is_computing_piece
-from recipe_lib.models.language_model import layer_names
-from recipe_lib.ops.device import kernels_of
-from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.ops.device import get_kernel_type
+from recipe_lib.ops.fused_kernels import should_fuse
 
 
 def apply_activation_checkpointing(
@@ -68,7 +68,7 @@ def apply_activation_checkpointing(
     if mode == "none":
         return None
     description = None
-    names = layer_names(model)
+    names = list_layer_names(model)
     options: dict[str, dict[str, Any]] = {}  # of `checkpoint`, by layer; none: not checkpointed
     if mode == "budget":
         assert cfg is not None
@@ -141,10 +141,10 @@ def _choose_within_budget(
         length=-(-cfg.max_seq_len // multiple) * multiple,
         tensor_ranks=cfg.parallel.tensor,
         context_ranks=cfg.parallel.context,
-        kernels=kernels_of(device),
+        kernels=get_kernel_type(device),
         pipeline=pipeline,
         # Inside a compiled layer the compiler sees the chain itself, no fused operator.
-        fused=fuses(device) and not cfg.compile,
+        fused=should_fuse(device) and not cfg.compile,
     )
     in_flight = [{0: 1}] if pipeline is None else pipeline.in_flight(num_micro_batches)
     return choose_kept_operators(costs, cfg.memory.activation_budget_gib, in_flight)

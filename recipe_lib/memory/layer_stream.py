@@ -26,10 +26,10 @@ from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.language_model import LanguageModel, layer_names
+from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.device import has_host
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import counted, format_bytes
@@ -71,7 +71,7 @@ class StreamedUnit:
         parameter = self._on_device[index]
         if parameter is None:
             host = self.list_host_parameters()[index]
-            tensor = torch.empty(local_of(host).shape, dtype=host.dtype, device=device)
+            tensor = torch.empty(get_detached_local(host).shape, dtype=host.dtype, device=device)
             if isinstance(host, DTensor):
                 tensor = DTensor(tensor, host._spec, requires_grad=False)  # type: ignore[call-arg]
             parameter = nn.Parameter(tensor, requires_grad=host.requires_grad)
@@ -129,7 +129,7 @@ class LayerStream:
 
     def num_bytes(self) -> int:
         """Return the bytes of this rank's parameters in host memory."""
-        return sum(local_of(parameter).nbytes for parameter in self.parameters())
+        return sum(get_detached_local(parameter).nbytes for parameter in self.parameters())
 
     def get_device_parameters(self) -> dict[str, nn.Parameter]:
         """Return the stand-ins on the device made so far, by the parameters' names."""
@@ -165,7 +165,7 @@ class LayerStream:
                     stand_in = unit.get_device_parameter(index, self._copies.device)
                     self._stepped[host] = stand_in
                     # Only the tensor is needed for the hook, its memory not before the first use.
-                    local_of(stand_in).untyped_storage().resize_(0)
+                    get_detached_local(stand_in).untyped_storage().resize_(0)
                     stand_in.register_post_accumulate_grad_hook(
                         partial(self._step_and_send, step, host)
                     )
@@ -243,16 +243,16 @@ class LayerStream:
         pairs = []
         for number, host in enumerate(self.units[index].list_host_parameters()):
             stand_in = self.units[index].get_device_parameter(number, self._copies.device)
-            target = local_of(stand_in)
-            target.untyped_storage().resize_(local_of(host).nbytes)
-            pairs.append((target, local_of(host)))
+            target = get_detached_local(stand_in)
+            target.untyped_storage().resize_(get_detached_local(host).nbytes)
+            pairs.append((target, get_detached_local(host)))
         return pairs
 
     def _free(self, index: int) -> None:
         unit = self.units[index]
         unit.end_use()
         for parameter in unit.get_device_parameters().values():
-            local_of(parameter).untyped_storage().resize_(0)
+            get_detached_local(parameter).untyped_storage().resize_(0)
 
     def _step_and_send(self, step: StepParameter, host: nn.Parameter, parameter: Tensor) -> None:
         """Step a parameter on the device, and send it to the host."""
@@ -260,9 +260,9 @@ class LayerStream:
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
         step(host, parameter)
-        stepped = local_of(parameter)
+        stepped = get_detached_local(parameter)
         free = partial(stepped.untyped_storage().resize_, 0)
-        self._copies.copy_to_host([(local_of(host), stepped)], free)
+        self._copies.copy_to_host([(get_detached_local(host), stepped)], free)
         # The one before is freed, by now it has most likely arrived; waiting for this one would
         # hold up the computing stream.
         self._copies.free_sent(keep=1)
@@ -336,7 +336,7 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
         )
 
     only_experts = memory.stream_layers == EXPERTS
-    layers = layer_names(model)
+    layers = list_layer_names(model)
     units = []
     for name in layers if only_experts else _find_unit_names(model, layers, is_streamed):
         entries: dict[str, tuple[dict[str, Any], str]] = {}

@@ -31,7 +31,7 @@ from recipe_lib.adapters.layers import AdaptedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.qat import find_plain_linears
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import call_compiled, compiles, cut_rows, make_operator
+from recipe_lib.ops.fused_kernels import call_compiled, can_compile, cut_rows, make_operator
 
 # The scales are those of torchao's converters (quantized_training, and float8 with the recipe
 # `rowwise`), with which tests compare: INT8's codes of fp32 are the same to the bit, FP8's but for
@@ -196,7 +196,7 @@ def _compute_code_shape(matrix: Tensor) -> tuple[int, int]:
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if compiles(matrix):
+    if can_compile(matrix):
         return call_compiled(_quantize_unchunked, matrix, kind, counted)
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     zeros = torch.zeros(_compute_code_shape(matrix), dtype=torch.int8, device=matrix.device)
@@ -218,7 +218,7 @@ def _scale_unchunked(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dty
 
 
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    if compiles(sums):
+    if can_compile(sums):
         return call_compiled(_scale_unchunked, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
     for first, last in cut_rows(out.shape[0], out.shape[1], _PIECE_ELEMENTS):
@@ -271,7 +271,7 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.save_for_backward(hidden if trains_weight else None, weight)
         # Under checkpointing the saved weight comes back as another tensor, which does not lead to
         # the parameter that a deferred gradient is added to.
-        ctx.parameter = weight if deferred.is_splittable() and trains_weight else None
+        ctx.parameter = weight if deferred.is_split_backward_enabled() and trains_weight else None
         out = scaled_mm(hidden.reshape(-1, hidden.shape[-1]), weight, kind)
         return out.view(*hidden.shape[:-1], -1)
 
@@ -287,8 +287,10 @@ class _ScaledLinear(torch.autograd.Function):
         if hidden is None:
             return hidden_grad, None, None
         flat = hidden.detach().reshape(-1, weight.shape[1])
-        if ctx.parameter is not None and deferred.defers():
-            deferred.note([ctx.parameter], lambda: [_compute_weight_gradient(gradient, flat, kind)])
+        if ctx.parameter is not None and deferred.is_deferring():
+            deferred.defer_gradients(
+                [ctx.parameter], lambda: [_compute_weight_gradient(gradient, flat, kind)]
+            )
             return hidden_grad, None, None
         return hidden_grad, _compute_weight_gradient(gradient, flat, kind), None
 

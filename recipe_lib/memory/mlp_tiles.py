@@ -20,10 +20,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
-from recipe_lib.models.language_model import replaced_entries
+from recipe_lib.models.language_model import replace_entries
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
-from recipe_lib.ops.chunked_heads import row_pieces
+from recipe_lib.ops.chunked_heads import split_rows
 from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = deferred.Switch(False)
@@ -116,7 +116,7 @@ def exchange_parameters(
 ) -> Iterator[list[Tensor]]:
     """Put what `replace` makes of these parameters in their places, inside the block."""
     replacements = [replace(parameter) for _, _, parameter in entries]
-    with replaced_entries(
+    with replace_entries(
         (parameters, name, replacement)
         for (parameters, name, _), replacement in zip(entries, replacements, strict=True)
     ):
@@ -129,7 +129,7 @@ def _compute_pieces(
     """Return the MLP's output `[n, d]` of hidden states `[n, d]`, computed piece by piece."""
     out: Tensor | None = None
     with _in_pieces.set(True):
-        for part in row_pieces(hidden.shape[0], num_pieces):
+        for part in split_rows(hidden.shape[0], num_pieces):
             piece = compute_piece(hidden[part], part)
             if out is None:  # only the first piece tells the output's dtype and width
                 out = piece.new_empty(hidden.shape[0], piece.shape[-1])
@@ -178,10 +178,10 @@ class _ChunkedForward(torch.autograd.Function):
                 lambda parameter: parameter.detach().requires_grad_(),
             ) as leaves,
             _replay_random_state(hidden, ctx.random_state),
-            deferred.weight_gradients_at_once(),
+            deferred.disable_deferring(),
             _in_pieces.set(True),
         ):
-            for part in row_pieces(hidden.shape[0], ctx.num_pieces):
+            for part in split_rows(hidden.shape[0], ctx.num_pieces):
                 piece = hidden[part].requires_grad_(hidden_grad is not None)
                 with torch.enable_grad():
                     out = ctx.compute_piece(piece, part)

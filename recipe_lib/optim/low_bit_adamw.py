@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from recipe_lib.config.optimizer_facts import kept_bits
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.dtensor_shards import local_of, local_part
+from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 
 # Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
 # them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
@@ -291,14 +291,14 @@ def list_state_sizes(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> list[int]:
     """Return the bytes of each of a parameter's state tensors on this rank."""
-    elements = local_of(parameter).numel()
+    elements = get_detached_local(parameter).numel()
     layouts = build_state_layouts(parameter, names, bits, master=master)
     return [elements // layout.per * layout.dtype.itemsize for layout in layouts.values()]
 
 
 def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
     """Return zeros that lie on the ranks, and on the device, as the parameter does."""
-    local = local_of(parameter)
+    local = get_detached_local(parameter)
     part = torch.zeros(_compute_state_shape(local, layout), dtype=layout.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return part
@@ -320,7 +320,7 @@ def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
     state_bits = get_state_bits(parameter, bits)
     if state_bits not in BLOCKS:
         return
-    local_columns = local_of(parameter).shape[-1]
+    local_columns = get_detached_local(parameter).shape[-1]
     block = get_block_size(parameter, state_bits)
     if local_columns % block:
         parts = parameter.shape[-1] // local_columns
@@ -452,7 +452,7 @@ class ChunkedOptimizer(Optimizer):
             check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
         # Found once, as torch takes long to find them.
         rounded = params if cfg.stochastic_rounding else ()
-        self._starts = {parameter: local_part(parameter)[1] for parameter in rounded}
+        self._starts = {parameter: locate_local_part(parameter)[1] for parameter in rounded}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return the names of the states that the rule keeps of a parameter."""
@@ -536,22 +536,22 @@ class ChunkedOptimizer(Optimizer):
             state["step"] = 0
             state |= self.make_states(parameter)
             if MASTER in state:
-                local_of(state[MASTER]).copy_(local_of(parameter))
+                get_detached_local(state[MASTER]).copy_(get_detached_local(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
         rounding = None
         if start is not None:
             rounding = (self.seed, state["step"], self.names.get(parameter, ""))
         tensors = {
-            name: _view_as_rows(local_of(value))
+            name: _view_as_rows(get_detached_local(value))
             for name, value in state.items()
             if isinstance(value, Tensor)
         }
         gradient = parameter.grad
         assert gradient is not None
         return ParameterShard(
-            weights=_view_as_rows(local_of(parameter)),
-            gradient=_view_as_rows(local_of(gradient)),
+            weights=_view_as_rows(get_detached_local(parameter)),
+            gradient=_view_as_rows(get_detached_local(gradient)),
             state=tensors,
             start=start or (0,),
             full_shape=tuple(parameter.shape) or (1,),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipe_lib.ops.dtensor_shards import local_of, with_local
+from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
 
@@ -103,7 +103,7 @@ class OffloadedStates:
                 if isinstance(value, Tensor):
                     counts[key] = value.to(self._copies.device)
         if hosts:
-            moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
+            moved = {key: wrap_local(hosts[key], value) for key, value in on_device.items()}
             states[stepped] = counts | moved
         if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
             self._optimizer.add_stand_in(stepped, parameter)
@@ -119,7 +119,10 @@ class OffloadedStates:
         }
         if after:
             states[parameter] = after | targets
-        pairs = [(local_of(target), local_of(after[key])) for key, target in targets.items()]
+        pairs = [
+            (get_detached_local(target), get_detached_local(after[key]))
+            for key, target in targets.items()
+        ]
         # The list holds the device's tensors until they are copied.
         self._copies.copy_to_host(pairs, free=pairs.clear)
 
@@ -143,7 +146,7 @@ class OffloadedStates:
     def _allocate(self, parameter: nn.Parameter) -> list[Pair]:
         """Give the states of a parameter memory on the device; return what is copied there."""
         hosts = {
-            key: local_of(value)
+            key: get_detached_local(value)
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if self._is_offloaded(parameter, value)
         }
@@ -156,8 +159,8 @@ class OffloadedStates:
         return [(on_device[key], host) for key, host in hosts.items()]
 
     def _allocate_on_host(self, like: Tensor) -> Tensor:
-        local = local_of(like)
-        return with_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
+        local = get_detached_local(like)
+        return wrap_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
 
 
 def _is_large(value: Any) -> bool:

@@ -21,8 +21,8 @@ from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import LrSchedulerConfig, MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.device import has_host, kernels_of
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.device import get_kernel_type, has_host
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.optim.low_bit_adamw import (
     TrainedParameters,
     is_layer_matrix,
@@ -145,7 +145,7 @@ def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     The same tensor counts once.
     """
     distinct = {id(tensor): tensor for tensor in tensors}
-    return sum(local_of(tensor).nbytes for tensor in distinct.values())
+    return sum(get_detached_local(tensor).nbytes for tensor in distinct.values())
 
 
 def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
@@ -259,7 +259,7 @@ class _Group:
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
         norms: Sequence[Tensor]
-        if kernels_of(self.device) == "cpu":
+        if get_kernel_type(self.device) == "cpu":
             norms = _compute_piece_norms(self.grads, dtype)
             joined = torch.cat(norms)
         else:

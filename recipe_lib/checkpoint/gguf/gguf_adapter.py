@@ -46,7 +46,7 @@ from recipe_lib.checkpoint.tensor_matching import check_weights, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, ModelSpec, RopeSpec
-from recipe_lib.models.weight_names import weight_map
+from recipe_lib.models.weight_names import build_weight_map
 
 # Our family -> llama.cpp's name of the architecture.
 ARCHITECTURES = {
@@ -355,9 +355,10 @@ def list_model_tensors(
             f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it"
         )
     # The package knows the names of transformers' own files; a folder may have older ones.
-    usual_names = {entry.our_name: entry.file_name for entry in weight_map(spec)}
+    usual_names = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
     file_names = {
-        usual_names[entry.our_name]: entry.file_name for entry in weight_map(spec, list(tensors))
+        usual_names[entry.our_name]: entry.file_name
+        for entry in build_weight_map(spec, list(tensors))
     }
     gguf_names = find_gguf_names(architecture.name, spec.num_layers, list(file_names))
     readers: dict[str, Callable[[], Tensor]] = {}

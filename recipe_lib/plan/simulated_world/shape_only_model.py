@@ -25,8 +25,8 @@ from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
-from recipe_lib.models import preset_config, read_config
-from recipe_lib.models.families import spec_of_run, text_config
+from recipe_lib.models import read_config, read_preset_config
+from recipe_lib.models.families import get_text_config, read_run_spec
 from recipe_lib.models.spec import ExternalSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
@@ -180,7 +180,7 @@ def find_layer_pattern(cfg: Any) -> tuple[int, int]:
 def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
     """Return what each layer is, equal for those that are alike."""
     if isinstance(spec, ExternalSpec):
-        return spec.layer_kinds()
+        return spec.list_layer_kinds()
     # Layers are alike where all fields are that have a value for each layer.
     values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
     per_layer = [
@@ -208,16 +208,16 @@ def _find_layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
 
 def _read_config(cfg: Any) -> Mapping[str, Any]:
     """Return the decoder's config.json, checked."""
-    config = preset_config(cfg.model.preset)
+    config = read_preset_config(cfg.model.preset)
     if cfg.model.implementation != "native":
         return config
     read_spec(cfg)  # raises where the config is not covered
-    return text_config(config)
+    return get_text_config(config)
 
 
 def read_spec(cfg: Any) -> ModelSpec:
     """Return the shape of a plannable config's model."""
-    return spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
+    return read_run_spec(cfg, read_preset_config(cfg.model.preset), cfg.model.preset)
 
 
 @cache

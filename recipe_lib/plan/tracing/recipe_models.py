@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.models.meta_init import StoredWeight, stored_weights
+from recipe_lib.models.meta_init import StoredWeight, find_stored_weights
 from recipe_lib.parallel.gradient_accumulation import entries_of
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.plan_schema import LayerRow
@@ -96,7 +96,7 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
     Tied parameters count at their first owner.
     """
     rows: list[LayerRow] = []
-    stored = stored_weights(model)
+    stored = find_stored_weights(model)
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -21,7 +21,7 @@ from recipe_lib.checkpoint.model_export import find_extra_fault, gather_whole
 from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
-from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import World
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.plan_schema import LayerRow
@@ -356,7 +356,7 @@ def _set_up(
     models = list_models(recipe)
     for name, model in models.items():
         tracer.name_modules(model, name)
-        fault = find_extra_fault(cfg.checkpoint, extra_tensors(model))
+        fault = find_extra_fault(cfg.checkpoint, find_extra_tensors(model))
         if fault is not None:
             notes.append(f"a run would be refused: {fault}")
     if "load" in phases:
