@@ -19,7 +19,7 @@ import torch
 from benchmarks.tp_memory import Tracker, layers_of
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.external.module_spec import read_spec
-from recipe_lib.models import build_meta, preset_config
+from recipe_lib.models import build_meta, read_preset_config
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import shard_tensors
 from recipe_lib.plan.world.simulated_device import NAME
@@ -38,7 +38,7 @@ def alive(
     name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1
 ) -> int:
     """Bytes that a forward with its loss leaves alive on rank 0, besides parameters."""
-    config = preset_config(name) | {"num_hidden_layers": layers}
+    config = read_preset_config(name) | {"num_hidden_layers": layers}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
     spec: Any = (

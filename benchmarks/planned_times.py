@@ -28,7 +28,7 @@ from benchmarks.planner_stacks import written_out_norm
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.models import decoder, preset_config
+from recipe_lib.models import decoder, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT
@@ -152,7 +152,7 @@ def config_of(row: PublishedSpeed, folder: Path) -> Any:
         place = folder / row.id
         place.mkdir(exist_ok=True)
         (place / "config.json").write_text(
-            json.dumps(dict(preset_config(preset)) | row.shape), encoding="utf-8"
+            json.dumps(dict(read_preset_config(preset)) | row.shape), encoding="utf-8"
         )
         cfg, _ = plannable(load_config(row.config, (*row.overrides, f"model.path={place}"), schema))
     return cfg

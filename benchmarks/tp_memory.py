@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
-from recipe_lib.models import DecoderSpec, build_meta, preset_config, spec_from_config  # noqa: E402
+from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
@@ -81,7 +81,7 @@ class Measured:
 
 def layers_of(name: str, layers: int = LAYERS) -> DecoderSpec:
     """The spec of a shipped preset with so many layers."""
-    spec = spec_from_config(preset_config(name), name)
+    spec = build_spec(read_preset_config(name), name)
     return replace(spec, num_layers=layers, windows=spec.windows[:1] * layers)
 
 

@@ -24,7 +24,7 @@ from benchmarks.tp_memory import RANDOM_STATE
 from benchmarks.tp_ways import KEPT, OURS, STYLES, WAYS, Way, standing_sums, taken
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import PhasePeak, Plan
@@ -111,7 +111,7 @@ def layer_bytes(way: Way) -> int:
     """What a layer keeps by formula, in bf16; and 4 bytes a token over t for each head and both
     norms.
     """
-    spec = spec_from_config(preset_config(PRESET), PRESET)
+    spec = build_spec(read_preset_config(PRESET), PRESET)
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     elements = way.kept_elements(spec.width, q, k, spec.mlp_width, TENSOR)
     return TOKENS * (_BF16 * elements + 4 * (spec.num_heads + 2)) // TENSOR + RANDOM_STATE

@@ -25,9 +25,9 @@ from recipe_lib.adapters import nf4
 from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, dequantize, frozen, rows_of
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
-from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import make_opaque_node
-from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_of_rows, taken_rows
+from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
@@ -209,7 +209,7 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`cast_linear` of two types."""
-    return linear_in(hidden, weight, weight.dtype)
+    return linear_in_dtype(hidden, weight, weight.dtype)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):
@@ -428,7 +428,7 @@ def _multiply_groups(
     place: Sequence[int],
 ) -> Tensor:
     weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(rows.dtype)
-    return grouped_matmul(taken_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
+    return grouped_matmul(take_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
 
 
 def _multiply_groups_gradient(
@@ -449,7 +449,7 @@ def _multiply_groups_gradient(
     )
     found = grouped_matmul(gradient.contiguous(), weights, ends)
     del weights
-    return sum_of_rows(found, places, choices) if choices else found
+    return sum_token_rows(found, places, choices) if choices else found
 
 
 # Keeps the codes, which are parameters anyway, and neither rows nor weights.

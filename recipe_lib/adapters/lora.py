@@ -29,15 +29,15 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import (
     LanguageModel,
+    get_modules_elsewhere,
     is_external,
-    layer_names,
-    modules_elsewhere,
-    own_parts,
+    list_layer_names,
+    list_local_parts,
 )
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,7 +83,7 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         model.spec.add_adapters(model, cfg, dtype)
         refuse_unquantized(model, cfg.quantize_base)
         return
-    names = layer_names(model)
+    names = list_layer_names(model)
     for target, (owner, child) in LINEARS.items():
         places = [model.get_submodule(name) for name in names]
         owners = []
@@ -162,7 +162,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     of the loaded weights (a collective).
     """
     for name, parameter in adapter_parameters(model).items():
-        for local, offset in own_parts(model, name, parameter):
+        for local, offset in list_local_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
                 bound = 1 / math.sqrt(parameter.shape[-1])
                 fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
@@ -198,7 +198,7 @@ def init_lengths(model: nn.Module) -> None:
         if unit is not None:
             unit.reshard()
         for module, lengths in zip(members, found, strict=True):
-            local, offset = local_part(module.lora_magnitude_vector)
+            local, offset = locate_local_part(module.lora_magnitude_vector)
             local.copy_(lengths[offset[0] : offset[0] + local.shape[0]])
 
 
@@ -272,7 +272,7 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     found = cover(model)
     targets = describe_targets(found, {} if is_external(model) else WORDS)
-    here = " in this rank's layers" if modules_elsewhere(model) else ""
+    here = " in this rank's layers" if get_modules_elsewhere(model) else ""
     parts = [
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}:"
         f" {sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)}"
@@ -320,7 +320,7 @@ def cover(model: nn.Module) -> Coverage:
     others = (
         tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
     )
-    names = [name for name in layer_names(model) if not name.startswith(others)]
+    names = [name for name in list_layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.logs import silence_torchao
-from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.fused_kernels import register_fused, should_fuse
 
 BLOCK = 64  # numbers that share a scale
 SCALES_PER_FACTOR = 256  # scales that share a factor, at most
@@ -122,7 +122,7 @@ def dequantize(
     codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32, of the whole matrix. place: which of
     its blocks the n are, if not all: see `block_numbers`.
     """
-    if fuses(codes.device):
+    if should_fuse(codes.device):
         count = last - first
         of, group = (
             (place[:3], _group(place[3])) if place else ((0, count, count), _group(len(scales)))
@@ -155,7 +155,7 @@ def dequantize(
     return numbers
 
 
-@fused(
+@register_fused(
     "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place,"
     " SymInt group) -> Tensor",
     lambda codes, scales, factors, levels, *_: levels.new_empty(codes.shape[0], BLOCK),

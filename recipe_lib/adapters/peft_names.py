@@ -14,7 +14,11 @@ from recipe_lib.adapters.lora import LINEARS, WORDS
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import parameter_shapes, router_name, weight_map
+from recipe_lib.models.weight_names import (
+    build_weight_map,
+    compute_parameter_shapes,
+    get_router_name,
+)
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -125,10 +129,10 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
             name: FileModule(name, rows, columns, (MergedRows(name, LINEAR, 0, rows),))
             for name, (rows, columns) in spec.layout().linears.items()
         }
-    shapes = parameter_shapes(spec)
+    shapes = compute_parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
-    places = {entry.our_name: (entry.file_name, entry.start) for entry in weight_map(spec)}
+    places = {entry.our_name: (entry.file_name, entry.start) for entry in build_weight_map(spec)}
     parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
@@ -157,9 +161,9 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> FileModule:
     """A router, or the experts' matrices of a layer, by the names of transformers' modules."""
     if part.target == "router":
-        name = part.module.removesuffix("router") + router_name(spec)
+        name = part.module.removesuffix("router") + get_router_name(spec)
         return FileModule(
-            name, shape[0], shape[1], (part,), parameter=f"mlp.{router_name(spec)}.weight"
+            name, shape[0], shape[1], (part,), parameter=f"mlp.{get_router_name(spec)}.weight"
         )
     owner, leaf = part.module.rsplit(".", 1)
     name = ".".join(filter(None, (owner, _EXPERTS[leaf])))
@@ -175,7 +179,7 @@ def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """
     modules = file_modules(spec)
     if isinstance(spec, ExternalSpec):
-        return [modules[name] for name in spec.adapted_linears(cfg)]
+        return [modules[name] for name in spec.list_adapted_linears(cfg)]
     adapted = [
         module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)
     ]

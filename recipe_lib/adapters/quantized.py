@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
-from recipe_lib.ops.dtensor_shards import gathered, local, local_part
+from recipe_lib.ops.dtensor_shards import gather_full, get_local, locate_local_part
 from recipe_lib.ops.fused_kernels import (
     cut_rows,
-    follows_from_shapes,
-    fused,
-    fuses,
     make_opaque_node,
+    register_fused,
+    register_shaped_work,
+    should_fuse,
 )
 
 # Rows of codes in [-127, 127] and a factor for each, back to numbers.
@@ -41,7 +41,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     """`codes [m, n] * factors [m]`, computed in fp32, of dtype; in pieces, unless it is one
     kernel.
     """
-    if fuses(codes.device):
+    if should_fuse(codes.device):
         return _dequantize(codes, factors, dtype)
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for start, stop in cut_rows(codes.shape[0], codes.shape[1], _PIECE_ELEMENTS):
@@ -50,7 +50,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     return rows
 
 
-@fused(
+@register_fused(
     "dequantize_int8(Tensor codes, Tensor factors, ScalarType dtype) -> Tensor",
     lambda codes, factors, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
@@ -82,7 +82,7 @@ def can_cut(
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
     """Return what quantizing a weight to NF4 follows from."""
     parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
-    parts = [local_part(parameter) for parameter in parameters if parameter is not None]
+    parts = [locate_local_part(parameter) for parameter in parameters if parameter is not None]
     numbers = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
     return [*numbers, *((part.shape, first) for part, first in parts)]
 
@@ -170,14 +170,14 @@ class QuantizedLinear(nn.Module):
         did not cut there.
         """
         first, last = self.columns
-        return rows_of(local(self.weight_codes), self.weight_scales, last - first)
+        return rows_of(get_local(self.weight_codes), self.weight_scales, last - first)
 
     def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes, scales and factors of what this process computes with, of which it may hold
         more.
         """
-        codes, factors = local(self.weight_codes), local(self.weight_factors)
-        scales = None if self.weight_scales is None else local(self.weight_scales)
+        codes, factors = get_local(self.weight_codes), get_local(self.weight_factors)
+        scales = None if self.weight_scales is None else get_local(self.weight_scales)
         first, last = self.rows
         spare = self.rows_held() > last - first
         if scales is None:
@@ -254,9 +254,9 @@ class QuantizedLinear(nn.Module):
             else codes.device
         )
 
-    @follows_from_shapes(_list_shapes_to_fill)
+    @register_shaped_work(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, *_) = local_part(self.weight_codes)
+        codes, (begin, *_) = locate_local_part(self.weight_codes)
         device = self.working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
         for start, stop in cut_rows(len(codes), 2 * codes.shape[1:].numel(), _PIECE_ELEMENTS):
@@ -266,7 +266,7 @@ class QuantizedLinear(nn.Module):
             quantized, found = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
             largest[start:stop] = found.view(largest[start:stop].shape)
-        every = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
+        every = gather_full(largest, self.weight_codes, self.weight_codes.shape[:-1])
         scales, factors = nf4.quantize_scales(every.flatten())
         if self.weight_scales is not None:
             _keep_part(self.weight_scales, scales.view(_BITS))
@@ -288,8 +288,8 @@ class QuantizedLinear(nn.Module):
         ]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, _) = local_part(self.weight_codes)
-        factors, _ = local_part(self.weight_factors)
+        codes, (begin, _) = locate_local_part(self.weight_codes)
+        factors, _ = locate_local_part(self.weight_factors)
         device = self.working_device()
         pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
@@ -348,14 +348,14 @@ def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _keep_part(parameter: Tensor, whole: Tensor) -> None:
-    local, offset = local_part(parameter)
+    local, offset = locate_local_part(parameter)
     part = tuple(
         slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
     )
     local.copy_(whole.view(parameter.shape)[part])
 
 
-@follows_from_shapes()
+@register_shaped_work()
 def dequantize(
     codes: Tensor,
     scales: Tensor | None,

@@ -56,7 +56,7 @@ from recipe_lib.units import name_first
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was
 # stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
-SCORE_KEYS = "tune_score_head"  # what `score_config` adds to a config.json
+SCORE_KEYS = "tune_score_head"  # what `make_score_config` adds to a config.json
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
 _EXPERT_APART = re.compile(r"\.experts\.\d+\.")
 BASE_IMPLEMENTATION = (  # of a model that was not the library's own decoder

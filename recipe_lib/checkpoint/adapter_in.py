@@ -28,8 +28,8 @@ from recipe_lib.checkpoint.adapter_files import (
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.language_model import LanguageModel, own_parts
-from recipe_lib.models.meta_init import saved_whole
+from recipe_lib.models.language_model import LanguageModel, list_local_parts
+from recipe_lib.models.meta_init import find_fully_saved_tensors
 from recipe_lib.models.spec import ModelSpec
 
 
@@ -73,11 +73,11 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
         name: FileTensor(adapter.path, entry, extra=True)
         for name, (_, entry) in adapter.extras.items()
     }
-    tensors = saved_whole(model)
+    tensors = find_fully_saved_tensors(model)
     names = extras_to_read(model, adapter.folder, found)
     with safe_open(str(adapter.path), framework="pt") as file:
         for name in names:
-            for local, offsets in own_parts(model, name, tensors[name]):
+            for local, offsets in list_local_parts(model, name, tensors[name]):
                 read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
     if isinstance(model, LanguageModel):
         model.loaded_extras |= frozenset(names)
@@ -111,7 +111,7 @@ def _fill(
     start = part.start
 
     def held(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-        return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
+        return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
     suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
     with safe_open(str(adapter.path), framework="pt") as file:
@@ -154,7 +154,9 @@ def _fill_experts(
     if abs(ratio - 1) >= 1e-6:
         factors = (factors[0], factors[1].double() * ratio)
     for suffix, whole, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
-        for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
+        for local, offset in list_local_parts(
+            model, f"{name}.{suffix}", target.get_parameter(suffix)
+        ):
             local.zero_()
             begin, size = offset[dim], local.shape[dim]
             taken = min(max(rank - begin, 0), size)

@@ -57,8 +57,12 @@ from recipe_lib.checkpoint.weights_out import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import has_score_head
-from recipe_lib.models.language_model import all_runs, ordered
-from recipe_lib.models.meta_init import extra_modules, saved_whole, stored_weights
+from recipe_lib.models.language_model import get_runs, restore_file_order
+from recipe_lib.models.meta_init import (
+    find_extra_modules,
+    find_fully_saved_tensors,
+    find_stored_weights,
+)
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
 
@@ -107,7 +111,9 @@ def export_adapter(
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    whole_tensors = saved_whole(model)  # a score head among them, which is trained whole
+    whole_tensors = find_fully_saved_tensors(
+        model
+    )  # a score head among them, which is trained whole
     extras = plan_tensors(whole_tensors, holders, world)
     added = [name for name in extras if name != SCORE]
     if added and not save_extra:
@@ -117,7 +123,7 @@ def export_adapter(
         for name, extra in extras.items()
     ]
     saved = dict.fromkeys(
-        module for part in holders.gather(extra_modules(model), world) for module in part
+        module for part in holders.gather(find_extra_modules(model), world) for module in part
     )
     if has_score_head(spec):
         saved[SCORE.removesuffix(".weight")] = None
@@ -189,7 +195,7 @@ def _metadata(
 ) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
-    stored = stored_weights(model)  # what is quantized has its own types
+    stored = find_stored_weights(model)  # what is quantized has its own types
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -232,16 +238,16 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
     if module.experts:
         ((part, owner),) = held
-        runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
+        runs = [get_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [whole(owner.get_parameter(name).detach()) for name in names]
-        yield from stacked_factors(*map(ordered, parameters, runs))
+        yield from stacked_factors(*map(restore_file_order, parameters, runs))
         return
     for owner in adapted:
         yield whole(owner.get_parameter(names[0]).detach())
     for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
         if len(held) == 1:
             second = whole(owner.get_parameter(names[1]).detach())
-            yield ordered(second, all_runs(model).get(f"{part.module}.{names[1]}"))
+            yield restore_file_order(second, get_runs(model).get(f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
         second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)

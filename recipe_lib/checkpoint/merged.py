@@ -64,10 +64,10 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
-from recipe_lib.models.families import scored_spec
+from recipe_lib.models.families import build_scored_spec
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, build_weight_map, compute_parameter_shapes
 from recipe_lib.ops.fused_kernels import cut_rows
 from recipe_lib.units import GIB
 
@@ -214,7 +214,7 @@ def merge_adapter(
     )
     parameters = {
         name: PlannedTensor(name, stored, shape)
-        for name, shape in parameter_shapes(written).items()
+        for name, shape in compute_parameter_shapes(written).items()
     }
     for name, (_, entry) in adapter.extras.items():
         kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
@@ -226,7 +226,7 @@ def merge_adapter(
         adapter=adapter,
         saved=saved,
         tensors=tensors,
-        entries={entry.our_name: entry for entry in weight_map(spec, tensors)},
+        entries={entry.our_name: entry for entry in build_weight_map(spec, tensors)},
         storage=quantize,
         dtype=dtype,
         stored=stored,
@@ -262,7 +262,7 @@ def _checked(
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
         rows = adapter.extras[SCORE][1].shape[0]
-        spec: ModelSpec = scored_spec(read_config(base_folder), str(base_folder), rows)
+        spec: ModelSpec = build_scored_spec(read_config(base_folder), str(base_folder), rows)
     else:
         spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
     check_weights(spec, base_folder)
@@ -298,7 +298,7 @@ class _MergedWeights:
         self._adapter, self._saved = adapter, saved
         self._tensors, self._entries = tensors, entries
         self._storage, self._dtype, self._stored = storage, dtype, stored
-        self._shapes = parameter_shapes(spec)
+        self._shapes = compute_parameter_shapes(spec)
         self._modules = {
             part.module: (module, part) for module in adapter.modules(spec) for part in module.parts
         }

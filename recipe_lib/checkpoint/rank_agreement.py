@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.checkpoint.tensor_files import PlannedTensor, host_bytes, write_tensor_file
 from recipe_lib.errors import StorageError
 from recipe_lib.files import storage_faults
-from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.meta_init import list_persistent_buffers
 
 Result = TypeVar("Result")
 
@@ -226,7 +226,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     own = [
         (name, TRAINED if parameter.requires_grad else FROZEN)
         for name, parameter in model.named_parameters()
-    ] + [(name, BUFFER) for name in persistent_buffers(model)]
+    ] + [(name, BUFFER) for name in list_persistent_buffers(model)]
     leaders = (0,) * world.size
     if getattr(world, "pipeline", None) is not None:
         digests = world.gather_json(hashlib.sha256(json.dumps(own).encode()).hexdigest())

@@ -31,14 +31,14 @@ from recipe_lib.checkpoint.weight_accounts import file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.models.meta_init import find_stored_weights
 from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,
-    buffer_names,
-    parameter_shapes,
-    router_name,
-    weight_map,
+    build_weight_map,
+    compute_parameter_shapes,
+    get_buffer_names,
+    get_router_name,
 )
 from recipe_lib.units import name_first
 
@@ -146,8 +146,8 @@ class SavedWeights:
         if not self.parts:
             return
         base: dict[str, nn.Parameter] = {}
-        shapes = parameter_shapes(self.spec)
-        stored = stored_weights(model)
+        shapes = compute_parameter_shapes(self.spec)
+        stored = find_stored_weights(model)
         for name in self.parts:
             if name in stored:
                 raise CheckpointError(
@@ -265,21 +265,21 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
 def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
     """Return what may be saved of a base, by PEFT's names."""
     if isinstance(base, ExternalSpec):
-        shapes = parameter_shapes(base)
-        names = shapes.keys() - buffer_names(base)
+        shapes = compute_parameter_shapes(base)
+        names = shapes.keys() - get_buffer_names(base)
         return {name: _BaseTensor((WeightEntry(name, name),), shapes[name]) for name in names}
     spec = base if has_score_head(base) else replace(base, tied=False)
     entries = [
-        entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE
+        entry for entry in build_weight_map(spec) if entry.view is None and entry.our_name != SCORE
     ]
-    shapes = file_shapes(entries, parameter_shapes(spec))
+    shapes = file_shapes(entries, compute_parameter_shapes(spec))
     base_tensors: dict[str, _BaseTensor] = {}
     for entry in entries:
         name = entry.file_name
         if (
             ".mlp.router." in entry.our_name
         ):  # PEFT has the name of the module, files may have an older one
-            name = entry.our_name.replace(".mlp.router.", f".mlp.{router_name(spec)}.")
+            name = entry.our_name.replace(".mlp.router.", f".mlp.{get_router_name(spec)}.")
         before = base_tensors[name].entries if name in base_tensors else ()
         base_tensors[name] = _BaseTensor((*before, entry), shapes[entry.file_name])
     return base_tensors

@@ -79,7 +79,7 @@ from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
-from recipe_lib.models.language_model import all_runs, ordered, own_parts
+from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
 from recipe_lib.reading import parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
@@ -120,7 +120,7 @@ def save_state(
         "adapters": adapter_use(model, world, holders),
         "frozen": frozen_mark(model, world, holders),
         "runs": {
-            name: runs for part in world.gather_json(all_runs(model)) for name, runs in part.items()
+            name: runs for part in world.gather_json(get_runs(model)) for name, runs in part.items()
         },
     }
     shard = _plan_shard(tensors, world)
@@ -435,7 +435,7 @@ def _put_in_order(
         name = name_of(full_name)
         dim, runs = saved.get(name, (0, ()))
         before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
-        now = all_runs(model).get(name)
+        now = get_runs(model).get(name)
         if not tensor.dim() or before == now:
             continue
         dim = dim if now is None else now[0]
@@ -444,8 +444,8 @@ def _put_in_order(
                 f"optimizer.state_bits: found states of {name} in blocks that another"
                 " parallel.tensor has in another order; resume with the run's own parallel.tensor"
             )
-        in_file = ordered(whole(tensor), before)
-        for part, offset in own_parts(model, name, tensor):
+        in_file = restore_file_order(whole(tensor), before)
+        for part, offset in list_local_parts(model, name, tensor):
             part.copy_(
                 in_file[
                     tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))

@@ -26,14 +26,14 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
-from recipe_lib.models.families import head_labels
+from recipe_lib.models.families import count_head_labels
 from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,
-    buffer_names,
+    build_weight_map,
+    compute_parameter_shapes,
     find_tied_copies,
-    parameter_shapes,
-    weight_map,
+    get_buffer_names,
     why_left_out,
 )
 from recipe_lib.units import counted, format_bytes, name_first
@@ -111,7 +111,7 @@ def check_weights(spec: ModelSpec, folder: Path) -> None:
     files that are missing, cut short or git-lfs pointers; an index that disagrees with its files or
     names files elsewhere.
     """
-    match_tensors(spec, folder, parameter_shapes(spec))
+    match_tensors(spec, folder, compute_parameter_shapes(spec))
 
 
 def match_tensors(
@@ -124,8 +124,8 @@ def match_tensors(
     """
     tensors = read_headers(folder)
     raise_faults(CheckpointError, [quantized_fault(spec, folder, tensors)])
-    entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
-    if SCORE not in tensors and head_labels(read_config(folder)) is None:
+    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    if SCORE not in tensors and count_head_labels(read_config(folder)) is None:
         entries = [
             entry for entry in entries if entry.our_name != SCORE
         ]  # a new head, which starts at random
@@ -150,7 +150,7 @@ def match_tensors(
         if entry.file_name in expected
     }
     unused = _explain_unused(spec, tensors, expected.keys() | conversion_inputs)
-    buffers = buffer_names(spec)  # of any type: tables of integers too
+    buffers = get_buffer_names(spec)  # of any type: tables of integers too
     buffer_files = {entry.file_name for entry in entries if entry.our_name in buffers}
     weights = ((expected.keys() - buffer_files) | conversion_inputs) & tensors.keys()
     unreadable = {
@@ -223,7 +223,7 @@ def tell_left_out(
     `read_headers`.
     """
     tensors = read_headers(folder) if tensors is None else tensors
-    entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     for copy, entry in find_tied_copies(spec, entries, tensors).items():
         names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
@@ -240,7 +240,7 @@ def tell_left_out(
     unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
     if unread:
         get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
-    kept = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
+    kept = sorted(get_buffer_names(spec) - {entry.our_name for entry in entries})
     if kept:
         get_logger().info(
             "%s: not in the files: %s (%d): keep their first values",

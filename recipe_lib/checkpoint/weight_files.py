@@ -10,7 +10,7 @@ from typing import Any
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import list_weight_files, other_weights
+from recipe_lib.models.spec import describe_other_weights, list_weight_files
 from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 
@@ -38,7 +38,7 @@ def find_weights(folder: Path) -> dict[str, str]:
         nothing = (
             f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
         )
-        raise CheckpointError(other_weights(folder, SINGLE) or nothing)
+        raise CheckpointError(describe_other_weights(folder, SINGLE) or nothing)
     index = _read_index(folder / INDEX)
     for name in sorted(set(index.values())):
         # The name has to be a plain one: an index may not name files elsewhere. Links are the

@@ -21,16 +21,16 @@ from recipe_lib.checkpoint.weight_accounts import (
     tell_left_out,
 )
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
+from recipe_lib.models.language_model import LanguageModel, get_modules_elsewhere, list_local_parts
 from recipe_lib.models.meta_init import (
+    find_fully_saved_tensors,
+    find_stored_weights,
     init_weight,
-    persistent_buffers,
+    list_persistent_buffers,
     reset_extra,
-    saved_whole,
-    stored_weights,
 )
 from recipe_lib.models.spec import SCORE, DecoderSpec, FileConversion, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, build_weight_map, compute_parameter_shapes
 from recipe_lib.ops.device import holds_values
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, name_first
@@ -55,13 +55,13 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     """
     parameters: dict[str, torch.Tensor] = {
         **dict(model.named_parameters()),
-        **persistent_buffers(model),
+        **list_persistent_buffers(model),
     }
-    stored = stored_weights(model)
+    stored = find_stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
-    elsewhere = modules_elsewhere(model)
-    expected = parameter_shapes(spec)
+    elsewhere = get_modules_elsewhere(model)
+    expected = compute_parameter_shapes(spec)
     lost = expected.keys() - shapes.keys()
     if lost and not elsewhere:
         raise CheckpointError(
@@ -115,7 +115,7 @@ def _load_entry(
         return
     parameter = parameters[entry.our_name]
     source = read.opened(entry, parameter.dtype)
-    for local, offsets in own_parts(model, entry.our_name, parameter):
+    for local, offsets in list_local_parts(model, entry.our_name, parameter):
         read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
 
 
@@ -132,12 +132,12 @@ def _load_converted(
     As much as all tensors of one conversion, or those of one expert, are in host memory at a time,
     and what they make.
     """
-    stored = stored_weights(model)
+    stored = find_stored_weights(model)
     with Reader(tensors) as read:
         for conversion, names in _by_conversion(entries):
             quantized = [name for name in names if name in stored]
             places = {
-                name: own_parts(model, name, parameters[name])
+                name: list_local_parts(model, name, parameters[name])
                 for name in names
                 if name not in stored
             }
@@ -196,9 +196,9 @@ def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor
 
     Raises CheckpointError for those that only the folder has.
     """
-    parameters = saved_whole(model)
+    parameters = find_fully_saved_tensors(model)
     exported = {name: tensor for name, tensor in tensors.items() if tensor.extra}
-    elsewhere = modules_elsewhere(model)
+    elsewhere = get_modules_elsewhere(model)
     strange = {
         name
         for name in exported.keys() - parameters.keys()
@@ -296,7 +296,7 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     digest = hashlib.sha256()
     tensors = read_headers(folder)
     entries = [
-        entry for entry in weight_map(spec, tensors) if entry.our_name != SCORE
+        entry for entry in build_weight_map(spec, tensors) if entry.our_name != SCORE
     ]  # it is trained
     with Reader(tensors) as read:
         for entry in sorted(entries, key=lambda entry: entry.our_name):
@@ -335,7 +335,7 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
     if not copies:
         return
     found = read_headers(base)
-    places = {entry.our_name: entry for entry in weight_map(spec, found)}
+    places = {entry.our_name: entry for entry in build_weight_map(spec, found)}
     for name, copy in copies.items():
         entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
         with safe_open(str(path), framework="pt") as file, Reader(found) as read:
@@ -368,7 +368,7 @@ def untrained_embeddings(
     headers = read_headers(folder)
     entry = next(
         entry
-        for entry in weight_map(spec, headers)
+        for entry in build_weight_map(spec, headers)
         if entry.our_name == "model.embed_tokens.weight"
     )
     with Reader(headers) as read:

@@ -30,16 +30,16 @@ from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import (
     FAMILIES,
+    get_score_architecture,
+    get_text_config,
     has_score_head,
-    score_architecture,
     spell_native,
-    text_config,
 )
-from recipe_lib.models.language_model import all_runs, ordered
-from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.language_model import get_runs, restore_file_order
+from recipe_lib.models.meta_init import list_persistent_buffers
 from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import weight_map, written_layout
-from recipe_lib.ops.dtensor_shards import gathered
+from recipe_lib.models.weight_names import build_weight_map, build_written_layout
+from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first
 
 # They would make another program run code, or look for weights of another kind.
@@ -83,10 +83,10 @@ def export_model(
     model.state_dict()
     parameters = {
         name: parameter.detach() for name, parameter in model.named_parameters()
-    } | persistent_buffers(model)
+    } | list_persistent_buffers(model)
     holders = find_holders(model, world)
     everything = plan_tensors(parameters, holders, world)
-    known = {entry.our_name for entry in weight_map(spec)}
+    known = {entry.our_name for entry in build_weight_map(spec)}
     extras = [name for name in everything if name not in known]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault(extras)}")
@@ -180,9 +180,9 @@ def plan_shards(
 
     extras: the parameters that the model's family does not have; they come last.
     """
-    other = written_layout(spec)
+    other = build_written_layout(spec)
     if other is None:
-        entries = weight_map(spec)
+        entries = build_weight_map(spec)
         shapes = file_shapes(
             entries, {name: parameter.shape for name, parameter in parameters.items()}
         )
@@ -227,14 +227,14 @@ class TensorPieces:
         """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective.
         parameters: what has each parameter's shape and type. extras: see `plan_shards`.
         """
-        self._read, self._parameters, self._other = read, parameters, written_layout(spec)
+        self._read, self._parameters, self._other = read, parameters, build_written_layout(spec)
         self._current: Conversion | None = None
         self._made: dict[str, torch.Tensor] = {}
         self._parts: dict[
             str, list[str]
         ] = {}  # name in the file -> the parameters it is made of, in row order
         if self._other is None:
-            for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
+            for entry in sorted(build_weight_map(spec), key=lambda entry: entry.start):
                 self._parts.setdefault(entry.file_name, []).append(entry.our_name)
         else:
             self._parts = {name: [own] for name, own in self._other.renamed.items()}
@@ -353,7 +353,7 @@ def relay_whole(
     """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
 
     def gather() -> Iterator[torch.Tensor]:
-        yield ordered(whole(tensors[name].detach()), all_runs(model).get(name))
+        yield restore_file_order(whole(tensors[name].detach()), get_runs(model).get(name))
 
     return holders.relay(name, gather)
 
@@ -365,7 +365,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     placed = parameter.to(parameter.device_mesh.device_type)
-    return gathered(placed.to_local(), placed)
+    return gather_full(placed.to_local(), placed)
 
 
 def list_model_files(
@@ -391,11 +391,11 @@ def export_config(
     what is written.
     """
     external = isinstance(spec, ExternalSpec)
-    written = source_config if external else text_config(source_config)
+    written = source_config if external else get_text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not external:
         causal = FAMILIES[spec.family].architectures[0]
-        config["architectures"] = [score_architecture(spec) if has_score_head(spec) else causal]
+        config["architectures"] = [get_score_architecture(spec) if has_score_head(spec) else causal]
     config["tie_word_embeddings"] = spec.tied
     config["dtype"] = str(dtype).removeprefix("torch.")
     return spell_config(config, spec)

@@ -59,7 +59,13 @@ from recipe_lib.data import trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtype
 from recipe_lib.logs import print_wrapped
-from recipe_lib.models import Decoder, build_meta, preset_config, read_config, read_trained_spec
+from recipe_lib.models import (
+    Decoder,
+    build_meta,
+    read_config,
+    read_preset_config,
+    read_trained_spec,
+)
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.parallel import DTYPES
@@ -372,7 +378,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     cfg, out = found.cfg, _target(found, "model", arguments)
     device = choose_device(arguments.device)
     base = find_checkpoint(cfg.model.path) if cfg.model.path else None
-    config = read_config(base) if base else preset_config(cfg.model.preset)
+    config = read_config(base) if base else read_preset_config(cfg.model.preset)
     spec = read_trained_spec(config, cfg.model.path or cfg.model.preset, cfg.model.implementation)
     dtype = DTYPES[cfg.dtype]
     model = build_meta(spec, dtype)

@@ -115,7 +115,7 @@ def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this
     machine.
     """
-    from recipe_lib.models.spec import preset_config, read_config
+    from recipe_lib.models.spec import read_config, read_preset_config
     from recipe_lib.plan.world.shape_only_model import in_hub_cache
 
     path = Path(name).expanduser()
@@ -123,7 +123,7 @@ def config_of(name: str) -> dict[str, Any]:
     if path.exists():
         return read_config(path)
     if name in presets:
-        return preset_config(name)
+        return read_preset_config(name)
     cached = in_hub_cache(name)
     if cached is not None:
         return read_config(Path(cached))

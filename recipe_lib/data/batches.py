@@ -24,7 +24,7 @@ from recipe_lib.data.dataset import DataPlan, Dataset, TokenSequence, pack
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,
-    document_positions,
+    compute_document_positions,
     has_varlen,
     make_attention_info,
 )
@@ -293,7 +293,7 @@ class _StepSlots:
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), attention=info)
         if self.packed:
             positions, info = (
-                document_positions(lengths, width),
+                compute_document_positions(lengths, width),
                 make_attention_info(lengths, width),
             )
             batch = replace(batch, positions=positions, attention=info)
@@ -518,7 +518,7 @@ def _logits(
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
-        positions = document_positions(_LENGTHS, tokens.shape[1])
+        positions = compute_document_positions(_LENGTHS, tokens.shape[1])
         batch = replace(
             batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1])
         )

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.peaks import pinned_bytes
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
@@ -51,7 +51,7 @@ def offload_activations(
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
-    names = layer_names(model)
+    names = list_layer_names(model)
     # In a pipeline other micro-batches come between the last layer's forward and its backward.
     resident = 0 if is_stage else memory.activation_offload_prefetch_layers
     if resident >= len(names):

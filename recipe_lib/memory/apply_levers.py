@@ -20,11 +20,11 @@ from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_parameters
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
-from recipe_lib.models.language_model import LanguageModel, layer_names
+from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops import deferred
 from recipe_lib.ops.fused_kernels import (
     call_compiled,
-    compiles,
+    can_compile,
     cut_rows,
     make_operator,
     use_fused_kernels,
@@ -100,7 +100,7 @@ def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     modules = dict(model.named_modules())
     compile_layer = model.compile_layer if isinstance(model, LanguageModel) else None
-    for name in layer_names(model):
+    for name in list_layer_names(model):
         if compile_layer is not None:
             compile_layer(name, backend)
             continue
@@ -325,7 +325,7 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if compiles(matrix):
+    if can_compile(matrix):
         return call_compiled(_quantize_whole, matrix, kind, counted)
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
@@ -347,7 +347,7 @@ def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) 
 
 
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    if compiles(sums):
+    if can_compile(sums):
         return call_compiled(_scale_whole, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
     for first, last in cut_rows(out.shape[0], out.shape[1], _PIECE_ELEMENTS):
@@ -397,7 +397,9 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.kind, ctx.shape = kind, hidden.shape
         ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
         # What checkpointing gives back of a saved tensor has no way to the parameter.
-        ctx.parameter = weight if deferred.is_splittable() and ctx.needs_input_grad[1] else None
+        ctx.parameter = (
+            weight if deferred.is_split_backward_enabled() and ctx.needs_input_grad[1] else None
+        )
         return scaled_product(hidden.reshape(-1, hidden.shape[-1]), weight, kind).view(
             *hidden.shape[:-1], -1
         )
@@ -414,8 +416,10 @@ class _ScaledLinear(torch.autograd.Function):
         if hidden is None:
             return hidden_grad, None, None
         flat = hidden.detach().reshape(-1, weight.shape[1])
-        if ctx.parameter is not None and deferred.defers():
-            deferred.note([ctx.parameter], lambda: [_weight_gradient(gradient, flat, kind)])
+        if ctx.parameter is not None and deferred.is_deferring():
+            deferred.defer_gradients(
+                [ctx.parameter], lambda: [_weight_gradient(gradient, flat, kind)]
+            )
             return hidden_grad, None, None
         return hidden_grad, _weight_gradient(gradient, flat, kind), None
 

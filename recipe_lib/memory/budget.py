@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.mlp_tiles import computes_pieces, exchange_parameters, find_parameters
-from recipe_lib.ops.fused_kernels import fused_on_meta
+from recipe_lib.ops.fused_kernels import fuse_on_meta
 from recipe_lib.units import GIB, format_bytes
 
 FLOPS, BANDWIDTH, LINK = (
@@ -306,7 +306,7 @@ def layer_costs(
     with (
         _disable_current_modes(),
         exchange_parameters(parameters, _make_plain),
-        fused_on_meta(fused),
+        fuse_on_meta(fused),
     ):
         dtype = next(
             parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point()

@@ -42,9 +42,9 @@ from recipe_lib.memory.budget import (
     layer_costs,
 )
 from recipe_lib.memory.mlp_tiles import computes_pieces
-from recipe_lib.models.language_model import layer_names
-from recipe_lib.ops.device import kernels_of
-from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.ops.device import get_kernel_type
+from recipe_lib.ops.fused_kernels import should_fuse
 
 
 def apply_activation_checkpointing(
@@ -71,7 +71,7 @@ def apply_activation_checkpointing(
     if mode == "none":
         return None
     described = None
-    names, modules = layer_names(model), dict(model.named_modules())
+    names, modules = list_layer_names(model), dict(model.named_modules())
     if mode == "budget":
         assert cfg is not None
         choice = _choose(model, cfg, device or torch.device("cpu"), pipeline)
@@ -141,10 +141,10 @@ def _choose(
         rows,
         length,
         cfg.parallel.tensor,
-        kernels_of(device),
+        get_kernel_type(device),
         pipeline,
         context=cfg.parallel.context,
-        fused=fuses(device) and not cfg.compile,
+        fused=should_fuse(device) and not cfg.compile,
     )
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
     return choose(costs, cfg.memory.activation_budget_gib, moments)

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
-from recipe_lib.models.language_model import replaced_entries
+from recipe_lib.models.language_model import replace_entries
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
-from recipe_lib.ops.chunked_heads import row_pieces
+from recipe_lib.ops.chunked_heads import split_rows
 from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = deferred.Switch(False)
@@ -110,7 +110,7 @@ def exchange_parameters(
 ) -> Iterator[list[Tensor]]:
     """Inside, modules have in these places what `replace` makes of their parameters."""
     replacements = [replace(parameter) for _, _, parameter in places]
-    with replaced_entries(
+    with replace_entries(
         (own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)
     ):
         yield replacements
@@ -122,7 +122,7 @@ def _all_pieces(
     """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
     found: Tensor | None = None
     with _in_pieces.set(True):
-        for part in row_pieces(hidden.shape[0], pieces):
+        for part in split_rows(hidden.shape[0], pieces):
             piece = forward(others[0], hidden[part], *_taken(others[1:], part, hidden.shape[0]))
             if found is None:
                 found = piece.new_empty(hidden.shape[0], piece.shape[-1])
@@ -183,10 +183,10 @@ class _Pieces(torch.autograd.Function):
                 lambda parameter: parameter.detach().requires_grad_(),
             ) as leaves,
             _random_again(hidden, ctx.random),
-            deferred.weight_gradients_at_once(),
+            deferred.disable_deferring(),
             _in_pieces.set(True),
         ):
-            for part in row_pieces(hidden.shape[0], pieces):
+            for part in split_rows(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
                     found = forward(others[0], piece, *_taken(others[1:], part, hidden.shape[0]))

@@ -38,7 +38,7 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.checkpointing import outside_selection
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
 from recipe_lib.ops.fused_kernels import make_operator
@@ -155,7 +155,7 @@ def find_plain_linears(
         raise ConfigError(
             f"{key}: found {value} for a mixture of experts, {mixtures}; remove {key}"
         )
-    inside = tuple(f"{name}." for name in layer_names(model))
+    inside = tuple(f"{name}." for name in list_layer_names(model))
     linears = {}
     for name, module in model.named_modules():
         if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from recipe_lib.config.optimizer_facts import kept_bits
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.dtensor_shards import local_of, local_part
+from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 
 # Numbers in 8 or 4 bits, in blocks with a scale each; and rounding to bf16 by chance that every
 # rank agrees on.
@@ -304,14 +304,14 @@ def stored_sizes(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool
 ) -> list[int]:
     """Bytes of each of a parameter's state tensors on this rank."""
-    elements = local_of(parameter).numel()
+    elements = get_detached_local(parameter).numel()
     found = layouts(parameter, names, bits, master=master)
     return [elements // layout.per * layout.dtype.itemsize for layout in found.values()]
 
 
 def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
     """Zeros that lie on the ranks, and on the device, as the parameter does."""
-    local = local_of(parameter)
+    local = get_detached_local(parameter)
     part = torch.zeros(_shape(local, layout), dtype=layout.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return part
@@ -335,8 +335,8 @@ def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
     them.
     """
     kept = bits_of(parameter, bits)
-    if kept in BLOCKS and local_of(parameter).shape[-1] % block_of(parameter, kept):
-        columns = parameter.shape[-1] // local_of(parameter).shape[-1]
+    if kept in BLOCKS and get_detached_local(parameter).shape[-1] % block_of(parameter, kept):
+        columns = parameter.shape[-1] // get_detached_local(parameter).shape[-1]
         raise ConfigError(
             f"optimizer.state_bits: found {kept} with {name or 'a matrix'} of {parameter.shape[-1]}"
             f" columns cut in {columns}, expected blocks of {block_of(parameter, kept)} within each"
@@ -472,7 +472,7 @@ class ChunkedOptimizer(Optimizer):
             check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
         chosen = params if cfg.stochastic_rounding else ()
         self._starts = {
-            parameter: local_part(parameter)[1] for parameter in chosen
+            parameter: locate_local_part(parameter)[1] for parameter in chosen
         }  # torch takes long to find them
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -556,22 +556,22 @@ class ChunkedOptimizer(Optimizer):
             state["step"] = 0
             state |= self.new_states(parameter)
             if MASTER in state:
-                local_of(state[MASTER]).copy_(local_of(parameter))
+                get_detached_local(state[MASTER]).copy_(get_detached_local(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
         chance = (
             None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
         )
         tensors = {
-            name: _rows(local_of(value))
+            name: _rows(get_detached_local(value))
             for name, value in state.items()
             if isinstance(value, Tensor)
         }
         gradient = parameter.grad
         assert gradient is not None
         return StateChunk(
-            weights=_rows(local_of(parameter)),
-            gradient=_rows(local_of(gradient)),
+            weights=_rows(get_detached_local(parameter)),
+            gradient=_rows(get_detached_local(gradient)),
             state=tensors,
             start=start or (0,),
             whole=tuple(parameter.shape) or (1,),

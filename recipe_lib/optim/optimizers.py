@@ -19,8 +19,8 @@ from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import LrSchedulerConfig, MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.device import has_host, kernels_of
-from recipe_lib.ops.dtensor_shards import local_of, with_local
+from recipe_lib.ops.device import get_kernel_type, has_host
+from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, Trained, is_layer_matrix, stored_sizes
 from recipe_lib.parallel.parallelize import Parallel
@@ -158,7 +158,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     counts once.
     """
     distinct = {id(tensor): tensor for tensor in tensors}
-    return sum(local_of(tensor).nbytes for tensor in distinct.values())
+    return sum(get_detached_local(tensor).nbytes for tensor in distinct.values())
 
 
 def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
@@ -292,7 +292,7 @@ class _Group:
         """Sum of squares of this rank's part in fp64, `[]` on the group's device."""
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        on_cpu = kernels_of(self.device) == "cpu"
+        on_cpu = get_kernel_type(self.device) == "cpu"
         norms = (
             _norms_of_pieces(self.grads, dtype)
             if on_cpu
@@ -565,7 +565,7 @@ class OffloadedStates:
         stepped, states = self._instead(parameter), self._optimizer.state
         on_device = self._take(parameter)
         hosts = states.get(parameter, {})
-        moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
+        moved = {key: wrap_local(hosts[key], value) for key, value in on_device.items()}
         counts = {key: value for key, value in hosts.items() if key not in on_device}
         if self._optimizer.defaults.get(
             "fused"
@@ -590,7 +590,10 @@ class OffloadedStates:
         }
         if after:
             states[parameter] = after | places
-        pairs = [(local_of(place), local_of(after[key])) for key, place in places.items()]
+        pairs = [
+            (get_detached_local(place), get_detached_local(after[key]))
+            for key, place in places.items()
+        ]
         self._copies.copy_to_host(pairs, free=pairs.clear)
 
     def _waits(self, parameter: nn.Parameter, value: Any) -> bool:
@@ -617,7 +620,9 @@ class OffloadedStates:
         """Give the states of a parameter memory on the device; return what is copied there."""
         states = self._optimizer.state.get(parameter, {})
         hosts = {
-            key: local_of(value) for key, value in states.items() if self._waits(parameter, value)
+            key: get_detached_local(value)
+            for key, value in states.items()
+            if self._waits(parameter, value)
         }
         if not hosts:
             return []
@@ -628,8 +633,8 @@ class OffloadedStates:
         return [(on_device[key], host) for key, host in hosts.items()]
 
     def _allocate_on_host(self, like: Tensor) -> Tensor:
-        local = local_of(like)
-        return with_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
+        local = get_detached_local(like)
+        return wrap_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
 
 
 def _is_large(value: Any) -> bool:

@@ -10,7 +10,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.models.meta_init import find_stored_weights
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, warmup_steps
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
@@ -141,7 +141,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
+    stored = find_stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
     plain = (
         parameter
         for name, parameter in model.named_parameters()

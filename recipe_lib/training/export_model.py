@@ -19,7 +19,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
-from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.world import World
 from recipe_lib.training.added_parameters import warn_of_export
@@ -188,7 +188,7 @@ def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
     """
     if cfg.scores_sequences:
         return False
-    return cfg.model.implementation in ("native", "transformers") and not extra_tensors(
+    return cfg.model.implementation in ("native", "transformers") and not find_extra_tensors(
         model, saved=True
     )
 

@@ -33,7 +33,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.optim.optimizers import (
     OptimizerLevers,
     learning_rate,
@@ -278,7 +278,7 @@ class TrainingLoop:
         collective.
         """
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        local = [local_of(parameter) for parameter in trained]
+        local = [get_detached_local(parameter) for parameter in trained]
         norms = [
             torch.linalg.vector_norm(tensor, float("inf")) for tensor in local if tensor.numel()
         ]

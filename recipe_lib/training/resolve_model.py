@@ -12,8 +12,8 @@ from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import ADAPTER_CONFIG, base_name, downloaded_model
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import build_meta, preset_config, read_config, read_spec
-from recipe_lib.models.families import scored_spec, spec_of_run
+from recipe_lib.models import build_meta, read_config, read_preset_config, read_spec
+from recipe_lib.models.families import build_scored_spec, read_run_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.context import check_context
@@ -50,9 +50,9 @@ def resolve_model(
             " model.path to a folder of the model alone, and lora.adapter_path to one of the"
             " adapter if it is to be trained on"
         )
-    config = read_config(folder) if folder else preset_config(name)
+    config = read_config(folder) if folder else read_preset_config(name)
     if scored:
-        spec: ModelSpec = scored_spec(config, str(folder or name), num_labels)
+        spec: ModelSpec = build_scored_spec(config, str(folder or name), num_labels)
     else:
         spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
@@ -89,5 +89,5 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
     folder = named if named is None or named.is_dir() else downloaded_model(str(cfg.model.path))
     if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
         return
-    config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
-    validate_parallelism(cfg, spec_of_run(cfg, config, str(folder or cfg.model.preset)))
+    config = read_config(folder) if folder else read_preset_config(cfg.model.preset or "")
+    validate_parallelism(cfg, read_run_spec(cfg, config, str(folder or cfg.model.preset)))

@@ -24,7 +24,7 @@ from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.families import head_labels, score_config
+from recipe_lib.models.families import count_head_labels, make_score_config
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
@@ -116,7 +116,7 @@ def describe_score_head(model: Decoder, source: ResolvedModel) -> str:
     spec = model.spec
     start = (
         "read from the checkpoint"
-        if head_labels(source.config) and source.folder
+        if count_head_labels(source.config) and source.folder
         else "new, with random weights"
     )
     return (
@@ -147,7 +147,8 @@ def settle_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -
             data.validation_dataset = _numbered(data.validation_dataset, names)
         names = _exported_names(names, source)
     return replace(
-        source, config=score_config(source.config, names, _padding_id(data.tokenizer, data.dataset))
+        source,
+        config=make_score_config(source.config, names, _padding_id(data.tokenizer, data.dataset)),
     )
 
 
@@ -177,7 +178,7 @@ def _class_names(dataset: Dataset, source: ResolvedModel) -> list[str]:
             " add samples of others"
         )
     numbers = [name for name in found if name.isdecimal()]
-    known = source.config.get("label2id") if head_labels(source.config) else None
+    known = source.config.get("label2id") if count_head_labels(source.config) else None
     if isinstance(known, dict) and set(found) <= set(known):
         return [name for name, _ in sorted(known.items(), key=lambda item: item[1])]
     if numbers and len(numbers) < len(found):
@@ -205,7 +206,7 @@ def _exported_names(names: list[str], source: ResolvedModel) -> list[str]:
     """Classes that are numbers in the samples have the checkpoint's names, or those that
     transformers gives.
     """
-    known = source.config.get("id2label") if head_labels(source.config) else None
+    known = source.config.get("id2label") if count_head_labels(source.config) else None
     known = known if isinstance(known, dict) else {}
     return [str(known.get(name, f"LABEL_{name}")) if name.isdecimal() else name for name in names]
 

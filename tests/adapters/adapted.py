@@ -16,7 +16,7 @@ from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from tests.parallel.small_models import ROWS, small_batch
@@ -65,7 +65,7 @@ def adapted(
 def move_adapters(model: Decoder, size: float) -> None:
     """Adds random numbers to all adapters, the same on any number of ranks."""
     for name, parameter in adapter_parameters(model).items():
-        local, offset = local_part(parameter)
+        local, offset = locate_local_part(parameter)
         noise = torch.empty_like(local)
         fill_random(
             noise,

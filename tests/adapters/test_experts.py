@@ -20,7 +20,7 @@ from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config, read_preset_config
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.grouped import group_tokens
 from recipe_lib.units import GIB
@@ -247,7 +247,7 @@ def test_what_the_page_says_of_the_numbers_of_all_experts() -> None:
     AdamW's states.
     """
     text = (ROOT / "docs" / "moe.md").read_text(encoding="utf-8")
-    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    spec = build_spec(read_preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
     counts = {}
     for targets in ("experts", "all-linear"):
         model = build_meta(spec, torch.bfloat16)

@@ -16,7 +16,7 @@ from recipe_lib.adapters import adapter_parameters, add_adapters
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import Parallel, start_world
@@ -94,7 +94,7 @@ def train_theirs(model: nn.Module, data: list[Tensor]) -> Losses:
 
 def our_model(folder: Path, cfg: LoraConfig, beginning: dict[str, Tensor]) -> Decoder:
     """Our decoder with the checkpoint's weights and the adapters that PEFT's begins with."""
-    spec = spec_from_config(read_config(folder), str(folder))
+    spec = build_spec(read_config(folder), str(folder))
     model = build_meta(spec, torch.float32)
     add_adapters(model, cfg, torch.float32)
     model.to_empty(device="cpu")

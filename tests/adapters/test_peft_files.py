@@ -16,7 +16,7 @@ from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
-from recipe_lib.models import read_config, spec_from_config
+from recipe_lib.models import build_spec, read_config
 from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
 from tests.adapters.hugging_face import (
     VARIANTS,
@@ -162,7 +162,7 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
         text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
     )
     outer = settings.to_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
-    spec, cfg = spec_from_config(outer, "tiny"), config(target_modules=["q", "down"])
+    spec, cfg = build_spec(outer, "tiny"), config(target_modules=["q", "down"])
     with adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
         export_adapter(
             model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer
@@ -209,7 +209,7 @@ def test_patterns_may_name_the_modules_of_a_multimodal_model(name: str) -> None:
 def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path) -> None:
     folder = realdata / "hf-layouts" / layout
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    spec = spec_from_config(read_config(folder), layout)
+    spec = build_spec(read_config(folder), layout)
     modules = set(file_modules(spec)) - ({"lm_head"} if spec.tied else set())
     assert {f"{name}.weight" for name in modules} <= names.keys()
     assert len(modules) == (4 if spec.fused_file else 7) * spec.num_layers + 1 + (not spec.tied)

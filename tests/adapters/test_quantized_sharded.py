@@ -24,7 +24,7 @@ from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
@@ -42,7 +42,7 @@ def qlora(
 ) -> Iterator[tuple[Decoder, World]]:
     """A model as the recipe makes it, its frozen weights from the folder."""
     with start_world(cfg) as world:
-        spec = spec_from_config(read_config(folder), str(folder))
+        spec = build_spec(read_config(folder), str(folder))
         model = build_meta(spec, dtype)
         add_adapters(model, cfg.lora, dtype)
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
@@ -248,7 +248,7 @@ def wide(tmp_path: Path) -> Path:
     the down matrix.
     """
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    model = build_meta(spec_from_config(CONFIG, "wide"), torch.float32).to_empty(device="cpu")
+    model = build_meta(build_spec(CONFIG, "wide"), torch.float32).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(value.shape, generator=generator)
@@ -292,7 +292,7 @@ def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> No
 @contextmanager
 def qlora_empty(folder: Path, quantize: str) -> Iterator[tuple[Decoder, Any]]:
     with start_world(config(quantize)) as world:
-        spec = spec_from_config(read_config(folder), str(folder))
+        spec = build_spec(read_config(folder), str(folder))
         model = build_meta(spec, torch.float32)
         add_adapters(model, config(quantize).lora, torch.float32)
         shard_model(model, config().parallel, MemoryConfig(), world)

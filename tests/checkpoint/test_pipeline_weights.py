@@ -20,7 +20,7 @@ from recipe_lib.checkpoint.huggingface import check_room, export_model, load_wei
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.parallel import World
 from tests.checkpoint.staged import (
     CONFIG,
@@ -157,7 +157,9 @@ def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
             load_weights(model, model.spec, memory_path)
             return [
                 sum(read),
-                sum(local_part(parameter)[0].numel() * 4 for parameter in model.parameters()),
+                sum(
+                    locate_local_part(parameter)[0].numel() * 4 for parameter in model.parameters()
+                ),
             ]
 
     for read, own in run_ranks(work, 4):

@@ -21,7 +21,7 @@ from recipe_lib.checkpoint import weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
 from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.errors import CheckpointError, StorageError
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.units import format_bytes
 from tests.checkpoint.tiny import CONFIG, tiny_model, tiny_spec, tiny_world, train, tree
 from tests.distributed.ranks import run_ranks
@@ -35,7 +35,7 @@ def load_source(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Our model with the folder's weights, its spec, its config."""
     config = read_config(folder)
-    spec = spec_from_config(config, str(folder))
+    spec = build_spec(config, str(folder))
     model = build_meta(spec, dtype)
     model.to_empty(device="cpu")
     load_weights(model, spec, folder)

@@ -19,7 +19,7 @@ from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.external.module_spec import ModuleSpec, read_spec
 from recipe_lib.logs import get_logger
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.models.weight_names import parameter_shapes
+from recipe_lib.models.weight_names import compute_parameter_shapes
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
 
@@ -377,7 +377,7 @@ def test_a_module_of_a_users_own(wide: bool, caplog: pytest.LogCaptureFixture):
     config = {"vocab_size": 61, "layers": 2, "wide": wide}
     spec = read_spec(config, "here", f"own{wide}")
     assert (spec.vocab_size, spec.num_layers, spec.tied) == (61, 2, False)
-    assert parameter_shapes(spec)["out.bias"] == (61,)
+    assert compute_parameter_shapes(spec)["out.bias"] == (61,)
     model, other = ours(spec, torch.float64), Own(config).double()
     model.load_state_dict(other.state_dict())
     tokens, labels = rows()

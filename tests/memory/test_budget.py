@@ -17,7 +17,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfi
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
 from recipe_lib.memory.budget import FLOPS, BudgetChoice, LayerCost, Operator, choose, layer_costs
-from recipe_lib.models import build_meta, preset_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_preset_config
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
@@ -157,7 +157,7 @@ def test_experts_that_are_computed_again_take_the_time_of_each_tokens_choices() 
     """Mixtral: of its experts the wider product at least is needed again, 2 x 2 x 4096 x 14336
     weights a token.
     """
-    spec = spec_from_config(preset_config("mixtral/8x7B"), "mixtral/8x7B")
+    spec = build_spec(read_preset_config("mixtral/8x7B"), "mixtral/8x7B")
     assert spec.mixture is not None
     one = replace(
         spec, num_layers=1, windows=(None,), mixture=replace(spec.mixture, layers=(True,))
@@ -258,7 +258,7 @@ def test_worth_follows_the_length_of_rows() -> None:
     """A matmul's worth a byte is the width that it sums over, attention's the tokens that a query
     sees.
     """
-    model = build_meta(spec_from_config(preset_config("llama3/8B"), "x"), torch.bfloat16)
+    model = build_meta(build_spec(read_preset_config("llama3/8B"), "x"), torch.bfloat16)
 
     def first(length: int) -> str:
         layers = layer_costs(model, 1, length, 1, "cuda")

@@ -13,7 +13,7 @@ from torch import Tensor
 from recipe_lib.memory import apply_levers
 from recipe_lib.memory.apply_levers import KINDS, quantize_rows, scaled_linear, scaled_product
 from recipe_lib.ops import fused_kernels
-from recipe_lib.ops.deferred import defer_weight_gradients, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward
 from tests.torchao_oracle import convert, rounded_rows
 
 TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
@@ -247,7 +247,7 @@ def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
     at_once = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     scaled_linear(*at_once, kind).backward(gradient.unsqueeze(0))
     later_on = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    with splittable():
+    with enable_split_backward():
         out = scaled_linear(*later_on, kind)
         with defer_weight_gradients() as later:
             out.backward(gradient.unsqueeze(0))
@@ -299,8 +299,8 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(
         name: torch.compile(getattr(apply_levers, name), dynamic=True, backend=counter)
         for name, counter in counters.items()
     }
-    monkeypatch.setattr(apply_levers, "compiles", lambda tensor: True)
-    monkeypatch.setattr(fused_kernels, "compiled", lambda function: made[function.__name__])
+    monkeypatch.setattr(apply_levers, "can_compile", lambda tensor: True)
+    monkeypatch.setattr(fused_kernels, "get_compiled", lambda function: made[function.__name__])
     torch._dynamo.reset()
     hidden, weight, _, _ = operands(torch.bfloat16)
     for trained in (True, False):

@@ -18,7 +18,7 @@ from recipe_lib.config.schema import (
     ParallelConfig,
 )
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import optimizers
 from recipe_lib.optim.optimizers import OffloadedStates, build_optimizer, clip_grad_norm, step_only
@@ -223,7 +223,7 @@ def alike(found: Any, expected: Any) -> list[str]:
                 value = own_part(value, values[key]) if value.shape == values[key].shape else value
             if not torch.equal(
                 *(
-                    torch.as_tensor(local_of(one) if isinstance(one, Tensor) else one)
+                    torch.as_tensor(get_detached_local(one) if isinstance(one, Tensor) else one)
                     for one in (values[key], value)
                 )
             ):

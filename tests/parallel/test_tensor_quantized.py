@@ -17,8 +17,8 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
-from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import (
     Parallel,
@@ -48,7 +48,7 @@ CASES = [
 
 
 def spec() -> DecoderSpec:
-    return spec_from_config(CONFIG, "small")
+    return build_spec(CONFIG, "small")
 
 
 def build(
@@ -73,7 +73,7 @@ def build(
     init_adapters(model, 4)
     for name, parameter in adapter_parameters(model).items():
         if "lora_B" in name:  # zeros would hide A's gradient
-            local_part(parameter)[0].data.fill_(0.01)
+            locate_local_part(parameter)[0].data.fill_(0.01)
     return model, divided
 
 
@@ -116,7 +116,8 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
             if not torch.allclose(found, wanted[name].grad, rtol=1e-3, atol=1e-6):
                 faults.append(f"gradient of {name}")
         stored = sum(
-            local_part(module.weight_codes)[0].numel() for module in quantized(model).values()
+            locate_local_part(module.weight_codes)[0].numel()
+            for module in quantized(model).values()
         )
         bytes_of_all = sum(module.weight_codes.numel() for module in quantized(plain).values())
         if stored != bytes_of_all // world.size and not parallel.tensor_replicate_kv_heads:

@@ -15,7 +15,7 @@ from recipe_lib.data import Dataset, StepBatches, make_step
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
 from recipe_lib.models import read_config
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.families import head_labels, score_config, scored_spec
+from recipe_lib.models.families import build_scored_spec, count_head_labels, make_score_config
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.scores import score_loss, score_metrics, scored_with, settle_items
 from tests.training import labeled
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Any, Dec
     for labels in (1, 3):
         folder = tmp_path_factory.mktemp(f"scored{labels}")
         theirs = labeled.theirs(labels, folder, num_labels=labels)
-        spec = scored_spec(read_config(folder), str(folder), None)
+        spec = build_scored_spec(read_config(folder), str(folder), None)
         assert spec.num_labels == labels
         found[labels] = theirs, labeled.ours(spec, folder)
     return found
@@ -182,7 +182,7 @@ def settled(
     special.encode_pieces = lambda texts: []
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     if known is not None:
-        config = score_config(config, known, None) | {
+        config = make_score_config(config, known, None) | {
             "architectures": ["LlamaForSequenceClassification"]
         }
     data = SimpleNamespace(
@@ -206,11 +206,14 @@ def test_names_of_classes() -> None:
         config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"}
         and config["pad_token_id"] == labeled.PAD
     )
-    assert config["problem_type"] == "single_label_classification" and head_labels(config) is None
+    assert (
+        config["problem_type"] == "single_label_classification"
+        and count_head_labels(config) is None
+    )
     data, config = settled(["2", "0", "1", "0"])
     assert data.dataset.values.tolist() == [2, 0, 1, 0] and config["label2id"]["LABEL_2"] == 2
     data, config = settled(["cat", "dog"], known=["emu", "dog", "cat"])  # a checkpoint's own order
-    assert data.dataset.values.tolist() == [2, 1] and head_labels(config) == 3
+    assert data.dataset.values.tolist() == [2, 1] and count_head_labels(config) == 3
 
 
 def test_classes_that_cannot_be_are_refused() -> None:
@@ -248,24 +251,24 @@ def test_specs_of_scored_models() -> None:
         "architectures": ["LlamaForCausalLM"],
         "rms_norm_eps": 1e-6,
     }
-    assert scored_spec(config, "here", 2).num_labels == 2
+    assert build_scored_spec(config, "here", 2).num_labels == 2
     with pytest.raises(
         CheckpointError, match=r"^here: config.json: has no score head .*; set reward.num_labels to"
     ):
-        scored_spec(config, "here", None)
+        build_scored_spec(config, "here", None)
     scored = config | {
         "architectures": ["LlamaForSequenceClassification"],
         "id2label": {"0": "a", "1": "b", "2": "c"},
     }
-    assert scored_spec(scored, "here", None).num_labels == 3
+    assert build_scored_spec(scored, "here", None).num_labels == 3
     with pytest.raises(
         CheckpointError,
         match=r"its score head has 3 rows, the config asks for 1; set reward.num_lab",
     ):
-        scored_spec(scored, "here", 1)
+        build_scored_spec(scored, "here", 1)
     gemma = {
         "architectures": ["Gemma3TextForSequenceClassification"],
         "model_type": "gemma3_text",
         "hidden_size": 8,
     }
-    assert scored_spec(config | gemma | {"head_dim": 4}, "here", 2).family == "gemma3"
+    assert build_scored_spec(config | gemma | {"head_dim": 4}, "here", 2).family == "gemma3"

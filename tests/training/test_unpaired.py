@@ -15,7 +15,7 @@ from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import StepBatches, make_step, validation_steps
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import read_config, spec_from_config
+from recipe_lib.models import build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import Parallel
@@ -53,7 +53,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Decod
         theirs = labeled.theirs(seed, folder)
         found[name] = (
             theirs,
-            labeled.ours(spec_from_config(read_config(folder), str(folder)), folder),
+            labeled.ours(build_spec(read_config(folder), str(folder)), folder),
         )
     return found
 

@@ -43,7 +43,7 @@ from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, ModelSpec, RopeSpec
-from recipe_lib.models.weight_names import weight_map
+from recipe_lib.models.weight_names import build_weight_map
 
 # What llama.cpp is to know of a model: its architecture and numbers; and what it does not compute.
 # No torch.
@@ -358,8 +358,10 @@ def model_tensors(
         raise CheckpointError(
             f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it"
         )
-    usual = {entry.our_name: entry.file_name for entry in weight_map(spec)}
-    places = {usual[entry.our_name]: entry.file_name for entry in weight_map(spec, list(found))}
+    usual = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
+    places = {
+        usual[entry.our_name]: entry.file_name for entry in build_weight_map(spec, list(found))
+    }
     names = gguf_names(architecture.name, spec.num_layers, list(places))
     readers = {
         names[own]: _reader(spec, architecture, own, found[held], held)

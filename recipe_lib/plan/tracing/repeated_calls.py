@@ -44,7 +44,7 @@ class _Notes:
 
 @contextmanager
 def repeating_shaped_work(tracer: Tracer) -> Iterator[None]:
-    """Inside, functions that `follows_from_shapes` marks run once for each kind of arguments of a
+    """Inside, functions that `register_shaped_work` marks run once for each kind of arguments of a
     simulation.
     """
     known: dict[Any, _Notes | None] = {}

@@ -22,7 +22,7 @@ from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
-from recipe_lib.models.meta_init import extra_tensors, stored_weights
+from recipe_lib.models.meta_init import find_extra_tensors, find_stored_weights
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import entries_of
 from recipe_lib.parallel.parallelize import Parallel
@@ -326,7 +326,7 @@ def _set_up(
     models = models_of(recipe)
     for name, model in models.items():
         tracer.name_modules(model, name)
-        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
+        fault = refused_extra(cfg.checkpoint, find_extra_tensors(model))
         if fault is not None:
             notes.append(f"a run would be refused: {fault}")
     if "load" in phases:
@@ -601,7 +601,7 @@ def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
     their first owner.
     """
     facts: list[LayerRow] = []
-    stored = stored_weights(model)
+    stored = find_stored_weights(model)
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -23,8 +23,8 @@ from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
-from recipe_lib.models import preset_config, read_config
-from recipe_lib.models.families import spec_of_run, text_config
+from recipe_lib.models import read_config, read_preset_config
+from recipe_lib.models.families import get_text_config, read_run_spec
 from recipe_lib.models.spec import ExternalSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
@@ -182,7 +182,7 @@ def find_layer_pattern(cfg: Any) -> tuple[int, int]:
 def _layer_kinds(spec: ModelSpec) -> list[Any]:
     """Return what each layer is, equal for those that are alike."""
     if isinstance(spec, ExternalSpec):
-        return spec.layer_kinds()
+        return spec.list_layer_kinds()
     values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
     per_layer = [
         value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers
@@ -211,16 +211,16 @@ def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
 
 def _config_of(cfg: Any) -> Mapping[str, Any]:
     """The decoder's config.json, checked."""
-    config = preset_config(cfg.model.preset)
+    config = read_preset_config(cfg.model.preset)
     if cfg.model.implementation != "native":
         return config
     spec_of(cfg)
-    return text_config(config)
+    return get_text_config(config)
 
 
 def spec_of(cfg: Any) -> ModelSpec:
     """The shape of a plannable config's model."""
-    return spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
+    return read_run_spec(cfg, read_preset_config(cfg.model.preset), cfg.model.preset)
 
 
 @cache

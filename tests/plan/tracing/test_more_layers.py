@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from recipe_lib.models import preset_config
+from recipe_lib.models import read_preset_config
 from recipe_lib.plan import build_plan
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
 from recipe_lib.plan.tracing import simulate_deep as module
@@ -130,7 +130,7 @@ def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(
 ) -> None:
     preset, changes, (config, *overrides) = PATTERNS[name]
     file = tmp_path / "shape.json"
-    file.write_text(json.dumps(preset_config(preset) | changes), encoding="utf-8")
+    file.write_text(json.dumps(read_preset_config(preset) | changes), encoding="utf-8")
     overrides += [*UNREAD, f"model.preset={file}"]
     assert apart(lambda: compared(config, *overrides, more=1, steps=(STEADY,))) == SAME
 
@@ -189,7 +189,7 @@ def test_recipes_that_say_it_and_do_not_are_simulated_whole(
 ) -> None:
     file = tmp_path / "shape.json"
     file.write_text(
-        json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8"
+        json.dumps(read_preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8"
     )
 
     def planned() -> tuple[list[str], bool]:

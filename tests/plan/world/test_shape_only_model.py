@@ -10,7 +10,7 @@ import pytest
 from recipe_lib.config import load_config
 from recipe_lib.config.paths import list_configs, list_presets
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.plan.world.shape_only_model import (
     find_layer_pattern,
     layer_count,
@@ -47,10 +47,12 @@ def test_a_run_that_was_planned_before_it_could_start(
 
 
 def test_config_json_alone_is_enough(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(preset_config("qwen3/0.6B")), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps(read_preset_config("qwen3/0.6B")), encoding="utf-8"
+    )
     shaped, assumed = plannable(load(SMALL, "~model.preset", f"model.path={tmp_path}"))
-    assert spec_from_config(preset_config(shaped.model.preset), "") == spec_from_config(
-        preset_config("qwen3/0.6B"), ""
+    assert build_spec(read_preset_config(shaped.model.preset), "") == build_spec(
+        read_preset_config("qwen3/0.6B"), ""
     )
     assert assumed == []
 
@@ -65,7 +67,7 @@ def test_the_hub_cache_goes_before_the_shipped_shape(
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40, encoding="utf-8")
     (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    config = preset_config("qwen3/0.6B") | {"num_hidden_layers": 3}
+    config = read_preset_config("qwen3/0.6B") | {"num_hidden_layers": 3}
     (cached / "snapshots" / ("0" * 40) / "config.json").write_text(
         json.dumps(config), encoding="utf-8"
     )
@@ -122,7 +124,7 @@ def test_nothing_of_an_earlier_run_is_in_the_way(tmp_path: Path):
 def test_the_period_of_layers_is_that_of_their_windows(name: str, period: int):
     shaped, _ = plannable(load_config(name))
     assert find_layer_pattern(shaped) == (0, period)
-    windows = spec_from_config(preset_config(shaped.model.preset), "").windows
+    windows = build_spec(read_preset_config(shaped.model.preset), "").windows
     assert windows[period:] == windows[:-period]
     assert all(windows[shift:] != windows[:-shift] for shift in range(1, period))
 
@@ -130,9 +132,9 @@ def test_the_period_of_layers_is_that_of_their_windows(name: str, period: int):
 @pytest.mark.parametrize("name", ["gemma3/1B_full", "qwen3/0.6B_full", "phi3/mini_full"])
 def test_a_model_with_fewer_layers_is_the_beginning_of_it(name: str):
     shaped, _ = plannable(load_config(name))
-    whole = spec_from_config(preset_config(shaped.model.preset), "")
+    whole = build_spec(read_preset_config(shaped.model.preset), "")
     for layers in (1, whole.num_layers - 1, whole.num_layers):
-        cut = spec_from_config(preset_config(with_layers(shaped, layers).model.preset), "")
+        cut = build_spec(read_preset_config(with_layers(shaped, layers).model.preset), "")
         assert cut.windows == whole.windows[:layers]
         assert {key for key in vars(cut) if vars(cut)[key] != vars(whole)[key]} <= {
             "num_layers",
@@ -151,10 +153,10 @@ def test_layers_that_it_does_not_have():
 
 def test_layers_listed_one_by_one_are_cut_too(tmp_path: Path):
     types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    config = preset_config("gemma3/1B") | {"num_hidden_layers": 4, "layer_types": types}
+    config = read_preset_config("gemma3/1B") | {"num_hidden_layers": 4, "layer_types": types}
     (tmp_path / "shape.json").write_text(json.dumps(config), encoding="utf-8")
     shaped, _ = plannable(load(SMALL, f"model.preset={tmp_path / 'shape.json'}"))
-    windows = spec_from_config(preset_config(with_layers(shaped, 3).model.preset), "").windows
+    windows = build_spec(read_preset_config(with_layers(shaped, 3).model.preset), "").windows
     assert [window is not None for window in windows] == [True, False, False]
 
 
@@ -173,7 +175,7 @@ def test_layers_with_experts_differ_from_others(
     name: str, changed: dict[str, object], pattern: tuple[int, int], tmp_path: Path
 ):
     """An MLP among mixtures is another layer; those at the front are never repeated."""
-    (tmp_path / "shape.json").write_text(json.dumps(preset_config(name) | changed))
+    (tmp_path / "shape.json").write_text(json.dumps(read_preset_config(name) | changed))
     shaped, _ = plannable(load(SMALL, f"model.preset={tmp_path / 'shape.json'}"))
     assert find_layer_pattern(shaped) == pattern
     assert find_layer_pattern(with_layers(shaped, 12)) == pattern
