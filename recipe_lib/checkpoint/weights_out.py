@@ -28,12 +28,12 @@ from recipe_lib.checkpoint.weight_accounts import EXTRA, file_shapes
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.config_spelling import spell_native
 from recipe_lib.models.families import (
     FAMILIES,
     get_score_architecture,
     get_text_config,
     has_score_head,
-    spell_native,
 )
 from recipe_lib.models.language_model import get_runs, restore_file_order
 from recipe_lib.models.meta_init import list_persistent_buffers

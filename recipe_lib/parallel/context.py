@@ -3,7 +3,7 @@
 
 The model is given whole micro-batches `[b, s]`, and its layers this rank's `[b, s / c, d]`,
 consecutive tokens of each row. Where tokens meet, in attention, ranks exchange them for heads
-(`recipe_lib.ops.gathered`), and what is made of a batch for attention (documents, masks, windows)
+(`recipe_lib.ops.sequence_shards`), and what is made of a batch for attention (documents, masks, windows)
 is that of whole rows. The loss is that of all tokens, the same on all ranks of the group; a rank's
 gradients are those of its part, which FSDP (with ddp the sum once a step) adds up, as ranks that
 share a sequence are neighbors in the mesh's data dimension.
@@ -23,16 +23,16 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.gathered import (
-    Group,
+from recipe_lib.ops.gathered import Group
+from recipe_lib.ops.head_losses import HeadLoss
+from recipe_lib.ops.rope import compute_rotation
+from recipe_lib.ops.sequence_shards import (
     exchange_for_heads,
     exchange_for_tokens,
     gather_tokens,
     shard_tokens,
     sum_over_ranks,
 )
-from recipe_lib.ops.head_losses import HeadLoss
-from recipe_lib.ops.rope import compute_rotation
 from recipe_lib.parallel.world import World
 
 

@@ -230,7 +230,7 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     without a pipeline.
 
     A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises
-    ConfigError: see `split_layers`, `refuse_for_pipeline`, `LanguageModel.stage_parts`.
+    ConfigError: see `split_layers`, `refuse_for_pipeline`, `LanguageModel.find_stage_parts`.
     """
     if world.pipeline is None:
         return None
