@@ -64,8 +64,11 @@ class Fields:
     def read_numbers(self, key: str, length: int) -> tuple[float, ...]:
         """Return a list of `length` numbers above 0."""
         values = self.config.get(key)
-        is_list = isinstance(values, list) and len(values) == length
-        if not is_list or not all(is_within(value, self.bounds) for value in values):
+        if (
+            not isinstance(values, list)
+            or len(values) != length
+            or not all(is_within(value, self.bounds) for value in values)
+        ):
             raise self.make_fault(key, f"a list of {length} numbers {format_bounds(self.bounds)}")
         return tuple(map(float, values))
 
@@ -491,8 +494,8 @@ def _make_refusal(key: str, section: Any, where: str, expected: str) -> Checkpoi
 def _read_fp8_block(section: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Return rows and columns that share a scale. section: that of quant_method fp8."""
     block = section.get("weight_block_size")
-    is_pair = isinstance(block, list) and len(block) == 2
-    is_pair = is_pair and all(type(size) is int and size > 0 for size in block)
+    sizes = block if isinstance(block, list) else []
+    is_pair = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
     is_dynamic = str(section.get("activation_scheme", "dynamic")).lower() == "dynamic"
     # Key -> (whether it says what is read, what was expected).
     expected = {
@@ -516,5 +519,4 @@ def _read_fp8_block(section: Mapping[str, Any], where: str) -> tuple[int, int]:
                 f"{where}: config.json: quantization_config.{key}: found {value}"
                 f" (quant_method fp8), expected {remedy}; {_REMEDY}"
             )
-    assert isinstance(block, list)
-    return block[0], block[1]
+    return sizes[0], sizes[1]

@@ -139,8 +139,9 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
             elif name.endswith(".bias"):
                 local.zero_()
             else:
-                key = f"{seed}/{name}"
-                _fill_normal(local, offset, parameter.shape, key=key, std=spec.init_std)
+                _fill_normal(
+                    local, offset, parameter.shape, key=f"{seed}/{name}", std=spec.init_std
+                )
 
 
 @torch.no_grad()
@@ -148,8 +149,7 @@ def init_weight(model: nn.Module, name: str, seed: int, spec: ModelSpec) -> None
     """Fill one parameter of a materialized model as `init_weights` does."""
     parameter = model.get_parameter(name)
     for local, offset in list_local_parts(model, name, parameter):
-        key = f"{seed}/{name}"
-        _fill_normal(local, offset, parameter.shape, key=key, std=spec.init_std)
+        _fill_normal(local, offset, parameter.shape, key=f"{seed}/{name}", std=spec.init_std)
 
 
 def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
@@ -313,7 +313,6 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
 
 
 def _get_computed_buffers(model: nn.Module) -> set[str]:
-    """Return the buffers that have the values that their modules computed."""
     return set(model.computed_buffers) if isinstance(model, LanguageModel) else set()
 
 

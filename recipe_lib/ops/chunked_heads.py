@@ -55,7 +55,6 @@ class ChunkedHead:
         self.hidden = hidden.flatten(0, -2)
         self.weight = weight
         self.group = group
-        self.rows = self.hidden.shape[0]
         self.trains = any(trained)
         self.gradients: list[Tensor | None] = [
             torch.empty_like(self.hidden) if trained[0] else None,  # each chunk writes its rows
@@ -119,7 +118,6 @@ class ChunkedAdaptedHead:
         assert hidden is not None
         self.hidden = hidden.flatten(0, -2)
         self.project = project
-        self.rows = self.hidden.shape[0]
         self.trains = any(trained)
         self._trains_hidden = trained[0]
         # Leaves, so that autograd stops at them: the chunk's graph is not that of the model.
@@ -171,7 +169,7 @@ def walk_chunks(head: Head, labels: Tensor, chunks: int, per_chunk: PerChunk) ->
     their gradient, which the head takes, or None.
     """
     rank_labels = labels.reshape(head.ranks, -1)
-    for part in split_rows(head.rows, chunks):
+    for part in split_rows(head.hidden.shape[0], chunks):
         gradient = per_chunk(part, rank_labels[:, part].flatten())
         if gradient is not None:
             gradient = gradient.to(head.logits_dtype)  # the wide one is gone
