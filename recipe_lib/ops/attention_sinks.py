@@ -228,8 +228,8 @@ def _run_cpu_backward(
             q,
             k,
             v,
-            out=out,
-            logsumexp=log_sums,
+            out,  # by position: torch.compile takes a keyword `out` for a tensor to write to
+            log_sums,
             dropout_p=0.0,
             is_causal=_is_plain_causal(q, mask),
             attn_mask=mask,
