@@ -349,7 +349,7 @@ def random_batches(case: Case, recipe: Any) -> StepBatches:
     tokens = torch.randint(0, recipe.spec.vocab_size, shape, generator=generator)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(recipe.device)
     count = case.batch_size * case.sequence * recipe.world.data_ranks
-    return StepBatches([batch], trained_tokens=count, total_tokens=count, padded_tokens=count)
+    return StepBatches([batch], num_label_tokens=count, total_tokens=count, padded_tokens=count)
 
 
 def speed_of(

@@ -119,14 +119,14 @@ def _nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
     blocks = 2 if small else INNER * WIDTH // nf4.BLOCK
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
-    factors = torch.rand(nf4.factors_of(blocks), device=device) + 100
+    factors = torch.rand(nf4.count_factors(blocks), device=device) + 100
     return (
         codes,
         scales,
         factors,
-        nf4._levels(torch.bfloat16, device),
+        nf4._make_levels(torch.bfloat16, device),
         [0, 0, blocks, blocks],
-        nf4._group(blocks),
+        nf4._get_group_size(blocks),
     )
 
 

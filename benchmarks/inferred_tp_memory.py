@@ -22,8 +22,8 @@ from recipe_lib.external.module_spec import read_spec
 from recipe_lib.models import build_meta, read_preset_config
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import shard_tensors
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import simulated_world, tensors_without_bytes
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import enter_simulated_world, use_fake_tensors
 from recipe_lib.units import MIB
 
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
@@ -47,7 +47,7 @@ def alive(
         else layers_of(name, layers)
     )
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
-    with simulated_world(parallel, 0, size) as world, tensors_without_bytes():
+    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
         model: Any = build_meta(spec, torch.bfloat16)
         shard_tensors(model, parallel, MemoryConfig(activation_checkpointing="none"), world)
         model.to_empty(device=NAME)

@@ -40,10 +40,10 @@ from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_c
 from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
-from recipe_lib.plan.world.simulated_device import NAME  # noqa: E402
-from recipe_lib.plan.world.simulated_world import (  # noqa: E402
-    simulated_world,
-    tensors_without_bytes,
+from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
+from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
+    enter_simulated_world,
+    use_fake_tensors,
 )
 from recipe_lib.units import MIB  # noqa: E402
 
@@ -213,7 +213,7 @@ def measure(
     """
     gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
-    with simulated_world(parallel, 0, size) as world, tensors_without_bytes(), way(how):
+    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors(), way(how):
         model = build_meta(spec, torch.bfloat16)
         if change is not None:
             change(model)

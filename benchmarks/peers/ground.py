@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from benchmarks.peers.cases import ALPHA, RANK, PeerCase
 from recipe_lib.adapters.lora import LINEARS
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, make_config_fields
 from recipe_lib.checkpoint.adapter_files import TENSOR_FILE
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_spec, read_config, read_preset_config
@@ -89,7 +89,7 @@ def make_adapter(model: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
     lora = LoraConfig(rank=RANK, alpha=ALPHA)
-    fields = write_fields(lora, str(model), modules, [child for _, child in LINEARS.values()])
+    fields = make_config_fields(lora, str(model), modules, [child for _, child in LINEARS.values()])
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 

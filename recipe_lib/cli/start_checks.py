@@ -165,7 +165,7 @@ def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
 def _check_checkpoint(
     name: str, read_spec: Callable[[dict[str, Any], str], Any] | None, with_weights: bool
 ) -> str | None:
-    from recipe_lib.checkpoint.weight_files import find_weights
+    from recipe_lib.checkpoint.model_folders import find_weights
     from recipe_lib.models import read_config
 
     if _is_made_by_a_run(name, MODEL_FOLDER):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters.lora import adapter_settings
+from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
@@ -189,7 +189,7 @@ class ModuleSpec(ExternalSpec):
         return adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
-        add_adapters(model, cfg, adapter_settings(cfg, dtype))
+        add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)

@@ -184,7 +184,7 @@ class AdaptedExternal(AdaptedMatrix):
         self.kind = type(base)
         self.transposed = is_transposed(base)
 
-    def frozen_rows(self, start: int, stop: int) -> Tensor:
+    def get_frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]

@@ -328,8 +328,8 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        module.weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
-        module.relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
+        module.compute_weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
+        module.compute_relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
         found[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return found
 
@@ -347,11 +347,13 @@ def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     columns are.
     """
     weight = (
-        module.part_weight() if isinstance(module, QuantizedLinear) else get_local(module.weight)
+        module.dequantize_local_weight()
+        if isinstance(module, QuantizedLinear)
+        else get_local(module.weight)
     )
     weight = weight.t() if module.transposed else weight
     first, second = get_local(module.lora_A.weight), get_local(module.lora_B.weight)
-    found = module.lengths_with(lambda start, stop: weight[start:stop], first, second)
+    found = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
     return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()
 
 

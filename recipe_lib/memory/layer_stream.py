@@ -41,7 +41,7 @@ from recipe_lib.units import counted, format_bytes
 
 EXPERTS = "experts"  # value of the key that streams these alone
 
-Step = Callable[
+StepParameter = Callable[
     [nn.Parameter, nn.Parameter], None
 ]  # of a parameter in host memory, with the one on the device
 
@@ -157,7 +157,7 @@ class LayerStream:
             f" ahead{stepped}"
         )
 
-    def step_with(self, step: Step) -> None:
+    def set_step(self, step: StepParameter) -> None:
         """What steps a trained parameter when its gradient is there, on the device. Call it once,
         when parameters have memory.
         """
@@ -170,7 +170,7 @@ class LayerStream:
                         partial(self._step_and_send, step, host)
                     )
 
-    def stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+    def get_stepped_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """What is stepped for a parameter, and has its gradient: the one on the device for one that
         is trained here.
         """
@@ -258,7 +258,7 @@ class LayerStream:
         for parameter in unit.made().values():
             get_detached_local(parameter).untyped_storage().resize_(0)
 
-    def _step_and_send(self, step: Step, host: nn.Parameter, parameter: Tensor) -> None:
+    def _step_and_send(self, step: StepParameter, host: nn.Parameter, parameter: Tensor) -> None:
         """Steps a parameter on the device, and sends it to the host, where it is free when the one
         after it is sent.
         """
@@ -315,7 +315,7 @@ def stream_layers(
     model.on_host = frozenset(name for unit in units for name in unit.names)
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
-        needed_again = _needed_again(module, unit.is_layer or unit.trains())
+        needed_again = _make_needed_in_backward(module, unit.is_layer or unit.trains())
         module.forward = partial(stream.run, number, module.forward, needed_again)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
@@ -337,7 +337,7 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
     only_experts = memory.stream_layers == EXPERTS
     layers = list_layer_names(model)
     units = []
-    for name in layers if only_experts else _unit_names(model, layers, is_streamed):
+    for name in layers if only_experts else _find_unit_names(model, layers, is_streamed):
         places: dict[str, tuple[dict[str, Any], str]] = {}
         for inner, owner in model.get_submodule(name).named_modules():
             if only_experts and not _is_expert(owner):
@@ -355,7 +355,7 @@ def _is_expert(module: nn.Module) -> bool:
     return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 
-def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
+def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of streamed units, when none of these runs."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
     return (
@@ -365,7 +365,7 @@ def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     )
 
 
-def _unit_names(
+def _find_unit_names(
     model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]
 ) -> list[str]:
     """The layers, and what owns matrices outside of them that are all streamed, in module order."""
@@ -384,7 +384,7 @@ def _unit_names(
     return found
 
 
-def _needed_again(module: nn.Module, always: bool) -> Callable[..., bool]:
+def _make_needed_in_backward(module: nn.Module, always: bool) -> Callable[..., bool]:
     """By the arguments of a call, whether backward needs a unit's parameters: that of a frozen
     embedding reads tokens, and a frozen output head makes its gradients in forward if it is to sum
     losses.

@@ -23,7 +23,7 @@ from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.memory.layer_stream import streamed_parameters
+from recipe_lib.memory.layer_stream import list_streamed_parameters
 from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
 from recipe_lib.models.language_model import LanguageModel, get_modules_elsewhere, list_layer_names
 from recipe_lib.models.meta_init import allocate, find_extra_tensors
@@ -296,7 +296,7 @@ def shard_model(
             " whole, expected one that divides it; call parallelize(model, cfg, world), or set"
             " parallel.pipeline=1"
         )
-    kept = set(streamed_parameters(model))
+    kept = set(list_streamed_parameters(model))
     units = resolve_wrapping(
         model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept)
     )
@@ -396,7 +396,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         }
         model.computed_buffers = {**model.computed_buffers, **computed}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
-    hosted = {id(parameter) for parameter in streamed_parameters(model)}
+    hosted = {id(parameter) for parameter in list_streamed_parameters(model)}
     buffers = {id(buffer) for buffer in model.buffers()}
 
     def empty(tensor: Tensor) -> Tensor:

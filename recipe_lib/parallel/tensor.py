@@ -411,7 +411,7 @@ def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tens
     """
     head = sharing.kv_head
     quantized = isinstance(linear, QuantizedLinear)
-    held = linear.rows_held() if quantized else get_local(linear.weight).shape[0]
+    held = linear.count_local_rows() if quantized else get_local(linear.weight).shape[0]
     if head is None or held != linear.out_features:
         return get_local
     rows = slice(head * head_width, (head + 1) * head_width)
@@ -553,7 +553,7 @@ def share_quantized(
         count = module.in_features // group.size
         module.take_part((0, module.out_features), (group.rank * count, (group.rank + 1) * count))
     else:
-        module.take_rows_of_runs(
+        module.take_part_of_runs(
             module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size
         )
 
@@ -621,7 +621,7 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
     if not isinstance(module, AdaptedExpertModule):
         return plain
     factors = get_local(module.lora_A.weight), get_local(module.lora_B.weight)
-    return module.with_factors(plain, rows, groups, of_tokens, *factors)
+    return module.add_update(plain, rows, groups, of_tokens, *factors)
 
 
 def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:

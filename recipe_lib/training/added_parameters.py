@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recipe_lib.checkpoint.weights_out import refused_extra
+from recipe_lib.checkpoint.model_export import find_extra_fault
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
@@ -36,7 +36,7 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
     """
     check_each(recipe, world, check_extra)
     for model in models_of(recipe).values():
-        fault = refused_extra(cfg.checkpoint, _merged(world, _sizes(model)))
+        fault = find_extra_fault(cfg.checkpoint, _merged(world, _sizes(model)))
         if fault is not None:
             raise ConfigError(fault)
 

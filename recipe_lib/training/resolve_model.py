@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.adapters.peft_names import adapted_modules
+from recipe_lib.adapters.peft_names import find_adapted_modules
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import ADAPTER_CONFIG, base_name, downloaded_model
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
@@ -70,7 +70,7 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     if adapters is not None:
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), adapters, dtype)
-        adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
+        find_adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
     if isinstance(spec, DecoderSpec):
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)

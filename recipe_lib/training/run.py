@@ -173,7 +173,7 @@ def check_same_batches(batches: StepBatches, world: World) -> None:
         return
     digest = hashlib.sha256()
     for batch in batches.micro_batches:
-        for tensor in (batch.tokens, batch.labels, batch.positions, batch.segments):
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.sequence_ids):
             if tensor is not None:
                 digest.update(str(tuple(tensor.shape)).encode() + tensor.cpu().numpy().tobytes())
     found: dict[int, set[str]] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
@@ -64,7 +64,7 @@ def adapted(
 @torch.no_grad()
 def move_adapters(model: Decoder, size: float) -> None:
     """Adds random numbers to all adapters, the same on any number of ranks."""
-    for name, parameter in adapter_parameters(model).items():
+    for name, parameter in get_adapter_parameters(model).items():
         local, offset = locate_local_part(parameter)
         noise = torch.empty_like(local)
         fill_random(

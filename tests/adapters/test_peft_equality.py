@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from recipe_lib.adapters import adapter_parameters, add_adapters
+from recipe_lib.adapters import add_adapters, get_adapter_parameters
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig
@@ -99,7 +99,7 @@ def our_model(folder: Path, cfg: LoraConfig, beginning: dict[str, Tensor]) -> De
     add_adapters(model, cfg, torch.float32)
     model.to_empty(device="cpu")
     load_weights(model, spec, folder)
-    adapters = adapter_parameters(model)
+    adapters = get_adapter_parameters(model)
     assert adapters.keys() == beginning.keys()
     with torch.no_grad():
         for name, parameter in adapters.items():
@@ -108,7 +108,7 @@ def our_model(folder: Path, cfg: LoraConfig, beginning: dict[str, Tensor]) -> De
 
 
 def train_ours(model: Decoder, cfg: LoraConfig, data: list[Tensor]) -> Losses:
-    trained = list(adapter_parameters(model).values())
+    trained = list(get_adapter_parameters(model).values())
     optimizer = torch.optim.AdamW(trained, **ADAM)
     found = []
     with start_world(LoraFinetuneConfig(device="cpu", lora=cfg)) as world:

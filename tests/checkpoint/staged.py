@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.checkpoint.rank_agreement import RankGroup
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.model_export import gather_whole
+from recipe_lib.checkpoint.rank_groups import RankGroup
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, init_weights
 from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
@@ -151,7 +151,7 @@ def held(
             continue
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in [("", parameter.detach()), *sorted(states.items())]:
-            found = whole(value)
+            found = gather_whole(value)
             found = restore_file_order(found, get_runs(model).get(name)) if found.dim() else found
             content = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             own[f"{key}/{name}"] = hashlib.sha256(

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
-from recipe_lib.checkpoint.weight_accounts import read_headers
-from recipe_lib.checkpoint.weight_files import INDEX
+from recipe_lib.checkpoint.model_folders import INDEX
+from recipe_lib.checkpoint.tensor_matching import read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.meta_init import find_extra_tensors

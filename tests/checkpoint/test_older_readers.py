@@ -14,7 +14,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from recipe_lib.checkpoint.weights_out import export_config
+from recipe_lib.checkpoint.model_export import export_config
 from recipe_lib.cli import main
 from recipe_lib.external.transformers_config import spell_config
 from recipe_lib.models import build_spec

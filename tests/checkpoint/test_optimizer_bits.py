@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.optim.optimizers import build_optimizer

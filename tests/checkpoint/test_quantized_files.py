@@ -17,10 +17,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.checkpoint import weights_in
-from recipe_lib.checkpoint.tensor_files import Reader
-from recipe_lib.checkpoint.weight_accounts import check_weights
-from recipe_lib.checkpoint.weights_in import load_weights
+from recipe_lib.checkpoint import weight_loading as weights_in
+from recipe_lib.checkpoint.safetensors_files import Reader
+from recipe_lib.checkpoint.tensor_matching import check_weights
+from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, build_meta

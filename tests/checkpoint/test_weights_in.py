@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint import weight_accounts, weights_in
+from recipe_lib.checkpoint import tensor_matching as weight_accounts
+from recipe_lib.checkpoint import weight_loading as weights_in
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint, load_weights
-from recipe_lib.checkpoint.tensor_files import Reader, read_header
+from recipe_lib.checkpoint.safetensors_files import Reader, read_header
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.spec import DecoderSpec
@@ -214,7 +215,7 @@ def test_real_llama_2_names_its_old_buffers_and_they_are_ignored(
         "vocab_size": 6,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = weight_accounts.file_shapes(
+    shapes = weight_accounts.compute_file_shapes(
         build_weight_map(spec_of(tmp_path), index), compute_parameter_shapes(spec_of(tmp_path))
     )
     assert shapes.keys() <= index.keys()

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint import weights_out
+from recipe_lib.checkpoint import model_export as weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
 from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.errors import CheckpointError, StorageError
@@ -218,7 +218,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
     def export_sharded(out: Path) -> int:
         alive: list[weakref.ref] = []
         most = 0
-        real = weights_out.whole
+        real = weights_out.gather_whole
 
         def count(parameter: torch.Tensor) -> torch.Tensor:
             nonlocal most
@@ -227,7 +227,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
             alive.append(weakref.ref(whole))
             return whole
 
-        weights_out.whole = count
+        weights_out.gather_whole = count
         with tiny_world(replicate=2) as world:
             model = tiny_model(world, spec=spec)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -46,7 +46,7 @@ def test_our_models_keep_documents_apart(kind, dtype):
     model = model_of(dtype, **KINDS[kind]).train()
     check_packing_isolation(model, model.spec, "cpu")
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    leak, difference, has_experts, measured = leaks._measure(
+    leak, difference, has_experts, measured = leaks._measure_leaks(
         model, model.spec.vocab_size, torch.device("cpu"), None
     )
     assert leak == 0 and measured == dtype and not has_experts
@@ -125,7 +125,7 @@ def test_experts_may_round_otherwise_and_leak_nothing(monkeypatch, broken, tmp_p
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     init_weights(model, 3, spec)
     if broken is None:
-        assert leaks._measure(model, spec.vocab_size, torch.device("cpu"), None)[0] > 0
+        assert leaks._measure_leaks(model, spec.vocab_size, torch.device("cpu"), None)[0] > 0
         check_packing_isolation(model, spec, "cpu")
         return
     broken(monkeypatch)

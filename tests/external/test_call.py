@@ -248,7 +248,7 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
     """Files of mixture-of-experts models have each expert's matrices apart; the module has them
     joined.
     """
-    from recipe_lib.checkpoint.weights_in import base_fingerprint
+    from recipe_lib.checkpoint.weight_loading import compute_base_fingerprint
 
     spec = read_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
     other = theirs(spec, torch.float32)
@@ -260,7 +260,9 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
         model = ours(spec, torch.float32)
         load_weights(model, spec, tmp_path / folder)
         assert torch.equal(model(tokens), other(input_ids=tokens, use_cache=False).logits)
-    assert base_fingerprint(spec, tmp_path / "apart") == base_fingerprint(spec, tmp_path / "joined")
+    assert compute_base_fingerprint(spec, tmp_path / "apart") == compute_base_fingerprint(
+        spec, tmp_path / "joined"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_lib.data.thinking import TemplateFields
+from recipe_lib.data.unread_names import UnreadNames, collect_texts
 
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
@@ -18,9 +20,7 @@ from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfi
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data.encoding import UnreadNames, collect_texts
-from recipe_lib.data.rendering import TemplateFields
-from recipe_lib.data.samples import Renamed, Sample
+from recipe_lib.data.samples import RenamedSample, Sample
 from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -63,8 +63,8 @@ def read_whole(form: str, row: dict[str, Any]) -> Sample:
     """What a row becomes; nothing of it may be left over."""
     reader = registered("data.format", form)
     names = UnreadNames(form, (), TemplateFields(None))
-    renamed = Renamed(row, {}, "data")
-    names.tidy(renamed)
+    renamed = RenamedSample(row, {}, "data")
+    names.tidy_columns(renamed)
     sample = reader(renamed)
     assert names.find(renamed, sample, collect_texts(sample)) == []
     return sample

@@ -26,7 +26,7 @@ from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.models.config_fields import read_codes
 from recipe_lib.parallel.context import check_context
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.units import GIB, gib
 from tests.house.documents import blocks
 from tests.house.files import ROOT

@@ -82,9 +82,9 @@ def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, Lay
         parameter.grad = None
 
     if stream is not None:
-        stream.step_with(step)
+        stream.set_step(step)
     for parameter in model.parameters():
-        if stream is None or stream.stepped(parameter) is parameter:
+        if stream is None or stream.get_stepped_parameter(parameter) is parameter:
             parameter.register_post_accumulate_grad_hook(
                 lambda parameter: step(parameter, parameter)
             )

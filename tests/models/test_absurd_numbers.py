@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.checkpoint.gguf.gguf_adapter import ARCHITECTURES, architecture_of
+from recipe_lib.checkpoint.gguf.gguf_adapter import ARCHITECTURES, describe_architecture
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_spec, list_presets, read_preset_config
 
@@ -78,7 +78,7 @@ def test_numbers_are_refused_or_written(family: str, rope: dict[str, Any] | None
     refused = 0
     for one in changed_numbers(config):
         try:
-            held = architecture_of(build_spec(one, "here"), "here")
+            held = describe_architecture(build_spec(one, "here"), "here")
         except CheckpointError as error:
             assert all("\n" not in fault and len(fault) < 600 for fault in error.faults)
             refused += 1

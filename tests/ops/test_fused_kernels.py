@@ -87,7 +87,7 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     logits, labels = random(6, 33, dtype=half), torch.tensor([3, -100, 0, 32, 7, -100])
     log_sums, slopes, cap = logits.float().logsumexp(1), random(6), torch.tensor(2.5)
     codes, scales, factors = nf4_matrix(24, 128, half)
-    levels = nf4._levels(half, CPU)
+    levels = nf4._make_levels(half, CPU)
     of_rows = (codes, scales, factors, levels, [0, 0, 48, 48], 16)
     return [
         *capped_calls(),
@@ -421,14 +421,14 @@ def test_nf4_gives_the_bits_of_torchao(
     as_operators: None, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     """All of a matrix, some of its blocks, and a part of its columns."""
-    theirs = nf4._torchao().from_tensor(
+    theirs = nf4._import_nf4_tensor().from_tensor(
         random(rows, columns, dtype=dtype), nf4.BLOCK, 1 if rows == 7 else 16
     )
     codes, scales, factors = nf4_matrix(rows, columns, dtype)
     blocks = len(codes)
     whole = dequantize(codes, scales, factors, dtype, 0, blocks)
     if rows != 7:
-        theirs = nf4._torchao().from_tensor(
+        theirs = nf4._import_nf4_tensor().from_tensor(
             random(rows, columns, dtype=dtype), nf4.BLOCK, math.gcd(blocks, 256)
         )
         assert torch.equal(whole.view(rows, columns), theirs.get_original_weight())

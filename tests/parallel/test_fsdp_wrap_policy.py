@@ -260,7 +260,7 @@ def hosted(folder: Path) -> str:
         add_adapters(model, cfg.lora, torch.float32)
         parallel = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
-        on_host = {id(parameter) for parameter in layer_stream.streamed_parameters(model)}
+        on_host = {id(parameter) for parameter in layer_stream.list_streamed_parameters(model)}
         sharded = [
             name
             for name, each in model.named_parameters()
@@ -279,7 +279,7 @@ def test_experts_on_the_host_stay_whole_on_each_rank(tmp_path: Path) -> None:
     codes = 6 * 3 * 128 * 64 // 2 * 3  # of three layers
     blocks = 6 * 128 * 64 // nf4.BLOCK
     factors = (
-        3 * 4 * (nf4.factors_of(2 * blocks) + nf4.factors_of(blocks))
+        3 * 4 * (nf4.count_factors(2 * blocks) + nf4.count_factors(blocks))
     )  # gate and up are one matrix
     size = format_bytes(codes + codes // 32 + factors)
     assert lines[0].endswith(

@@ -12,7 +12,7 @@ from tests.plan.apart import apart, settings
 def planned(allowed: float) -> tuple[str, int, str]:
     """Verdict, bytes that are left on the device, and the reason."""
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.verdict import reason_text
+    from recipe_lib.plan.views.verdict_text import explain_verdict
 
     overrides = (
         "device=auto",
@@ -21,7 +21,7 @@ def planned(allowed: float) -> tuple[str, int, str]:
     )
     kind, cfg, wanted = settings("demo/full", 2, *overrides)
     plan: Any = make_plan(kind, cfg, wanted)[0]
-    return plan.verdict, plan.margin, reason_text(plan)
+    return plan.verdict, plan.margin, explain_verdict(plan)
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ LOSSES = {
 
 def items(cfg: RewardConfig) -> Dataset:
     if cfg.loss == "classification":
-        return labeled.sequences(TEXTS, CLASSES).scored(labeled.LIMIT)
-    return labeled.sequences(PAIRS, MARGINS, group=2).scored(labeled.LIMIT)
+        return labeled.sequences(TEXTS, CLASSES).convert_to_scored(labeled.LIMIT)
+    return labeled.sequences(PAIRS, MARGINS, group=2).convert_to_scored(labeled.LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def step(model: Decoder, cfg: RewardConfig, batches: list[StepBatches]) -> dict[
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
     gradients.
     """
-    scores, count = scored_with(model), batches[0].items
+    scores, count = scored_with(model), batches[0].num_items
     model.zero_grad()
     sums = torch.zeros(2 if cfg.loss == "classification" else 4, dtype=torch.float64)
     for batch in (batch for each in batches for batch in each.micro_batches):
-        assert batch.values is not None
-        loss, numbers = score_loss(scores(batch), batch.values, cfg)
+        assert batch.targets is not None
+        loss, numbers = score_loss(scores(batch), batch.targets, cfg)
         (loss / count).backward()
         sums += numbers
     means = sums / count
@@ -154,7 +154,7 @@ def test_however_a_step_is_divided(models: Any, name: str, division: str) -> Non
 
 
 def test_a_sequence_has_all_its_ids_up_to_the_limit() -> None:
-    dataset = labeled.sequences(TEXTS, CLASSES).scored(9)
+    dataset = labeled.sequences(TEXTS, CLASSES).convert_to_scored(9)
     for number in range(len(dataset)):
         ids = sum(labeled.parts(dataset, number), [])[:9]
         row = dataset[number]
@@ -174,7 +174,7 @@ def settled(
             [(1, 3)] * len(found), [float(seen.index(name)) for name in found]
         )
         dataset.report.classes = seen
-        return dataset.scored(8)
+        return dataset.convert_to_scored(8)
 
     special = SimpleNamespace(
         stop_ids={1}, eos_id=1, bos_id=0, pad_id=labeled.PAD, special_texts=(), place="t"

@@ -14,7 +14,7 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, build_spec, read_preset_config
-from recipe_lib.optim.optimizers import optimizer_state_bytes
+from recipe_lib.optim.optimizers import count_optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import (
     kept_of_layer,
     layer_weights,
@@ -290,7 +290,9 @@ def test_states_weigh_what_the_optimizer_keeps(settings):
     kept = {}
     for name, shape in matrices.items():
         parameter = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
-        kept[name] = optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
+        kept[name] = (
+            count_optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
+        )
     of_layer, of_head = kept.values()
     cost = memory_of(LLAMA, cfg)
     assert plain(1, {1: 3}) - cost(1, {1: 3}) == pytest.approx(
