@@ -267,9 +267,9 @@ MUTATIONS = [
     # Models and what they compute.
     Mutation(
         name="documents_see_each_other",
-        path="recipe_lib/ops/attention.py",
-        old="found = found - torch.searchsorted(",
-        new="found = found + 1 - torch.searchsorted(",
+        path="recipe_lib/ops/capped_attention.py",
+        old="reach = reach - torch.searchsorted(",
+        new="reach = reach + 1 - torch.searchsorted(",
         harm="a packed document sees the last token of the one before it",
         tests=("tests/ops/test_attention.py",),
     ),

@@ -33,12 +33,12 @@ from recipe_lib.checkpoint.tensor_matching import EXTRA, compute_file_shapes
 from recipe_lib.checkpoint.tokenizer_export import copy_tokenizer, list_tokenizer_files
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.config_spelling import spell_native
 from recipe_lib.models.families import (
     FAMILIES,
     get_score_architecture,
     get_text_config,
     has_score_head,
-    spell_native,
 )
 from recipe_lib.models.language_model import get_runs, restore_file_order
 from recipe_lib.models.meta_init import list_persistent_buffers

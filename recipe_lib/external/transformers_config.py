@@ -9,7 +9,7 @@ from recipe_lib.config.local_files import check_transformers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.models.config_fields import NEWER
-from recipe_lib.models.families import spell_both
+from recipe_lib.models.config_spelling import spell_both
 
 TRANSFORMERS = "transformers"
 _DECODERS = (

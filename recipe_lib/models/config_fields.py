@@ -1,5 +1,7 @@
-"""What families of decoders are read by: the keys of a `config.json`, checked, and what several
-have in common.
+"""The keys of a `config.json`, checked as they are read, and what several families have in common.
+
+`recipe_lib.models.families` reads specs by them: numbers, flags and windows of layers by `Fields`
+and the functions below it, rotary embeddings by `read_rope`, quantized weights by `read_codes`.
 """
 
 import math
@@ -24,124 +26,116 @@ COMMON: dict[str, Any] = {
     "sliding_window": None,
     "layer_types": None,
 }
+# What `layer_types` says of layers; `rope_parameters` may tell rotary embeddings apart by it.
+LAYER_KINDS = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+@dataclass(frozen=True, eq=False)
 class Fields:
-    """The keys of one config.json, checked as they are read; each fault is one CheckpointError
-    line.
+    """The keys of one config.json, checked as they are read; a fault is a one-line error."""
 
-    inside: what comes before a key's name, of an object within. bounds: of numbers; by default what
-    fp32 holds, and its square too.
-    """
+    config: Mapping[str, Any]
+    where: str  # the file, named in errors
+    inside: str = ""  # what comes before a key's name in errors, of an object within
+    bounds: tuple[float, float] = (1e-30, 1e30)  # of numbers: what fp32 holds, and its square too
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        where: str,
-        inside: str = "",
-        bounds: tuple[float, float] = (1e-30, 1e30),
-    ) -> None:
-        self.config, self.where, self.inside, self.bounds = config, where, inside, bounds
-
-    def fault(self, key: str, expected: str) -> CheckpointError:
-        """The error for a key that is missing or not what it should be."""
+    def make_fault(self, key: str, expected: str) -> CheckpointError:
+        """Return the error for a key that is missing or not what it should be."""
         found = repr(self.config[key])[:80] if key in self.config else "no such key"
         return CheckpointError(
             f"{self.where}: config.json: {self.inside}{key}: found {found}, expected {expected}"
         )
 
-    def integer(self, key: str) -> int:
-        """A positive integer."""
+    def read_integer(self, key: str) -> int:
+        """Return a positive integer."""
         value = self.config.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fault(key, "a positive integer")
+            raise self.make_fault(key, "a positive integer")
         return value
 
-    def number(self, key: str, bounds: tuple[float, float] | None = None) -> float:
-        """A number above 0. bounds: of this one."""
+    def read_number(self, key: str, bounds: tuple[float, float] | None = None) -> float:
+        """Return a number above 0. bounds: of this one; None: of all."""
         bounds = bounds or self.bounds
         if not is_within(self.config.get(key), bounds):
-            raise self.fault(key, f"a number {format_bounds(bounds)}")
+            raise self.make_fault(key, f"a number {format_bounds(bounds)}")
         return float(self.config[key])
 
-    def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of `length` numbers above 0."""
+    def read_numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """Return a list of `length` numbers above 0."""
         values = self.config.get(key)
         if (
             not isinstance(values, list)
             or len(values) != length
-            or not all(is_within(x, self.bounds) for x in values)
+            or not all(is_within(value, self.bounds) for value in values)
         ):
-            raise self.fault(key, f"a list of {length} numbers {format_bounds(self.bounds)}")
+            raise self.make_fault(key, f"a list of {length} numbers {format_bounds(self.bounds)}")
         return tuple(map(float, values))
 
-    def flag(self, key: str) -> bool:
-        """true or false."""
+    def read_flag(self, key: str) -> bool:
+        """Return true or false."""
         value = self.config.get(key)
         if not isinstance(value, bool):
-            raise self.fault(key, "true or false")
+            raise self.make_fault(key, "true or false")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """A positive integer, or null."""
-        return None if self.config.get(key) is None else self.integer(key)
+    def read_optional_integer(self, key: str) -> int | None:
+        """Return a positive integer, or None for null."""
+        return None if self.config.get(key) is None else self.read_integer(key)
 
-    def optional_number(self, key: str, bounds: tuple[float, float] | None = None) -> float | None:
-        """A number above 0, or null."""
-        return None if self.config.get(key) is None else self.number(key, bounds)
+    def read_optional_number(
+        self, key: str, bounds: tuple[float, float] | None = None
+    ) -> float | None:
+        """Return a number above 0, or None for null."""
+        return None if self.config.get(key) is None else self.read_number(key, bounds)
 
 
 def read_activation(fields: Fields, key: str) -> str:
-    """Our name of the MLP's activation."""
+    """Return our name of the MLP's activation."""
     name = fields.config.get(key)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise fields.fault(key, "one of " + ", ".join(_ACTIVATIONS))
+        raise fields.make_fault(key, "one of " + ", ".join(_ACTIVATIONS))
     return _ACTIVATIONS[name]
 
 
 def read_layer_windows(
     fields: Fields, layers: int, sliding_by_default: list[bool]
 ) -> tuple[int | None, ...]:
-    """One window per layer, from `layer_types` where the file has it, else from the family's own
-    rule.
-    """
-    window, types = fields.optional_integer("sliding_window"), fields.config["layer_types"]
+    """Return one window per layer, from `layer_types`, or where the file has none by default."""
+    window = fields.read_optional_integer("sliding_window")
+    types = fields.config["layer_types"]
+    is_complete = isinstance(types, list) and len(types) == layers
     if types is None:
         sliding = sliding_by_default
-    elif (
-        isinstance(types, list)
-        and len(types) == layers
-        and all(kind in ("sliding_attention", "full_attention") for kind in types)
-    ):
+    elif is_complete and all(kind in LAYER_KINDS for kind in types):
         sliding = [kind == "sliding_attention" for kind in types]
     else:
-        raise fields.fault("layer_types", f"{layers} times sliding_attention or full_attention")
+        raise fields.make_fault(
+            "layer_types", f"{layers} times sliding_attention or full_attention"
+        )
     if window is None and any(sliding):
-        raise fields.fault(
+        raise fields.make_fault(
             "sliding_window", "a positive integer, because some layers are sliding_attention"
         )
     return tuple(window if slides else None for slides in sliding)
 
 
-Read = Callable[
-    [Fields, dict[str, Any]], Any
-]  # of a config.json, and of the fields that every family reads alike
+# Reads a value of a config.json, and of the spec's fields that every family reads alike.
+Read = Callable[[Fields, dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of decoders.
+    """One family of decoders."""
 
-    shape: its fields of the spec where they differ from those that `_common_shape` reads, each a
-    value or a `Read`. architectures: the classes in `architectures` that are its causal decoder;
-    the first is what an exported model names. defaults: what its files leave out. model_types:
-    further ones, besides the family's name.
-    """
-
+    # its fields of the spec where they differ from those that all families read alike, each a value
+    # or a `Read`
     shape: Mapping[str, Any]
+    # the classes in `architectures` that are its causal decoder; an exported model names the first
     architectures: tuple[str, ...]
+    # what its files leave out
     defaults: dict[str, Any]
+    # further ones, besides the family's name
     model_types: tuple[str, ...] = ()
 
 
@@ -149,7 +143,7 @@ class Family:
 # `rope_parameters`.
 
 
-# What a family's own class takes where the file has none.
+# What a family's class in transformers takes where the file has none.
 _WITHOUT_ANY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "rope_type": "yarn",
@@ -161,7 +155,6 @@ _WITHOUT_ANY: dict[str, dict[str, Any]] = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 NEWER = "rope_parameters"  # the key of config.json since transformers 5
 OLDER = "rope_scaling"
-LAYER_KINDS = ("full_attention", "sliding_attention")  # which the newer one may tell apart
 POSITIONS = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # types with such a number
 
@@ -170,7 +163,7 @@ BASES = (1e-9, 1e12)
 
 
 def is_within(value: Any, bounds: tuple[float, float]) -> bool:
-    """Return whether a value out of JSON is a number of that size (true is not a number)."""
+    """Return True if a value out of JSON is a number of that size (true is not a number)."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -179,13 +172,14 @@ def is_within(value: Any, bounds: tuple[float, float]) -> bool:
 
 
 def format_bounds(bounds: tuple[float, float]) -> str:
-    """`from 1e-09 to 1e+09`, for an error."""
+    """Return `from 1e-09 to 1e+09`, for an error."""
     return f"from {bounds[0]:g} to {bounds[1]:g}"
 
 
 def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
-    """The rotary embedding of a model, and a second one for layers with a window where the family
-    has one.
+    """Return the rotary embedding of a model, and a second one for layers with a window.
+
+    The second is None for families that have one embedding.
     """
     key = _find_spelling(fields)
     ropes = _read_ropes(fields, family, key, head_width)
@@ -193,17 +187,19 @@ def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, R
     # may have meant.
     both = key == NEWER and fields.config.get(OLDER)
     if both and _read_ropes(fields, family, OLDER, head_width) != ropes:
-        raise fields.fault(OLDER, f"what {NEWER} says as well; take one of the two out")
+        raise fields.make_fault(OLDER, f"what {NEWER} says as well; take one of the two out")
     return ropes
 
 
 def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
-    """Return `rope_parameters` with all that config.json says of rotary embeddings, in either
-    spelling.
-    """
+    """Return `rope_parameters` with all that config.json says of rotary embeddings."""
     ropes = []
     for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
-        rope = {"rope_theta": fields.number(base), **given, "rope_type": _find_kind(fields, given)}
+        rope = {
+            "rope_theta": fields.read_number(base),
+            **given,
+            "rope_type": _find_kind(fields, given),
+        }
         rope.pop("type", None)
         fraction = fields.config.get("partial_rotary_factor")
         if fraction is not None:
@@ -225,26 +221,29 @@ def _read_ropes(
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Return what one spelling of the two says."""
     ropes = [
-        _read_rope_object(fields, key, given, fields.number(base), head_width)
+        _read_rope_object(fields, key, given, fields.read_number(base), head_width)
         for base, given in _find_ropes(fields, family, key).items()
     ]
     return ropes[0], ropes[1] if len(ropes) > 1 else None
 
 
 def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str, Any]]:
-    """Return the objects of a model's rotary embeddings in one spelling, by the older key for the
-    base of each.
+    """Return the objects of a model's rotary embeddings, by the older key for the base of each.
+
+    key: the spelling that is read.
     """
-    given = (
-        _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
-    )
+    given = fields.config.get(key)
+    if given is None:
+        given = _WITHOUT_ANY.get(family, {})
+    given = given or {}
     if not isinstance(given, Mapping):
-        raise fields.fault(key, "an object, or null")
+        raise fields.make_fault(key, "an object, or null")
     if family != "gemma3":
         return {"rope_theta": given}
-    nested = not given.keys().isdisjoint(LAYER_KINDS)
-    everywhere, local = (given.get(kind) or {} for kind in LAYER_KINDS) if nested else (given, {})
-    return {"rope_theta": everywhere, "rope_local_base_freq": local}
+    if given.keys().isdisjoint(LAYER_KINDS):
+        return {"rope_theta": given, "rope_local_base_freq": {}}
+    full, sliding = (given.get(kind) or {} for kind in LAYER_KINDS)
+    return {"rope_theta": full, "rope_local_base_freq": sliding}
 
 
 def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
@@ -258,8 +257,9 @@ def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
 def _read_rope_object(
     fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int
 ) -> RopeSpec:
-    """One rotary embedding from its object in config.json; `base` counts unless the object has its
-    own.
+    """Read one rotary embedding from its object in config.json.
+
+    base: counts unless the object has its own.
     """
     kind = _find_kind(fields, given)
     if kind not in ROPE_TYPES:
@@ -268,13 +268,12 @@ def _read_rope_object(
             f"{', '.join(ROPE_TYPES)}"
         )
     numbers = Fields(given, fields.where, f"{key}.", ROPE_NUMBERS)
-    base = numbers.optional_number("rope_theta", BASES) or base
-    fraction = numbers.optional_number("partial_rotary_factor")
+    base = numbers.read_optional_number("rope_theta", BASES) or base
+    fraction = numbers.read_optional_number("partial_rotary_factor")
     if fraction is None:
-        fraction = fields.optional_number("partial_rotary_factor") or 1.0
-    if (
-        fraction != 1 and fields.config.get("model_type") != "phi3"
-    ):  # other classes of transformers do not read it
+        fraction = fields.read_optional_number("partial_rotary_factor") or 1.0
+    # Other classes of transformers do not read it.
+    if fraction != 1 and fields.config.get("model_type") != "phi3":
         raise CheckpointError(
             f"{fields.where}: config.json: partial_rotary_factor: found {fraction:g}, expected 1 or"
             " no such key: models of this model_type rotate all channels"
@@ -286,17 +285,23 @@ def _read_rope_object(
             f" {fraction:g} gives {width} rotating channels; expected an even number from 2 to"
             f" {head_width}"
         )
-    own, attention_factor = _SCALINGS[kind](fields, numbers, width)
-    return RopeSpec(base, width, kind, own, attention_factor)
+    parameters, attention_factor = _SCALINGS[kind](fields, numbers, width)
+    return RopeSpec(
+        base=base,
+        width=width,
+        kind=kind,
+        numbers=parameters,
+        attention_factor=attention_factor,
+    )
 
 
 def _read_original_positions(fields: Fields, numbers: Fields) -> float:
-    """Positions the model was first trained on, before its context was stretched."""
-    outer = fields.optional_integer(POSITIONS)
-    own = numbers.optional_number(POSITIONS)
-    positions = float(outer or own or fields.integer("max_position_embeddings"))
+    """Return the positions the model was first trained on, before its context was stretched."""
+    outer = fields.read_optional_integer(POSITIONS)
+    inner = numbers.read_optional_number(POSITIONS)
+    positions = float(outer or inner or fields.read_integer("max_position_embeddings"))
     if positions < 2:  # its logarithm divides
-        raise (fields if outer else numbers).fault(POSITIONS, "2 positions or more")
+        raise (fields if outer else numbers).make_fault(POSITIONS, "2 positions or more")
     return positions
 
 
@@ -305,37 +310,34 @@ def _read_default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str
 
 
 def _read_linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    return {"factor": numbers.number("factor")}, 1.0
+    return {"factor": numbers.read_number("factor")}, 1.0
 
 
 def _read_llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     names = ("factor", "low_freq_factor", "high_freq_factor")
-    return {name: numbers.number(name) for name in names} | {
-        "original_positions": _read_original_positions(fields, numbers)
-    }, 1.0
+    parameters = {name: numbers.read_number(name) for name in names}
+    parameters["original_positions"] = _read_original_positions(fields, numbers)
+    return parameters, 1.0
 
 
 def _read_yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives
-    one.
-    """
-    factor, attention_factor = numbers.number("factor"), numbers.optional_number("attention_factor")
-    mscale, mscale_all = (
-        numbers.optional_number("mscale"),
-        numbers.optional_number("mscale_all_dim"),
-    )
+    factor = numbers.read_number("factor")
+    attention_factor = numbers.read_optional_number("attention_factor")
+    mscale = numbers.read_optional_number("mscale")
+    mscale_all = numbers.read_optional_number("mscale_all_dim")
     if attention_factor is None and mscale and mscale_all:
         attention_factor = _compute_magnitude(factor, mscale) / _compute_magnitude(
             factor, mscale_all
         )
-    own = {
+    parameters = {
         "factor": factor,
-        "beta_fast": numbers.optional_number("beta_fast") or 32.0,
-        "beta_slow": numbers.optional_number("beta_slow") or 1.0,
+        "beta_fast": numbers.read_optional_number("beta_fast") or 32.0,
+        "beta_slow": numbers.read_optional_number("beta_slow") or 1.0,
         "original_positions": _read_original_positions(fields, numbers),
         "whole_channels": numbers.config.get("truncate", True) is not False,
     }
-    return own, attention_factor or _compute_magnitude(factor, 1.0)
+    # arXiv 2309.00071: 0.1 ln(factor) + 1 unless the file has one.
+    return parameters, attention_factor or _compute_magnitude(factor, 1.0)
 
 
 def _compute_magnitude(factor: float, weight: float) -> float:
@@ -343,24 +345,22 @@ def _compute_magnitude(factor: float, weight: float) -> float:
 
 
 def _read_longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the
-    first context.
+    """Read LongRoPE (arXiv 2402.13753): one factor per pair of channels.
+
+    There is another set for rows beyond the first context.
     """
     original = _read_original_positions(fields, numbers)
-    factor = (
-        numbers.optional_number("factor") or fields.integer("max_position_embeddings") / original
-    )
-    attention_factor = numbers.optional_number("attention_factor")
-    if attention_factor is None:
-        attention_factor = (
-            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        )
-    own = {
-        "short_factor": numbers.numbers("short_factor", width // 2),
-        "long_factor": numbers.numbers("long_factor", width // 2),
+    factor = numbers.read_optional_number("factor")
+    factor = factor or fields.read_integer("max_position_embeddings") / original
+    attention_factor = numbers.read_optional_number("attention_factor")
+    if attention_factor is None and factor > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    parameters = {
+        "short_factor": numbers.read_numbers("short_factor", width // 2),
+        "long_factor": numbers.read_numbers("long_factor", width // 2),
         "original_positions": original,
     }
-    return own, attention_factor
+    return parameters, 1.0 if attention_factor is None else attention_factor
 
 
 _SCALINGS = {
@@ -406,11 +406,10 @@ MAX_SIZES: dict[str, int] = {key: most for most, keys in _SIZES.items() for key 
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """CheckpointError, one line a key, for sizes that no machine can hold; also those of a
-    multimodal file's parts.
+    """Check that a machine can hold the sizes, also those of a multimodal file's parts.
 
-    where: the file or preset, named in errors. What a size must be besides is for the reader of the
-    family to say.
+    Raises CheckpointError, one line a key. where: the file or preset, named in errors. What a size
+    must be besides is for the reader of the family to say.
     """
     raise_faults(CheckpointError, _find_size_faults(config, where, ""))
 
@@ -423,7 +422,9 @@ def _find_size_faults(config: Mapping[str, Any], where: str, prefix: str) -> Ite
                 f"{where}: config.json: {prefix}{key}: found {str(value)[:40]}, expected at most"
                 f" {most}"
             )
-    for part in ("text_config", "vision_config", "audio_config") if not prefix else ():
+    if prefix:
+        return  # a part has no parts
+    for part in ("text_config", "vision_config", "audio_config"):
         inner = config.get(part)
         if isinstance(inner, Mapping):
             yield from _find_size_faults(inner, where, f"{part}.")
@@ -439,21 +440,20 @@ _REMEDY = "download the checkpoint that this one was made from"
 
 
 def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
-    """How the weights of the files are quantized, if they are.
+    """Read how the weights of the files are quantized, if they are.
 
-    where: as for `spec_from_config`. Raises CheckpointError, with the key and the method, for a
+    where: as for `build_spec`. Raises CheckpointError, with the key and the method, for a
     layout that is not read.
     """
     codes = FileCodes()
     for key in _KEYS:
-        found = config.get(key)
-        if not found:
+        section = config.get(key)
+        if not section:
             continue
-        method = (
-            found.get("quant_method") if key == _KEYS[0] and isinstance(found, Mapping) else None
-        )
+        is_ours = key == _KEYS[0] and isinstance(section, Mapping)
+        method = section.get("quant_method") if is_ours else None
         if method == "fp8":
-            codes = FileCodes(fp8_block=_read_fp8_block(found, where))
+            codes = FileCodes(fp8_block=_read_fp8_block(section, where))
         elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
             codes = FileCodes(mxfp4=True)
         elif method == "mxfp4":
@@ -463,25 +463,26 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
                 f" model_type gpt_oss alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
             )
         else:
-            raise _make_refusal(key, found, where, f"{_PLAIN}, or fp8 with weight_block_size")
+            raise _make_refusal(key, section, where, f"{_PLAIN}, or fp8 with weight_block_size")
     return codes
 
 
 def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError when the weights are quantized in any form: for models that are not
-    native.
+    """Refuse weights that are quantized in any form: for models that are not native.
+
+    Raises CheckpointError.
     """
     for key in _KEYS:
-        found = config.get(key)
-        if found:
-            ours = isinstance(found, Mapping) and found.get("quant_method") in ("fp8", "mxfp4")
-            raise _make_refusal(
-                key, found, where, f"{_PLAIN}, or model.implementation=native" if ours else _PLAIN
-            )
+        section = config.get(key)
+        if section:
+            method = section.get("quant_method") if isinstance(section, Mapping) else None
+            is_native = method in ("fp8", "mxfp4")
+            remedy = f"{_PLAIN}, or model.implementation=native" if is_native else _PLAIN
+            raise _make_refusal(key, section, where, remedy)
 
 
-def _make_refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError:
-    method = found.get("quant_method") if isinstance(found, Mapping) else None
+def _make_refusal(key: str, section: Any, where: str, expected: str) -> CheckpointError:
+    method = section.get("quant_method") if isinstance(section, Mapping) else None
     if method is None:
         method = "MLX" if key == "quantization" else "unknown method"
     return CheckpointError(
@@ -490,36 +491,32 @@ def _make_refusal(key: str, found: Any, where: str, expected: str) -> Checkpoint
     )
 
 
-def _read_fp8_block(found: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Rows and columns that share a scale. found: the section of quant_method fp8."""
-
-    block = found.get("weight_block_size")
-    is_pair = (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(each) is int and each > 0 for each in block)
-    )
-    is_dynamic = str(found.get("activation_scheme", "dynamic")).lower() == "dynamic"
+def _read_fp8_block(section: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Return rows and columns that share a scale. section: that of quant_method fp8."""
+    block = section.get("weight_block_size")
+    sizes = block if isinstance(block, list) else []
+    is_pair = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
+    is_dynamic = str(section.get("activation_scheme", "dynamic")).lower() == "dynamic"
+    # Key -> (whether it says what is read, what was expected).
     expected = {
         "weight_block_size": (
             is_pair,
             "two positive integers (scales of whole rows or tensors are not read)",
         ),
         "activation_scheme": (is_dynamic, "dynamic (scales of activations are not read)"),
-        "fmt": (found.get("fmt") in (None, "e4m3"), "e4m3"),
-        "scale_fmt": (found.get("scale_fmt") in (None, "float", "ue8m0"), "float or ue8m0"),
-        "expert_dtype": (found.get("expert_dtype") in (None, "fp8"), "fp8"),
+        "fmt": (section.get("fmt") in (None, "e4m3"), "e4m3"),
+        "scale_fmt": (section.get("scale_fmt") in (None, "float", "ue8m0"), "float or ue8m0"),
+        "expert_dtype": (section.get("expert_dtype") in (None, "fp8"), "fp8"),
         "modules_to_convert": (
-            not found.get("modules_to_convert"),
+            not section.get("modules_to_convert"),
             "none (embeddings in fp8 are not read)",
         ),
     }
-    for key, (is_right, wanted) in expected.items():
+    for key, (is_right, remedy) in expected.items():
         if not is_right:
-            said = str(found[key])[:80] if key in found else "none"
+            value = str(section[key])[:80] if key in section else "none"
             raise CheckpointError(
-                f"{where}: config.json: quantization_config.{key}: found {said} (quant_method fp8),"
-                f" expected {wanted}; {_REMEDY}"
+                f"{where}: config.json: quantization_config.{key}: found {value}"
+                f" (quant_method fp8), expected {remedy}; {_REMEDY}"
             )
-    assert isinstance(block, list)
-    return block[0], block[1]
+    return sizes[0], sizes[1]

@@ -1,9 +1,11 @@
-"""The decoder of every family. Parameter names are those of Hugging Face's Llama, Qwen, Gemma ...
-files.
+"""The decoder of every family.
 
-b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v vocabulary.
-What differs between families is chosen in the constructors; `forward` asks nothing about the
-family. The file knows no mesh.
+Parameter names are those of Hugging Face's Llama, Qwen, Gemma ... files. What differs between
+families is chosen in the constructors, by a `DecoderSpec`; `forward` asks nothing about the family.
+The file knows no mesh: parallelism exchanges modules and forwards from outside.
+
+Shapes: b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v
+vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -26,11 +28,11 @@ from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
-# Keys and values of the tokens already read, so that decoding computes each token once.
-
 
 class KVCache:
-    """Room for `max_len` tokens in each of `batch` rows; `length` says how many are filled, the
+    """Keys and values of the tokens already read, so that decoding computes each token once.
+
+    It has room for `max_len` tokens in each of `batch` rows; `length` says how many are filled, the
     same in all rows.
     """
 
@@ -50,21 +52,21 @@ class KVCache:
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new k, v `[b, k, s, e]` to those of `layer`; returns all, `[b, k, length + s,
-        e]`.
+        """Append k, v `[b, k, s, e]` to those of `layer`, and return all, `[b, k, length + s, e]`.
 
-        The decoder moves `length` on when every layer has its own. Raises ValueError when there is
-        no room left.
+        Raises ValueError when there is no room left.
         """
+        # `length` stays: the decoder moves it on when every layer has its new keys and values.
         end = self.length + k.shape[2]
         if end > self.max_len:
             raise ValueError(f"the cache has room for {self.max_len} tokens, {end} are needed")
-        kept = self.layers[layer]
-        kept[0, :, :, self.length : end] = k
-        kept[1, :, :, self.length : end] = v
-        return kept[0, :, :, :end], kept[1, :, :, :end]
+        keys, values = self.layers[layer]
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
 
 
+# Cosines and sines of positions, each fp32 [b, s, 1, width / 2].
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -78,7 +80,7 @@ class Norm(nn.Module):
         self.norm = offset_rms_norm if spec.norm_offset else rms_norm
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., width]`, normed, in its own dtype."""
+        """Return hidden `[..., width]`, normed, in its own dtype."""
         return self.norm(hidden, self.weight, self.eps)
 
 
@@ -86,12 +88,12 @@ class WidthNorm(Norm):
     """A norm over the channels of all heads together (OLMoE)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., h, e]`."""
+        """Return hidden `[..., h, e]`, normed."""
         return super().forward(hidden.flatten(-2)).view_as(hidden)
 
 
 class Clamp(nn.Module):
-    """Numbers into +- bound."""
+    """A clamp of all numbers into +- bound."""
 
     def __init__(self, bound: float) -> None:
         super().__init__()
@@ -102,17 +104,16 @@ class Clamp(nn.Module):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embeddings times a constant, which is first rounded to their dtype, as the models were
-    trained.
-    """
+    """Embeddings times a constant."""
 
     def __init__(self, vocab_size: int, width: int, scale: float) -> None:
         super().__init__(vocab_size, width)
         self.scale = scale
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens `[b, s]` to `[b, s, d]`."""
+        """Return the embeddings `[b, s, d]` of tokens `[b, s]`."""
         hidden = super().forward(tokens)
+        # The constant is rounded to their dtype first, as the models were trained.
         return hidden * hidden.new_full((), self.scale)
 
 
@@ -124,7 +125,7 @@ class Rotary:
         self.factor = rope.attention_factor
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """Positions `[b, s]` to cosines and sines, each fp32 `[b, s, 1, width / 2]`."""
+        """Return cosines and sines of positions `[b, s]`."""
         return compute_rotation(positions, self.frequencies(positions), self.factor)
 
 
@@ -133,7 +134,8 @@ class Attention(nn.Module):
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_width = layer, spec.head_width
+        self.layer = layer
+        self.head_width = spec.head_width
         self.attend = partial(
             attention,
             window=spec.windows[layer],
@@ -141,35 +143,34 @@ class Attention(nn.Module):
             scale=spec.attention_scale,
         )
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
-        query_width, key_width = (
-            spec.num_heads * spec.head_width,
-            spec.num_kv_heads * spec.head_width,
-        )
+        query_width = spec.num_heads * spec.head_width
+        key_width = spec.num_kv_heads * spec.head_width
         self.q_proj = nn.Linear(spec.width, query_width, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_width, spec.width, bias=spec.output_bias)
-        self.q_norm, self.k_norm = (
-            _build_head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads)
-        )
+        self.q_norm = _build_head_norm(spec, spec.num_heads)
+        self.k_norm = _build_head_norm(spec, spec.num_kv_heads)
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
-        # Where ranks share sequences these exchange all heads of some tokens for all tokens of some
-        # heads, and back.
+        # Context parallelism puts its own in place of these: where ranks share sequences, they
+        # exchange all heads of some tokens for all tokens of some heads, and back.
         self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _keep_heads
         self.to_tokens: Callable[[Tensor], Tensor] = _keep_tokens
 
     def forward(
-        self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None
+        self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None
     ) -> Tensor:
-        """turn: of the positions. info: prepared for the batch. cache: extended by these tokens, if
-        given.
+        """Return what tokens attend to, `[b, s, d]`.
+
+        rotation: of the positions. info: prepared for the batch. cache: extended by these tokens,
+        if given.
         """
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q = apply_rotation(self.clamp(self.q_norm(q)), *turn).transpose(1, 2)
-        k = apply_rotation(self.clamp(self.k_norm(k)), *turn).transpose(1, 2)
+        q = apply_rotation(self.clamp(self.q_norm(q)), *rotation).transpose(1, 2)
+        k = apply_rotation(self.clamp(self.k_norm(k)), *rotation).transpose(1, 2)
         v = self.clamp(v).transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
@@ -190,7 +191,7 @@ def _keep_tokens(attended: Tensor) -> Tensor:
 
 
 def _build_head_norm(spec: DecoderSpec, heads: int) -> nn.Module:
-    """What queries, or keys, of so many heads go through before they are rotated."""
+    """Build what queries, or keys, of so many heads go through before they are rotated."""
     if spec.width_norms:
         return WidthNorm(spec, heads * spec.head_width)
     return Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
@@ -207,12 +208,12 @@ class MLP(nn.Module):
         self.activation = spec.activation
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[b, s, d]` to `[b, s, d]`."""
+        """Return the MLP of `[b, s, d]`."""
         if should_fuse(hidden.device):
             return self.down_proj(
                 gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
             )
-        # As it stands here gate is gone when up comes, where nothing is kept.
+        # In one expression: where nothing is kept for backward, gate is gone when up comes.
         return self.down_proj(
             ACTIVATIONS[self.activation][0](self.gate_proj(hidden)) * self.up_proj(hidden)
         )
@@ -224,16 +225,16 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(spec, layer)
-        experts = spec.mixture is not None and spec.mixture.layers[layer]
-        self.mlp = Mixture(spec) if experts else MLP(spec)
+        has_experts = spec.mixture is not None and spec.mixture.layers[layer]
+        self.mlp = Mixture(spec) if has_experts else MLP(spec)
         self.input_layernorm = Norm(spec, spec.width)
         self.post_attention_layernorm = Norm(spec, spec.width)
 
     def forward(
-        self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None
+        self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
-        """The stream `[b, s, d]` after this layer."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
+        """Return the stream `[b, s, d]` after this layer."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
         return hidden + self.run_mlp(self.post_attention_layernorm(hidden), info)
 
     def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
@@ -244,9 +245,7 @@ class DecoderLayer(nn.Module):
 
 
 class SandwichLayer(DecoderLayer):
-    """Norms before and after attention and MLP (Gemma 2 and 3, whose files use the names like
-    this).
-    """
+    """Norms before and after attention and MLP, by the names of Gemma 2's and 3's files."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -254,10 +253,10 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = Norm(spec, spec.width)
 
     def forward(
-        self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None
+        self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
-        """The stream `[b, s, d]` after this layer."""
-        attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
+        """Return the stream `[b, s, d]` after this layer."""
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(
             self.run_mlp(self.pre_feedforward_layernorm(hidden), info)
@@ -265,7 +264,7 @@ class SandwichLayer(DecoderLayer):
 
 
 class Trunk(nn.Module):
-    """Tokens `[b, s]` to hidden states `[b, s, d]`: embedding, layers, final norm."""
+    """Embedding, layers, final norm: tokens `[b, s]` to hidden states `[b, s, d]`."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -276,7 +275,7 @@ class Trunk(nn.Module):
             self.embed_tokens = ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
-        # Layers with a window may turn at another rate: each layer has the number of its rotary
+        # Layers with a window may turn at another rate: each layer has the index of its rotary
         # embedding.
         self.rotary = [Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None]
         self.rotary_of_layer = [
@@ -312,20 +311,20 @@ class Trunk(nn.Module):
         cache: KVCache | None = None,
         layers: Iterable[int] | None = None,
     ) -> Tensor:
-        """The stream of tokens of `shape` (b, s) through the layers with these numbers; None: all.
+        """Return the stream of tokens of `shape` (b, s) behind the layers of these numbers.
 
-        What all layers share, rotations and masks, is made here, once.
+        layers: None: all.
         """
         rows, length = shape
         past = cache.length if cache is not None else 0
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden.device)
-            if (
-                info is not None and info.real is not None
-            ):  # LongRoPE goes by the highest of all, which no padding has
+            # LongRoPE goes by the highest position of all, which must not be one of the padding.
+            if info is not None and info.real is not None:
                 positions.clamp_(max=info.real.longest - 1)
             positions = positions.expand(rows, length)
-        turns = [rotary(positions) for rotary in self.rotary]
+        # Rotations and masks are the same for all layers: they are made once.
+        rotations = [rotary(positions) for rotary in self.rotary]
         info = self.prepare(
             info,
             rows=rows,
@@ -335,9 +334,10 @@ class Trunk(nn.Module):
             device=hidden.device,
         )
         for number in range(len(self.layers)) if layers is None else layers:
-            hidden = self.layers.get_submodule(str(number))(
-                hidden, turns[self.rotary_of_layer[number]], info, cache
-            )
+            # By its name: a rank of a pipeline lacks entries of the list, whose indices are then
+            # not the layers' numbers.
+            layer = self.layers.get_submodule(str(number))
+            hidden = layer(hidden, rotations[self.rotary_of_layer[number]], info, cache)
         return hidden
 
 
@@ -346,8 +346,9 @@ def _apply_softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 class OutputHead(nn.Module):
-    """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without
-    logits of all tokens.
+    """The output projection of hidden states `[b, s, d]` to logits `[b, s, v]`.
+
+    With labels it goes straight to the summed loss, without logits of all tokens.
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -363,8 +364,9 @@ class OutputHead(nn.Module):
     def forward(
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
-        """Logits, or with labels `[b, s]` what `head_loss` makes of them; None: the sum of token
-        losses.
+        """Return logits, or with labels `[b, s]` what `head_loss` makes of them.
+
+        head_loss: None: the sum of token losses.
         """
         if labels is None:
             return self.finish(F.linear(hidden, self.weight))
@@ -372,11 +374,10 @@ class OutputHead(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is
-    `model.embed_tokens.weight`.
+    """A causal language model; `spec` is its shape.
 
-    With `spec.num_labels` it has a score head, and no lm_head: what gives logits `[b, s, v]` gives
-    scores `[b, s, n]`.
+    With `spec.num_labels` it has a score head, and no lm_head: what returns logits `[b, s, v]` then
+    returns scores `[b, s, n]`.
     """
 
     spec: DecoderSpec
@@ -384,10 +385,9 @@ class Decoder(LanguageModel):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.model = Trunk(spec)
-        scored = spec.num_labels is not None
-        self.lm_head: Any = None if scored else OutputHead(spec)
-        self.score = ScoreHead(spec.num_labels, spec.width) if spec.num_labels is not None else None
         self.spec = spec
+        self.lm_head: Any = OutputHead(spec) if spec.num_labels is None else None
+        self.score = None if spec.num_labels is None else ScoreHead(spec.num_labels, spec.width)
         self._tie()
 
     def _tie(self) -> None:
@@ -395,15 +395,21 @@ class Decoder(LanguageModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def find_stage_parts(self) -> StageParts:
-        """Embedding, layers, final norm and head."""
+        """Return embedding, layers, final norm and head."""
         layers = tuple(f"model.layers.{number}" for number in range(self.spec.num_layers))
         embedding = "model.embed_tokens"
         head = "lm_head" if self.spec.num_labels is None else "score"
-        return StageParts((embedding,), layers, ("model.norm", head), embedding, self.spec.width)
+        return StageParts(
+            first=(embedding,),
+            layers=layers,
+            last=("model.norm", head),
+            embedding=embedding,
+            width=self.spec.width,
+        )
 
     @property
     def head(self) -> nn.Module | None:
-        """The output projection or the score head; None: another rank of a pipeline has it."""
+        """Return the output projection or the score head; None: another rank has it."""
         return self.lm_head if self.spec.num_labels is None else self.score
 
     def run_stage(
@@ -414,17 +420,18 @@ class Decoder(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """See `LanguageModel.run_stage`; tensor-parallel ranks have hidden states of a part of the
-        tokens.
+        """Run layers, see `LanguageModel.run_stage`.
+
+        Tensor-parallel ranks have hidden states of a part of the tokens.
         """
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(hidden, tokens.shape, positions, attention, layers=layers)
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """See `LanguageModel.hidden_shape`: `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
-        return (
-            (*tokens, self.spec.width) if ranks == 1 else (tokens.numel() // ranks, self.spec.width)
-        )
+        """Return `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
+        if ranks == 1:
+            return (*tokens, self.spec.width)
+        return (tokens.numel() // ranks, self.spec.width)
 
     def run_head(
         self,
@@ -434,7 +441,7 @@ class Decoder(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """See `LanguageModel.run_head`; tokens are not read."""
+        """Run the final norm and the head, see `LanguageModel.run_head`; tokens are not read."""
         head: Any = self.head
         return head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
@@ -444,27 +451,31 @@ class Decoder(LanguageModel):
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
     ) -> Tensor:
-        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, or this rank's where ranks
-        share tokens.
+        """Return what the output head is given of tokens `[b, s]`: `[b, s, d]`.
+
+        Where ranks share tokens, this rank's.
         """
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        whole = {name for name, _ in self.named_modules() if name}
+        """Leave out what other ranks of a pipeline have, see `LanguageModel.keep_stages`."""
+        all_modules = {name for name, _ in self.named_modules() if name}
+        # Entries are deleted, not renumbered, so that parameters keep the names of the files.
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:
             del self.model.layers._modules[name]
+        trunk: Any = self.model
         if not first:
-            tied = last and self.spec.tied
-            self.model.embed_tokens = hold_tied_weight(self.model.embed_tokens) if tied else None  # type: ignore[assignment]
+            is_tied = last and self.spec.tied
+            trunk.embed_tokens = hold_tied_weight(trunk.embed_tokens) if is_tied else None
         if not last:
-            self.model.norm = self.lm_head = self.score = None  # type: ignore[assignment]
-        self.modules_elsewhere = frozenset(whole - {name for name, _ in self.named_modules()})
+            trunk.norm = self.lm_head = self.score = None
+        kept_modules = {name for name, _ in self.named_modules()}
+        self.modules_elsewhere = frozenset(all_modules - kept_modules)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
-        """Conversions such as `to_empty` make new parameters module by module, which would untie
-        tied ones.
-        """
         super()._apply(fn, recurse)
+        # Conversions such as `to_empty` make new parameters module by module, which unties tied
+        # ones.
         self._tie()
         return self
 
@@ -479,11 +490,10 @@ class Decoder(LanguageModel):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes
-        of them.
+        """Return logits `[b, s, v]` of tokens `[b, s]`, or with labels what `head_loss` makes.
 
         positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the
-        documents of each row; None: one. labels: `labels[b, i]` is the token that follows
+        documents of each row; None: one. labels: `[b, s]`, `labels[b, i]` is the token that follows
         `tokens[b, i]`; -100 counts nothing. head_loss: `fn(hidden, weight, labels)`, see
         `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token losses. cache: keys and
         values of earlier tokens; this call's are added to it. logits_to_keep: of the last so many
@@ -496,14 +506,10 @@ class Decoder(LanguageModel):
         return head(hidden, labels=labels, head_loss=head_loss)
 
 
-# The head of a reward model, or of a classifier of sequences, in place of the output projection.
-
-
 class ScoreHead(nn.Module):
-    """Hidden states `[..., d]` to scores `[..., n]` of each token, in the type of its weight `[n,
-    d]`.
+    """The head of a reward model, or of a classifier, in place of the output projection.
 
-    Called as an output head is; which tokens' scores are meant is for the caller to say.
+    It is called as an output head is; which tokens' scores are meant is for the caller to say.
     """
 
     def __init__(self, num_labels: int, width: int) -> None:
@@ -513,31 +519,31 @@ class ScoreHead(nn.Module):
     def forward(
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None
     ) -> Tensor:
-        """Labels and head_loss are not read."""
+        """Return scores `[..., n]` of hidden states `[..., d]`; labels and head_loss are not read.
+
+        They are in the type of the weight `[n, d]`.
+        """
         return F.linear(hidden.to(self.weight.dtype), self.weight)
-
-
-# The output projection of a model of another library, called as ours is.
 
 
 @dataclass
 class LogitTransform:
-    """What a forward does to its logits: `softcap` alone, where that is all, else `finish` (None:
-    nothing).
-    """
+    """What a forward of another library does to its logits; by default nothing."""
 
-    softcap: float | None = None
-    finish: Finish | None = None
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    finish: Finish | None = None  # where that is not all: `fn(logits) -> logits`
 
 
 class LinearHead(nn.Linear):
-    """An nn.Linear with the signature of `OutputHead.forward`, so that its FSDP unit is that of a
-    head.
+    """The output projection of a model of another library, called as `OutputHead` is.
+
+    So its FSDP unit is that of a head.
     """
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> None:
-        """Makes a plain linear one of these, in place: others may hold it."""
+        """Make a plain linear one of these, in place."""
+        # No new module: others of the model may hold this one.
         linear.__class__ = cls
 
     def forward(
@@ -548,7 +554,7 @@ class LinearHead(nn.Linear):
         head_loss: HeadLoss | None = None,
         after: LogitTransform | None = None,
     ) -> Tensor:
-        """Hidden `[..., d]` to logits, or with labels to what `head_loss` makes of them."""
+        """Return logits of hidden `[..., d]`, or with labels what `head_loss` makes of them."""
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
         after = after or LogitTransform()

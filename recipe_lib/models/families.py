@@ -1,7 +1,8 @@
 """From `config.json` to a spec, family by family.
 
-A family is a row of `FAMILIES`; what its real files leave out is filled in from there, so that no
-default hides in the code.
+`read_spec` serves any implementation of models, `build_spec` our own decoder. A family is a row of
+`FAMILIES`; what its real files leave out is filled in from there, so that no default hides in the
+code. Adding a family is adding a row (docs/extending.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +15,10 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_fields import (
     COMMON,
-    LAYER_KINDS,
-    NEWER,
-    OLDER,
-    POSITIONS,
     Family,
     Fields,
     Read,
     check_sizes,
-    complete_ropes,
     read_activation,
     read_codes,
     read_layer_windows,
@@ -34,11 +30,10 @@ SCORED = "ForSequenceClassification"  # how transformers names a decoder with a 
 
 
 def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
-    """The spec of a `config.json` for one implementation of models, `native` or a name that is
-    registered.
+    """Read the spec of a `config.json` for one implementation of models.
 
-    where: as for `spec_from_config`. Raises what that does, or the `read_spec` of the other
-    implementations.
+    where: as for `build_spec`. implementation: `native`, or a name that is registered. Raises what
+    `build_spec` does, or the `read_spec` of the other implementations.
     """
     if implementation == "native":
         return build_spec(config, where)
@@ -49,42 +44,41 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
 def read_trained_spec(
     config: Mapping[str, Any], where: str, implementation: str | None = None
 ) -> ModelSpec:
-    """The spec of a model that somebody has trained; implementation: as of its run, None: not
-    known.
+    """Read the spec of a model that somebody has trained.
 
-    Then our own decoder for its families, and transformers' class, where that is installed, for all
-    others. Raises as `read_spec` does.
+    implementation: as of its run; None: not known. Then it is our own decoder for its families, and
+    transformers' class, where that is installed, for all others. Raises as `read_spec` does.
     """
     if implementation is None:
-        kind = get_text_config(config).get("model_type")
-        ours = any(kind in (name, *row.model_types) for name, row in FAMILIES.items())
-        implementation = "native" if ours or find_spec("transformers") is None else "transformers"
+        model_type = get_text_config(config).get("model_type")
+        is_ours = _find_row(model_type) is not None
+        is_native = is_ours or find_spec("transformers") is None
+        implementation = "native" if is_native else "transformers"
     return read_spec(config, where, implementation)
 
 
 def build_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
-    """The spec of a Hugging Face `config.json`.
+    """Build the spec of a Hugging Face `config.json`.
 
     where: the file or preset, named in errors. Raises CheckpointError for an architecture that is
     not supported, weights that are quantized in a form that is not read, and keys that are missing
     or make no sense.
     """
-    outer = read_codes(config, where)
+    outer_codes = read_codes(config, where)
     check_sizes(config, where)
     config = get_text_config(config)
-    inner = read_codes(config, where)
+    inner_codes = read_codes(config, where)
     family = _find_family(config, where)
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _read_common_fields(fields, family)
     return DecoderSpec(
         **common | _evaluate_shape(FAMILIES[family].shape, fields, common),
-        codes=outer if inner == FileCodes() else inner,
+        codes=outer_codes if inner_codes == FileCodes() else inner_codes,
     )
 
 
 def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder's part of a multimodal Gemma 3 config, as the config of a text-only model; others
-    unchanged.
+    """Return the decoder's part of a multimodal Gemma 3 config; others unchanged.
 
     What is trained and exported is the text model alone, so its config names the text architecture.
     """
@@ -95,24 +89,30 @@ def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
         if key in config
     }
-    own: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    if (
-        "tie_word_embeddings" in config
-    ):  # transformers ties by the outer key, whatever the text's own says
-        own["tie_word_embeddings"] = config["tie_word_embeddings"]
-    return outer | dict(config["text_config"]) | own
+    names: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    # transformers ties by the outer key, whatever the text's own says.
+    if "tie_word_embeddings" in config:
+        names["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return outer | dict(config["text_config"]) | names
+
+
+def _find_row(model_type: object) -> str | None:
+    """Return the family of a model_type, None if there is no row for it."""
+    rows = FAMILIES.items()
+    return next((name for name, row in rows if model_type in (name, *row.model_types)), None)
 
 
 def _find_family(config: Mapping[str, Any], where: str) -> str:
-    """The family of a config; raises CheckpointError for one that the decoder does not cover."""
-    model_type, architectures = config.get("model_type"), config.get("architectures")
+    """Return the family of a config.
+
+    Raises CheckpointError for one that the decoder does not cover.
+    """
+    model_type = config.get("model_type")
+    architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    family = next(
-        (name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None
-    )
-    if family is None or (
-        names and not set(FAMILIES[family].architectures).intersection(map(str, names))
-    ):
+    family = _find_row(model_type)
+    covered = set(FAMILIES[family].architectures) if family is not None else set()
+    if family is None or (names and covered.isdisjoint(map(str, names))):
         if any(str(name).endswith(SCORED) for name in names):
             raise CheckpointError(
                 f"{where}: config.json: {names[0]} has a score head, which predicts no tokens;"
@@ -134,32 +134,35 @@ def _find_family(config: Mapping[str, Any], where: str) -> str:
 
 
 def _read_common_fields(fields: Fields, family: str) -> dict[str, Any]:
-    """The fields that every family reads alike."""
+    """Read the fields that every family reads alike."""
     config = fields.config
-    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    width = fields.read_integer("hidden_size")
+    heads = fields.read_integer("num_attention_heads")
     if config["head_dim"] is None and width % heads:
-        raise fields.fault("hidden_size", f"a multiple of num_attention_heads = {heads}")
-    kv_heads = fields.optional_integer("num_key_value_heads") or heads
+        raise fields.make_fault("hidden_size", f"a multiple of num_attention_heads = {heads}")
+    kv_heads = fields.read_optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise fields.fault("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    head_width = fields.optional_integer("head_dim") or width // heads
-    layers = fields.integer("num_hidden_layers")
+        raise fields.make_fault(
+            "num_key_value_heads", f"a divisor of num_attention_heads = {heads}"
+        )
+    head_width = fields.read_optional_integer("head_dim") or width // heads
+    layers = fields.read_integer("num_hidden_layers")
     if config.get("use_bidirectional_attention"):
-        raise fields.fault("use_bidirectional_attention", "false (a causal model)")
+        raise fields.make_fault("use_bidirectional_attention", "false (a causal model)")
     if not config.get("is_causal", True):
-        raise fields.fault("is_causal", "true (a causal model)")
+        raise fields.make_fault("is_causal", "true (a causal model)")
     rope, local_rope = read_rope(fields, family, head_width)
     return {
         "family": family,
-        "vocab_size": fields.integer("vocab_size"),
+        "vocab_size": fields.read_integer("vocab_size"),
         "width": width,
-        "mlp_width": fields.integer("intermediate_size"),
+        "mlp_width": fields.read_integer("intermediate_size"),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_width": head_width,
-        "max_positions": fields.integer("max_position_embeddings"),
-        "norm_eps": fields.number("rms_norm_eps"),
+        "max_positions": fields.read_integer("max_position_embeddings"),
+        "norm_eps": fields.read_number("rms_norm_eps"),
         "rope": rope,
         "local_rope": local_rope,
         "windows": (None,) * layers,
@@ -174,9 +177,9 @@ def _read_common_fields(fields: Fields, family: str) -> dict[str, Any]:
         "qkv_bias": False,
         "output_bias": False,
         "mlp_bias": False,
-        "tied": fields.flag("tie_word_embeddings"),
+        "tied": fields.read_flag("tie_word_embeddings"),
         "fused_file": False,
-        "init_std": fields.number("initializer_range"),
+        "init_std": fields.read_number("initializer_range"),
     }
 
 
@@ -192,12 +195,13 @@ def _evaluate_shape(
 
 
 def _make_flag_reader(key: str) -> Read:
-    return lambda fields, common: fields.flag(key)
+    return lambda fields, common: fields.read_flag(key)
 
 
 def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
-    """Read one window per layer. slides: whether a layer has one where `layer_types` does not say
-    it.
+    """Return a reader of one window per layer.
+
+    slides: returns True if a layer has one, where `layer_types` does not say it.
     """
 
     def read(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
@@ -210,12 +214,12 @@ def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
 
 
 def _read_same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-    return (fields.optional_integer("sliding_window"),) * common["num_layers"]
+    return (fields.read_optional_integer("sliding_window"),) * common["num_layers"]
 
 
 def _read_mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
     if fields.config["router_jitter_noise"] != 0:
-        raise fields.fault(
+        raise fields.make_fault(
             "router_jitter_noise", "0 (noise on the router's input is not supported)"
         )
     return _read_same_windows(fields, common)
@@ -223,27 +227,26 @@ def _read_mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int |
 
 def _read_qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
     """Read a window for the layers from max_window_layers on, if use_sliding_window says so."""
-    if not fields.flag("use_sliding_window"):
+    if not fields.read_flag("use_sliding_window"):
         return (None,) * common["num_layers"]
     first = fields.config["max_window_layers"]
     if isinstance(first, bool) or not isinstance(first, int):
-        raise fields.fault("max_window_layers", "an integer")
+        raise fields.make_fault("max_window_layers", "an integer")
     has_window = fields.config["sliding_window"] is not None
     return _make_window_reader(lambda fields, layer: has_window and layer >= first)(fields, common)
 
 
 def _read_sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
-    """Read which layers of Qwen 3 have experts: every n-th one that is not among
-    mlp_only_layers.
-    """
-    every, dense = fields.integer("decoder_sparse_step"), fields.config["mlp_only_layers"] or []
+    """Read which layers of Qwen 3 have experts: every n-th one that is not in mlp_only_layers."""
+    step = fields.read_integer("decoder_sparse_step")
+    dense = fields.config["mlp_only_layers"] or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise fields.fault("mlp_only_layers", "a list of layers' numbers")
+        raise fields.make_fault("mlp_only_layers", "a list of layers' numbers")
     layers = tuple(
-        layer not in dense and (layer + 1) % every == 0 for layer in range(common["num_layers"])
+        layer not in dense and (layer + 1) % step == 0 for layer in range(common["num_layers"])
     )
     if not any(layers):
-        raise fields.fault(
+        raise fields.make_fault(
             "mlp_only_layers", "some layer with experts: without any the model is one of type qwen3"
         )
     return layers
@@ -251,25 +254,28 @@ def _read_sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, .
 
 def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
     if fields.config["attn_logit_softcapping"] is not None:
-        raise fields.fault("attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)")
+        raise fields.make_fault(
+            "attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)"
+        )
 
 
 def _make_mixture_reader(width: str, **more: Any) -> Read:
-    """Read the mixture of a family whose key for the width of an expert is this. more: its own
-    fields of the mixture.
+    """Return a reader of a family's mixture of experts.
 
-    The number of experts has either of two names: files of one family have both, by who wrote them.
+    width: the key of an expert's width. more: the family's own fields of the mixture.
     """
 
     def read(fields: Fields, common: dict[str, Any]) -> MixtureSpec:
+        # Files of one family have either name, by who wrote them.
         key = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
-        experts, top_k = fields.integer(key), fields.integer("num_experts_per_tok")
+        experts = fields.read_integer(key)
+        top_k = fields.read_integer("num_experts_per_tok")
         if top_k > experts:
-            raise fields.fault("num_experts_per_tok", f"at most {key} = {experts}")
+            raise fields.make_fault("num_experts_per_tok", f"at most {key} = {experts}")
         shape: dict[str, Any] = {
             "num_experts": experts,
             "top_k": top_k,
-            "mlp_width": fields.integer(width),
+            "mlp_width": fields.read_integer(width),
             "layers": (True,) * common["num_layers"],
             "normalized": True,
             "router_bias": False,
@@ -293,14 +299,16 @@ _GEMMA_SHAPE = _BIASES | {
     "norm_offset": True,
 }
 _GEMMA2_SHAPE = _GEMMA_SHAPE | {
-    "attention_softcap": lambda fields, common: fields.optional_number("attn_logit_softcapping"),
+    "attention_softcap": lambda fields, common: fields.read_optional_number(
+        "attn_logit_softcapping"
+    ),
     "activation": lambda fields, common: read_activation(fields, "hidden_activation"),
     "post_norms": True,
     "windows": _make_window_reader(
-        lambda fields, layer: (layer + 1) % fields.integer("sliding_window_pattern") != 0
+        lambda fields, layer: (layer + 1) % fields.read_integer("sliding_window_pattern") != 0
     ),
-    "attention_scale": lambda fields, common: fields.number("query_pre_attn_scalar") ** -0.5,
-    "logit_softcap": lambda fields, common: fields.optional_number("final_logit_softcapping"),
+    "attention_scale": lambda fields, common: fields.read_number("query_pre_attn_scalar") ** -0.5,
+    "logit_softcap": lambda fields, common: fields.read_optional_number("final_logit_softcapping"),
 }
 
 _GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
@@ -426,7 +434,7 @@ FAMILIES: dict[str, Family] = {
             "head_norms": True,
             "windows": lambda fields, common: (
                 _read_same_windows(fields, common)
-                if fields.flag("use_sliding_window")
+                if fields.read_flag("use_sliding_window")
                 else common["windows"]
             ),
             "mixture": _make_mixture_reader(
@@ -453,7 +461,7 @@ FAMILIES: dict[str, Family] = {
         _BIASES
         | {
             "width_norms": True,
-            "qkv_clip": lambda fields, common: fields.optional_number("clip_qkv"),
+            "qkv_clip": lambda fields, common: fields.read_optional_number("clip_qkv"),
             "mixture": _make_mixture_reader(
                 "intermediate_size", normalized=_make_flag_reader("norm_topk_prob")
             ),
@@ -481,8 +489,8 @@ FAMILIES: dict[str, Family] = {
                 expert_bias=True,
                 activation="clamped_swiglu",
                 interleaved=True,
-                alpha=lambda fields, common: fields.number("swiglu_alpha"),
-                limit=lambda fields, common: fields.number("swiglu_limit"),
+                alpha=lambda fields, common: fields.read_number("swiglu_alpha"),
+                limit=lambda fields, common: fields.read_number("swiglu_limit"),
             ),
         },
         ("GptOssForCausalLM",),
@@ -514,34 +522,33 @@ _UNSCORED = ("olmoe",)  # families of which transformers has no such class
 
 
 def count_head_labels(config: Mapping[str, Any]) -> int | None:
-    """The rows of the score head of a checkpoint, by its config.json; None: it has none."""
+    """Return the rows of a checkpoint's score head, by its config.json; None: it has none."""
     names = config.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
         return None
     labels = config.get("id2label")
-    count = (
-        len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
-    )  # 2: transformers' default
+    # 2 is transformers' default.
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     return count if isinstance(count, int) and count > 0 else 2
 
 
 def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
-    """The spec of a `config.json` with a score head of so many rows; None: as many as the
-    checkpoint's head has.
+    """Build the spec of a `config.json` with a score head of so many rows.
 
-    where: named in errors. Raises CheckpointError as `spec_from_config` does, and where the number
-    is not known, or is not that of the checkpoint's head.
+    where: named in errors. num_labels: None: as many as the checkpoint's head has. Raises
+    CheckpointError as `build_spec` does, and where the number is not known, or is not that of the
+    checkpoint's head.
     """
-    found = count_head_labels(config)
-    if num_labels is None and found is None:
+    head_labels = count_head_labels(config)
+    if num_labels is None and head_labels is None:
         raise CheckpointError(
             f"{where}: config.json: has no score head that would say how many classes there are;"
             " set reward.num_labels to their number"
         )
-    if num_labels is not None and found not in (None, num_labels):
+    if num_labels is not None and head_labels not in (None, num_labels):
         raise CheckpointError(
-            f"{where}: config.json: its score head has {found} rows, the config asks for"
-            f" {num_labels}; set reward.num_labels={found}, or start from a model without one"
+            f"{where}: config.json: its score head has {head_labels} rows, the config asks for"
+            f" {num_labels}; set reward.num_labels={head_labels}, or start from a model without one"
         )
     if config.get("model_type") in _UNSCORED:
         raise CheckpointError(
@@ -550,21 +557,19 @@ def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | N
             " from a model of another family"
         )
     causal = dict(config)
-    if found is not None:
-        causal["architectures"] = [
-            str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]
-        ]
-        if causal["architectures"] == [
-            "Gemma3TextForCausalLM"
-        ]:  # the one class whose two names differ
-            causal["architectures"] = ["Gemma3ForCausalLM"]
+    if head_labels is not None:
+        names = [str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]]
+        # The one class whose two names differ.
+        is_gemma3 = names == ["Gemma3TextForCausalLM"]
+        causal["architectures"] = ["Gemma3ForCausalLM"] if is_gemma3 else names
     spec = build_spec(causal, where)
-    return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or found)
+    return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or head_labels)
 
 
 def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec of a `config.json` as a run of this config has it. Raises CheckpointError, and what
-    `read_spec` does.
+    """Read the spec of a `config.json` as a run of this config has it.
+
+    Raises CheckpointError, and what `read_spec` does.
     """
     if cfg.scores_sequences:
         return build_scored_spec(config, where, cfg.num_labels)
@@ -572,7 +577,7 @@ def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str
 
 
 def get_score_architecture(spec: DecoderSpec) -> str:
-    """The class of transformers that loads it."""
+    """Return the class of transformers that loads a model with a score head."""
     if spec.family == "gemma3":
         return f"Gemma3Text{SCORED}"
     return FAMILIES[spec.family].architectures[0].replace(_CAUSAL, SCORED)
@@ -581,8 +586,9 @@ def get_score_architecture(spec: DecoderSpec) -> str:
 def make_score_config(
     config: Mapping[str, Any], names: list[str], pad_id: int | None
 ) -> dict[str, Any]:
-    """A config.json that also says the classes' names, by their numbers, and the id that padding
-    has.
+    """Return a config.json that also says the classes' names, and the id that padding has.
+
+    names: in the order of the classes' numbers.
     """
     changed = get_text_config(config) | {
         "id2label": {str(number): name for number, name in enumerate(names)},
@@ -595,85 +601,5 @@ def make_score_config(
 
 
 def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
-    """Whether the model has one."""
+    """Return True if the model has a score head."""
     return isinstance(spec, DecoderSpec) and spec.num_labels is not None
-
-
-# The older and the newer names of a config.json's keys.
-#
-# transformers 5 renamed some keys. An earlier reader that lacks one takes a default for it without
-# a word, and computes another model. So what is exported says everything under both names.
-
-
-# Newer name -> older, of every model and of single families.
-_RENAMED = {"dtype": "torch_dtype"}
-_RENAMED_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
-# What files of a family call the base, the share of channels that rotate, and the base of layers
-# with a window.
-_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
-_ROPE_KEYS_IN = {
-    "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
-    "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct", ""),
-    "modernbert-decoder": ("global_rope_theta", "", "local_rope_theta"),
-}
-# Families whose older class counts the keys of `rope_scaling`, of which one is `type`.
-_WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
-_THREE_KEYS = ("phi3", "phi4_multimodal")  # of a longrope: the type and both lists
-_NO_PARTS = ("quantization_config", "compression_config")
-
-
-def spell_native(config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return a config.json of a native family with both names of what transformers 5 renamed."""
-    fields = Fields(FAMILIES[family].defaults | dict(config), family)
-    return spell_both(dict(config) | {NEWER: complete_ropes(fields, family)})
-
-
-def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, Any]:
-    """Return a config.json, and its parts, with both names of what transformers 5 renamed.
-
-    with_ropes: of the rotary embeddings too, which are taken from `rope_parameters`.
-    """
-    spelled = dict(config)
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS:
-            spelled[key] = spell_both(value, with_ropes)
-    family = str(config.get("model_type"))
-    for newer, older in (_RENAMED | _RENAMED_IN.get(family, {})).items():
-        values = [config[key] for key in (newer, older) if config.get(key) is not None]
-        if values:
-            spelled |= dict.fromkeys((newer, older), values[0])
-    ropes = config.get(NEWER)
-    if with_ropes and isinstance(ropes, Mapping) and ropes:
-        spelled |= _spell_older_ropes(ropes, family)
-    return spelled
-
-
-def _spell_older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return what the keys of older files say of the rotary embeddings."""
-    everywhere = ropes
-    local: Mapping[str, Any] = {}
-    if not ropes.keys().isdisjoint(LAYER_KINDS):
-        everywhere, local = (ropes.get(kind) or {} for kind in LAYER_KINDS)
-    base_key, fraction_key, local_key = _ROPE_KEYS_IN.get(family, _ROPE_KEYS)
-    values = {
-        base_key: everywhere.get("rope_theta"),
-        fraction_key: everywhere.get("partial_rotary_factor"),
-        local_key: local.get("rope_theta"),
-    }
-    scaling = {
-        key: value
-        for key, value in everywhere.items()
-        if key not in ("rope_theta", "partial_rotary_factor")
-    }
-    if scaling.get("rope_type") == "longrope":
-        values[POSITIONS] = scaling.get(
-            POSITIONS
-        )  # where older readers look for it, but for PhiMoE's
-    older = {key: value for key, value in values.items() if key and value is not None}
-    if scaling == {"rope_type": "default"}:
-        return older | {OLDER: None}
-    if family in _WITH_TYPE and "rope_type" in scaling:
-        scaling["type"] = scaling.pop("rope_type")
-    if family in _THREE_KEYS and POSITIONS in older:
-        del scaling[POSITIONS]
-    return older | {OLDER: scaling}

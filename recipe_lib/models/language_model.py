@@ -1,4 +1,8 @@
-"""What the library knows of a model's tensors besides their values, whoever wrote its forward."""
+"""What the library knows of a model's tensors besides their values, whoever wrote its forward.
+
+`LanguageModel` is the base of our own decoder and of models of other libraries: how they are run in
+stages, and facts about their tensors, that loading, sharding and checkpoints read.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -21,43 +25,45 @@ WriteMark = tuple[int, int]
 
 
 class LanguageModel(nn.Module):
-    """A causal language model, called as `Decoder.forward` is.
+    """A causal language model, called as `Decoder.forward` is."""
 
-    spec: its shape. own_tensors: names of the parameters and buffers that it was built with,
-    whatever is added or left out later; None before `note_built`. modules_elsewhere: those that
-    other ranks of a pipeline have. other_parts: modules of a multimodal model that text does not
-    run through. computed_buffers: name -> values on the host, of buffers that were computed as they
-    were made. loaded_extras: extra tensors that were read from files. runs: of parameters whose
-    parts on the ranks are not in the file's order. unwritten: the marks of tensors at the moment at
-    which they were given memory. on_host: names of parameters in host memory, on the device while
-    their module runs. compile_layer: compiles the layer of a name by a backend, where torch.compile
-    of its forward would not do. base_weights: parameters of the base that an adapter's file brought
-    others for, by name.
-    """
-
+    # its shape
     spec: Any
+    # names of the parameters and buffers that it was built with, whatever is added or left out
+    # later; None before `note_built`
     built_tensors: frozenset[str] | None = None
+    # modules that other ranks of a pipeline have
     modules_elsewhere: frozenset[str] = frozenset()
+    # modules of a multimodal model that text does not run through
     other_parts: tuple[str, ...] = ()
+    # name -> values on the host, of buffers that were computed as they were made
     computed_buffers: Mapping[str, Tensor] = MappingProxyType({})
+    # extra tensors that were read from files
     loaded_extras: frozenset[str] = frozenset()
+    # of parameters whose parts on the ranks are not in the file's order
     runs: Mapping[str, Runs] = MappingProxyType({})
+    # the marks of tensors at the moment at which they were given memory
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
+    # names of parameters in host memory, on the device while their module runs
     on_host: frozenset[str] = frozenset()
+    # compiles the layer of a name by a backend, where torch.compile of its forward would not do
     compile_layer: Callable[[str, Any], None] | None = None
+    # name -> parameter of the base that an adapter's file brought another one for
     base_weights: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     @abstractmethod
     def find_stage_parts(self) -> StageParts:
-        """Where it is cut into the stages of a pipeline. Raises ConfigError for a model that cannot
-        be.
+        """Return where it is cut into the stages of a pipeline.
+
+        Raises ConfigError for a model that cannot be.
         """
 
     @abstractmethod
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Leaves out what other ranks of a pipeline have: layers of other numbers, and unless it
-        has the first or the last stage, what is before or behind the layers. A tied embedding is on
-        both.
+        """Leave out what other ranks of a pipeline have.
+
+        layers: the numbers of those that stay. first, last: it has the first or the last stage, so
+        that what is before or behind the layers stays too. A tied embedding is on both.
         """
 
     @abstractmethod
@@ -69,16 +75,17 @@ class LanguageModel(nn.Module):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Hidden states behind layers of these numbers. hidden: those before the first of them;
-        None: it is layer 0.
+        """Return hidden states behind the layers of these numbers.
 
-        tokens, positions, attention: see `Decoder.forward`.
+        hidden: those before the first of them; None: it is layer 0. tokens, positions, attention:
+        see `Decoder.forward`.
         """
 
     @abstractmethod
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """The shape of this rank's hidden states between layers, of tokens `[b, s]`; ranks: of its
-        tensor parallel group. It may depend on whether gradients are wanted.
+        """Return the shape of this rank's hidden states between layers, of tokens `[b, s]`.
+
+        ranks: of its tensor-parallel group. The shape may depend on whether gradients are wanted.
         """
 
     @abstractmethod
@@ -90,20 +97,19 @@ class LanguageModel(nn.Module):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """What is behind the layers: logits, or the loss; see `Decoder.forward`. hidden: behind the
-        last layer.
-        """
+        """Return logits, or the loss, see `Decoder.forward`; hidden: behind the last layer."""
 
     def note_built(self) -> None:
-        """What it has now is its own: parameters and buffers that it is given later are extra."""
+        """Note what it has now as its own: what it is given later is extra."""
         names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
         names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
         self.built_tensors = frozenset(names)
 
 
 def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
-    """Return what has the head's matrix under the embedding's name on a rank of a pipeline that
-    embeds nothing.
+    """Return a module that has the head's matrix under the embedding's name.
+
+    For a rank of a pipeline that embeds nothing.
     """
     holder = nn.Embedding(*embedding.weight.shape, device="meta")
     holder.weight = embedding.weight
@@ -111,17 +117,17 @@ def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
 
 
 def get_built_tensors(model: nn.Module) -> frozenset[str] | None:
-    """The names of what a model was built with; None for one that `build_meta` did not make."""
+    """Return names of what a model was built with; None for one that `build_meta` did not make."""
     return model.built_tensors if isinstance(model, LanguageModel) else None
 
 
 def is_external(model: nn.Module) -> bool:
-    """Whether it is a model that the library does not implement itself."""
+    """Return True if it is a model that the library does not implement itself."""
     return isinstance(model, LanguageModel) and isinstance(model.spec, ExternalSpec)
 
 
 def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:
-    """The modules of the whole model that other ranks of a pipeline have."""
+    """Return the modules of the whole model that other ranks of a pipeline have."""
     return model.modules_elsewhere if isinstance(model, LanguageModel) else frozenset()
 
 
@@ -130,20 +136,22 @@ def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:
 
 
 def list_layer_names(model: nn.Module) -> list[str]:
-    """Names of the layers: the elements with parameters of every outermost module list, in module
-    order.
+    """Return the names of the layers, in module order.
+
+    They are the elements with parameters of every outermost module list.
     """
     names: list[str] = []
-    lists: list[str] = []
+    list_prefixes: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(outer) for outer in lists):
-            lists.append(f"{name}." if name else "")
-            elements = module.named_children()  # by name: a part of a model may lack some
-            names += [
-                f"{lists[-1]}{index}"
-                for index, element in elements
-                if next(element.parameters(), None) is not None
-            ]
+        is_inner = any(name.startswith(prefix) for prefix in list_prefixes)
+        if not isinstance(module, nn.ModuleList) or is_inner:
+            continue
+        prefix = f"{name}." if name else ""
+        list_prefixes.append(prefix)
+        # By name, not by index: a rank of a pipeline may lack some.
+        for element_name, element in module.named_children():
+            if next(element.parameters(), None) is not None:
+                names.append(prefix + element_name)
     return names
 
 
@@ -156,44 +164,48 @@ def list_layer_names(model: nn.Module) -> list[str]:
 
 
 def get_runs(model: nn.Module) -> dict[str, Runs]:
-    """The runs of every parameter that is not in the file's order, by name."""
+    """Return the runs of every parameter that is not in the file's order, by name."""
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
 def list_local_parts(
     model: nn.Module, name: str, parameter: Tensor
 ) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """This rank's part of a parameter in pieces, which share memory with it, and where each begins
-    in the file.
+    """Return this rank's part of a parameter in pieces, and where each begins in the file.
+
+    The pieces share memory with the parameter.
     """
     local, offset = locate_local_part(parameter)
-    found = get_runs(model).get(name)
-    if found is None:
+    parameter_runs = get_runs(model).get(name)
+    if parameter_runs is None:
         return [(local, offset)]
-    dim, runs = found
-    pieces, at = [], -offset[dim]  # of a run, counted from where this rank's part begins
+    dim, runs = parameter_runs
+    pieces = []
+    begin = -offset[dim]  # of a run, counted from where this rank's part begins
     for start, stop in runs:
-        low, high = max(at, 0), min(at + stop - start, local.shape[dim])
+        low, high = max(begin, 0), min(begin + stop - start, local.shape[dim])
         if low < high:
-            begins: Any = (*offset[:dim], start + low - at, *offset[dim + 1 :])
-            pieces.append((local.narrow(dim, low, high - low), begins))
-        at += stop - start
+            file_offset: Any = (*offset[:dim], start + low - begin, *offset[dim + 1 :])
+            pieces.append((local.narrow(dim, low, high - low), file_offset))
+        begin += stop - start
     return pieces
 
 
-def restore_file_order(whole: Tensor, found: Runs | None) -> Tensor:
-    """A whole tensor, gathered from the ranks, whose runs follow one another (None: it is as the
-    file has it), in the order of the file.
+def restore_file_order(gathered: Tensor, parameter_runs: Runs | None) -> Tensor:
+    """Return a full tensor, gathered from the ranks, in the order of the file.
+
+    parameter_runs: those that follow one another in it; None: it is as the file has it.
     """
-    if found is None:
-        return whole
-    dim, runs = found
-    result = whole.new_empty(whole.shape)
-    at = 0
+    if parameter_runs is None:
+        return gathered
+    dim, runs = parameter_runs
+    ordered = gathered.new_empty(gathered.shape)
+    begin = 0
     for start, stop in runs:
-        result.narrow(dim, start, stop - start).copy_(whole.narrow(dim, at, stop - start))
-        at += stop - start
-    return result
+        length = stop - start
+        ordered.narrow(dim, start, length).copy_(gathered.narrow(dim, begin, length))
+        begin += length
+    return ordered
 
 
 # Whether every parameter was given values, whoever gave them: a tensor counts how often it is
@@ -201,29 +213,27 @@ def restore_file_order(whole: Tensor, found: Runs | None) -> Tensor:
 
 
 def note_unwritten(model: LanguageModel) -> None:
-    """Notes parameters and buffers as without values: right after they were given memory."""
+    """Note parameters and buffers as without values: right after they were given memory."""
     model.unwritten = {name: _get_write_mark(tensor) for name, tensor in _list_tensors(model)}
 
 
 def check_written(model: nn.Module) -> None:
-    """SetupError if a parameter or buffer still holds what its memory held before. Nothing without
-    `note_unwritten`.
+    """Check that no parameter or buffer still holds what its memory held before.
 
-    What has been moved elsewhere since then is taken to be written.
+    Raises SetupError. It checks nothing without `note_unwritten`.
     """
-    before = model.unwritten if isinstance(model, LanguageModel) else {}
-    left = [
-        name
-        for name, tensor in _list_tensors(model)
-        if tensor.numel()
-        and holds_values(tensor.device)
-        and before.get(name) == _get_write_mark(tensor)
-    ]
-    if left:
-        more = f" and {len(left) - 1} more have" if len(left) > 1 else " has"
+    marks = model.unwritten if isinstance(model, LanguageModel) else {}
+    unwritten = []
+    for name, tensor in _list_tensors(model):
+        # What has been moved elsewhere since then has another mark, and is taken to be written.
+        has_mark = marks.get(name) == _get_write_mark(tensor)
+        if has_mark and tensor.numel() and holds_values(tensor.device):
+            unwritten.append(name)
+    if unwritten:
+        more = f" and {len(unwritten) - 1} more have" if len(unwritten) > 1 else " has"
         raise SetupError(
-            f"{left[0]}{more} no values after load_weights; call load_weights or init_weights for a"
-            " model's parameters, and init_adapters for adapters, or fill them there in place"
+            f"{unwritten[0]}{more} no values after load_weights; call load_weights or init_weights"
+            " for a model's parameters, and init_adapters for adapters, or fill them there in place"
         )
 
 
@@ -246,15 +256,16 @@ Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
 
 @contextmanager
 def replace_entries(entries: Iterable[Entry]) -> Iterator[None]:
-    """While it is entered, dicts (attributes, parameters or modules of a module) have these values
-    for these keys.
+    """Inside, dicts have these values for these keys.
+
+    The dicts are attributes, parameters or modules of a module.
     """
-    changed = list(entries)
-    before = [held[name] for held, name, _ in changed]
+    changes = list(entries)
+    previous = [entry_dict[key] for entry_dict, key, _ in changes]
     try:
-        for held, name, value in changed:
-            held[name] = value
+        for entry_dict, key, value in changes:
+            entry_dict[key] = value
         yield
     finally:
-        for (held, name, _), value in zip(changed, before, strict=True):
-            held[name] = value
+        for (entry_dict, key, _), value in zip(changes, previous, strict=True):
+            entry_dict[key] = value

@@ -1,11 +1,14 @@
-"""A decoder without memory, and random weights that depend on the seed alone, not on who holds
-which part.
+"""Models without memory, and random weights that depend on the seed alone.
+
+`build_meta` makes a model of a spec on the meta device, where parallelism is applied to it;
+`allocate` gives it memory; `init_weights` fills it. Each rank has its part of the same numbers,
+whoever has which part.
 """
 
 import hashlib
 import math
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -28,10 +31,10 @@ _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 
 
 def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
-    """The decoder with parameters of `dtype` on the meta device: shapes, no bytes.
+    """Build the decoder with parameters of `dtype` on the meta device: shapes, no bytes.
 
     An external model is a module of its own class that is called as a decoder is. What is added to
-    it later is extra: see `recipe_lib.models.meta_init`.
+    it later is extra: see `find_extra_tensors`.
     """
     if isinstance(spec, ExternalSpec):
         model = cast(Decoder, spec.build(dtype))
@@ -45,17 +48,17 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 def allocate(
     model: nn.Module, device: torch.device, empty: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Gives a meta model uninitialized memory, for a process that has all of it; tied parameters
-    stay tied.
+    """Give a meta model uninitialized memory, for a process that has all of it.
 
     Buffers of an external model get the values that its class gave them. A rank of several calls
     `materialize`. empty: memory for one tensor; None: on the device.
     """
-    ties = find_shared_parameters(model)
+    shared_parameters = find_shared_parameters(model)
     model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
-    for (owner, name), *others in ties:
-        for other, other_name in others:
-            setattr(other, other_name, getattr(owner, name))
+    # `_apply` makes a new parameter for each module: tied ones are tied again.
+    for (owner, name), *sharers in shared_parameters:
+        for sharer, sharer_name in sharers:
+            setattr(sharer, sharer_name, getattr(owner, name))
     if isinstance(model, LanguageModel) and holds_values(device):
         note_unwritten(model)
         for name, buffer in model.named_buffers():
@@ -64,32 +67,35 @@ def allocate(
 
 
 def find_shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that several modules own."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Return the owners, as (module, name in it), of each parameter that several modules own."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    return [shared for shared in places.values() if len(shared) > 1]
+            owners.setdefault(id(parameter), []).append((module, name))
+    return [sharers for sharers in owners.values() if len(sharers) > 1]
 
 
 @runtime_checkable
 class StoredWeight(Protocol):
-    """A module whose weight `[out, in]` is no parameter: it makes its own form of it, from rows
-    that it asks for.
+    """A module whose weight `[out, in]` is no parameter.
+
+    It makes its own form of it, from rows that it asks for.
     """
 
     in_features: int
     out_features: int
 
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """read_rows: `(start, stop, columns)` to that part of the weight. All ranks that share the
-        weight call it.
+        """Make the weight; all ranks that share it call this.
+
+        read_rows: `fn(start, stop, columns)` returns that part of the weight.
         """
 
 
 def find_stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
-    """The modules whose weight is no parameter, by the name that it would have; `NAME_...` are what
-    they keep.
+    """Return the modules whose weight is no parameter, by the name that it would have.
+
+    What they keep in its place is named `NAME_...`.
     """
     return {
         f"{name}.weight": module
@@ -99,24 +105,22 @@ def find_stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
 
 
 def list_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong into a checkpoint, by name."""
-    found = {}
+    """Return the buffers that belong into a checkpoint, by name."""
+    buffers = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
-    """Fills materialized parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
+    """Fill materialized parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
-    A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only
-    the blocks of rows that its shard overlaps and keeps its part of them; nothing is communicated,
-    and no more than a block is held. A quantized weight is made of the values that it would have
-    had. An external model's vectors and numbers are what its own class begins with; extra
-    parameters start as `reset_extra` says.
+    A parameter's values follow from (seed, its name, its full shape) alone. A quantized weight is
+    made of the values that it would have had. An external model's vectors and numbers are what its
+    own class begins with; extra parameters start as `reset_extra` says.
     """
     reset_extra(model, seed)
     vectors = spec.make_first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
@@ -129,25 +133,23 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
             continue
         for local, offset in list_local_parts(model, name, parameter):
             if name in vectors:
-                local.copy_(
-                    vectors[name][
-                        tuple(slice(at, at + n) for at, n in zip(offset, local.shape, strict=True))
-                    ]
-                )
+                local.copy_(vectors[name][_get_slices(offset, local.shape)])
             elif isinstance(spec, DecoderSpec) and name.endswith("norm.weight"):
                 local.fill_(0.0 if spec.norm_offset else 1.0)
             elif name.endswith(".bias"):
                 local.zero_()
             else:
-                _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
+                _fill_normal(
+                    local, offset, parameter.shape, key=f"{seed}/{name}", std=spec.init_std
+                )
 
 
 @torch.no_grad()
 def init_weight(model: nn.Module, name: str, seed: int, spec: ModelSpec) -> None:
-    """Fills one parameter of a materialized model as `init_weights` does."""
+    """Fill one parameter of a materialized model as `init_weights` does."""
     parameter = model.get_parameter(name)
     for local, offset in list_local_parts(model, name, parameter):
-        _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
+        _fill_normal(local, offset, parameter.shape, key=f"{seed}/{name}", std=spec.init_std)
 
 
 def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
@@ -155,23 +157,25 @@ def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
 
     def draw_rows(start: int, stop: int, columns: slice) -> Tensor:
         rows = torch.empty((stop - start, shape[1]))
-        _fill_normal(rows, (start, 0), shape, key, std)
+        _fill_normal(rows, (start, 0), shape, key=key, std=std)
         return rows[:, columns]
 
     module.fill_weight(draw_rows)
 
 
 def _fill_normal(
-    local: Tensor, offset: tuple[int, ...], shape: torch.Size, key: str, std: float
+    local: Tensor, offset: tuple[int, ...], shape: torch.Size, *, key: str, std: float
 ) -> None:
-    """Writes the part at `offset` of a normal tensor of `shape`."""
-    fill_random(
-        local,
-        offset,
-        shape,
-        key,
-        lambda values, generator: values.normal_(0.0, std, generator=generator),
-    )
+    """Write the part at `offset` of a normal tensor of `shape`."""
+
+    def draw(values: Tensor, generator: torch.Generator) -> Tensor:
+        return values.normal_(0.0, std, generator=generator)
+
+    fill_random(local, offset, shape, key, draw)
+
+
+def _get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
 
 
 def fill_random(
@@ -181,19 +185,17 @@ def fill_random(
     key: str,
     draw: Callable[[Tensor, torch.Generator], Tensor],
 ) -> None:
-    """Writes into `local` the part that begins at `offset` of a random tensor of `shape`, which
-    follows from `key`.
+    """Write into `local` the part that begins at `offset` of a random tensor of `shape`.
 
-    draw: `fn(values, generator)` fills fp32 values on the host. Each block of rows has a generator
-    of its own.
+    The tensor follows from `key`. draw: `fn(values, generator)` fills fp32 values on the host.
     """
     if local.numel() == 0:
         return
+    # Each block of rows has a generator of its own: a rank draws only the blocks that its shard
+    # overlaps, whoever has the others, and no more than a block is held.
     block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))
     first, last = offset[0], offset[0] + local.shape[0]
-    columns = tuple(
-        slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
-    )
+    columns = _get_slices(offset[1:], local.shape[1:])
     for block in range(first // block_rows, -(-last // block_rows)):
         top, bottom = block * block_rows, min((block + 1) * block_rows, shape[0])
         digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
@@ -219,35 +221,32 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
-    """The extra parameters and buffers by name, of this rank's part of the model; shared ones once.
+    """Return the extra parameters and buffers by name, of this rank's part of the model.
 
-    saved: only what belongs into a file, without the buffers that are not persistent. Empty for a
-    model that was not made by `build_meta`.
+    Shared ones are there once. saved: only what belongs into a file, without the buffers that are
+    not persistent. Empty for a model that was not made by `build_meta`.
     """
-    own = get_built_tensors(model)
-    if own is None:
+    built_tensors = get_built_tensors(model)
+    if built_tensors is None:
         return {}
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    others = set(own)
-    for prefix, module in model.named_modules():
-        inside = f"{prefix}." if prefix else ""
-        others |= {inside + name for name in getattr(module, "adapter_tensors", ())}
-        if hasattr(
-            module, "fill_weight"
-        ):  # a `StoredWeight`, whose parameters stand for its weight
-            others |= {
-                inside + name
-                for name, _ in module.named_parameters(recurse=False)
-                if name[:7] == "weight_"
-            }
+    not_extra = set(built_tensors)
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        not_extra |= {prefix + name for name in getattr(module, "adapter_tensors", ())}
+        if hasattr(module, "fill_weight"):
+            # A `StoredWeight`, whose parameters stand for its weight.
+            parameters = [name for name, _ in module.named_parameters(recurse=False)]
+            not_extra |= {prefix + name for name in parameters if name.startswith("weight_")}
         if saved:
-            others |= {inside + name for name in module._non_persistent_buffers_set}
-    return {name: tensor for name, tensor in tensors.items() if name not in others}
+            not_extra |= {prefix + name for name in module._non_persistent_buffers_set}
+    return {name: tensor for name, tensor in tensors.items() if name not in not_extra}
 
 
 def find_fully_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What the file of an adapter has besides it: the extra parameters, and the weight of a score
-    head.
+    """Return what the file of an adapter has besides it, by name.
+
+    These are the extra parameters, and the weight of a score head.
     """
     return find_extra_tensors(model, saved=True) | {
         name: weight
@@ -257,32 +256,33 @@ def find_fully_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_extra_modules(model: nn.Module) -> list[str]:
-    """The modules that are extra as a whole and have something to save: the outermost of each,
-    lists of them apart.
+    """Return the outermost modules that are extra as a whole and have something to save.
+
+    Of a container that is extra these are its elements.
     """
-    found: dict[str, None] = {}
+    extra_modules: dict[str, None] = {}
     for name in find_extra_tensors(model, saved=True):
-        around = [
+        candidates = [
             path
             for path in _list_owners(model, name)
-            if path and not _has_built_tensor(model, path)
+            if path
+            and not _has_built_tensor(model, path)
+            and not isinstance(model.get_submodule(path), _CONTAINERS)
         ]
-        runs = [path for path in around if not isinstance(model.get_submodule(path), _CONTAINERS)]
-        if runs:
-            found[runs[-1]] = None
-    return list(found)
+        if candidates:
+            extra_modules[candidates[-1]] = None
+    return list(extra_modules)
 
 
 def check_extra(model: nn.Module) -> None:
-    """SetupError for an extra parameter or buffer that nothing could start, or that has the name of
-    an adapter's.
+    """Check that every extra parameter and buffer can be started, and has no adapter's name.
 
-    The model may be on the meta device.
+    Raises SetupError. The model may be on the meta device.
     """
     extras = find_extra_tensors(model)
-    adapted = any(hasattr(module, "adapter_tensors") for module in model.modules())
-    for name in extras if adapted else ():
-        if any(part.startswith("lora_") for part in name.split(".")):
+    is_adapted = any(hasattr(module, "adapter_tensors") for module in model.modules())
+    for name in extras:
+        if is_adapted and any(part.startswith("lora_") for part in name.split(".")):
             raise SetupError(
                 f"{name}: lora_ begins the names of adapters; give what the recipe adds another"
                 " name"
@@ -292,17 +292,18 @@ def check_extra(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> None:
-    """Starts the extra tensors of a materialized model, but for those that are loaded, by their
-    modules' own methods.
+    """Start the extra tensors of a materialized model by their modules' own methods.
 
     In fp32, whatever the model's type; numbers follow from (seed, the module's name). A module
-    around others runs after them, as a constructor does. Buffers that were computed when their
-    module was made, not on the meta device, keep what they have. Raises SetupError for what has no
-    such method, or is left without a value by it.
+    around others runs after them, as a constructor does. Raises SetupError for what has no such
+    method, or is left without a value by it.
+
+    loaded: those that have values already. Buffers that were computed when their module was made,
+    not on the meta device, keep what they have too.
     """
     extras = find_extra_tensors(model)
-    wanted = extras.keys() - set(loaded) - _get_computed_buffers(model)
-    for path, names in _assign_resets(model, wanted).items():
+    unset = extras.keys() - set(loaded) - _get_computed_buffers(model)
+    for path, names in _assign_resets(model, unset).items():
         if not all(holds_values(extras[name].device) for name in names):
             continue  # a plan
         with _seed_host_generators(f"{seed}/{path}"):
@@ -312,7 +313,6 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
 
 
 def _get_computed_buffers(model: nn.Module) -> set[str]:
-    """Buffers that have the values that their modules computed."""
     return set(model.computed_buffers) if isinstance(model, LanguageModel) else set()
 
 
@@ -321,8 +321,9 @@ def _has_built_tensor(model: nn.Module, path: str) -> bool:
 
 
 def _list_owners(model: nn.Module, name: str) -> list[str]:
-    """The module of an extra tensor, which may have the model's own too, and those around it that
-    have none.
+    """Return the module of an extra tensor, then those around it that have none of the model's.
+
+    The first one may have tensors of the model itself.
     """
     path = name.rpartition(".")[0]
     owners = [path]
@@ -333,24 +334,23 @@ def _list_owners(model: nn.Module, name: str) -> list[str]:
 
 
 def _assign_resets(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Module -> the extra tensors that its `reset_parameters`, and those of modules in it, are to
-    start.
+    """Return module -> the extra tensors that its reset, and those of modules in it, start.
 
-    It is the outermost extra module that has one. Raises SetupError for a tensor without one.
+    The module is the outermost extra one that has a reset. Raises SetupError for a tensor without.
     """
-    found: dict[str, list[str]] = {}
+    names_of_module: dict[str, list[str]] = {}
     for name in sorted(names):
-        around = _list_owners(model, name)
-        able = [path for path in around if _find_reset(model.get_submodule(path)) is not None]
-        if not able:
-            kind = type(model.get_submodule(around[0])).__name__.removeprefix("FSDP")
+        owners = _list_owners(model, name)
+        resettable = [path for path in owners if _find_reset(model.get_submodule(path)) is not None]
+        if not resettable:
+            kind = type(model.get_submodule(owners[0])).__name__.removeprefix("FSDP")
             raise SetupError(
                 f"{name}: no checkpoint has it, since the recipe added it, and its module ({kind})"
                 " has no reset_parameters to start it from; put it into a module of your own with"
                 " that method"
             )
-        found.setdefault(able[-1], []).append(name)
-    return found
+        names_of_module.setdefault(resettable[-1], []).append(name)
+    return names_of_module
 
 
 def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
@@ -360,18 +360,20 @@ def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters and buffers of a module, as its methods start them on the host; without
-    those they leave.
+    """Return full parameters and buffers of a module, as its methods start them on the host.
+
+    Those that the methods leave without values are not among them.
     """
     copy = _copy_on_host(module, {})
     before = {name: (tensor, tensor._version) for name, tensor in _iterate_tensors(copy)}
     _reset(copy)
     written = {}
     for name, tensor in _iterate_tensors(copy):
-        was, version = before.get(name, (None, 0))
-        if (was is not tensor or version != tensor._version) and not (
-            tensor.is_floating_point() and tensor.isnan().any()
-        ):
+        previous, version = before.get(name, (None, 0))
+        is_written = previous is not tensor or version != tensor._version
+        # The copy was full of nan: where some is left, a part was not written.
+        has_nan = tensor.is_floating_point() and bool(tensor.isnan().any())
+        if is_written and not has_nan:
             written[name] = tensor
     return written
 
@@ -389,64 +391,60 @@ def _reset(module: nn.Module) -> None:
         method()
 
 
-def _copy_on_host(module: nn.Module, made: dict[int, Any]) -> nn.Module:
-    """A module like it, with whole tensors of fp32 that have no values yet; what it shares stays
-    shared.
+def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
+    """Return a module like it, with full tensors of fp32 that have no values yet, on the host.
+
+    copies: id of a module or tensor -> its copy, so that what is shared stays shared.
     """
-    if id(module) in made:
-        return made[id(module)]
+    if id(module) in copies:
+        return copies[id(module)]
+    # FSDP makes a class of its own for a module, whose bases are FSDPModule and the module's class.
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    # Without its constructor, whose arguments nobody knows.
     copy = nn.Module.__new__(kind)
-    made[id(module)] = copy
+    copies[id(module)] = copy
     copy.__dict__.update(module.__dict__)
 
-    def empty(tensor: Tensor | None) -> Any:
-        if tensor is None or id(tensor) in made:
-            return None if tensor is None else made[id(tensor)]
+    def copy_empty(tensor: Tensor | None) -> Any:
+        if tensor is None or id(tensor) in copies:
+            return None if tensor is None else copies[id(tensor)]
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         host = torch.full(tensor.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-        trained = isinstance(tensor, nn.Parameter)
-        made[id(tensor)] = nn.Parameter(host, tensor.requires_grad) if trained else host
-        return made[id(tensor)]
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(host, tensor.requires_grad) if is_parameter else host
+        return copies[id(tensor)]
 
-    copy._parameters = {name: empty(parameter) for name, parameter in module._parameters.items()}
-    copy._buffers = {name: empty(buffer) for name, buffer in module._buffers.items()}
+    copy._parameters = {name: copy_empty(value) for name, value in module._parameters.items()}
+    copy._buffers = {name: copy_empty(value) for name, value in module._buffers.items()}
     copy._modules = {
-        name: None if child is None else _copy_on_host(child, made)
+        name: None if child is None else _copy_on_host(child, copies)
         for name, child in module._modules.items()
     }
     return copy
 
 
 def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None) -> None:
-    """Copies this rank's part of a whole value."""
+    """Copy this rank's part of a full value into its tensor."""
     if value is None or value.shape != tensor.shape:
-        found = (
-            "nothing"
-            if value is None
-            else f"the shape {list(value.shape)} for {list(tensor.shape)}"
-        )
+        left = "nothing"
+        if value is not None:
+            left = f"the shape {list(value.shape)} for {list(tensor.shape)}"
         raise SetupError(
             f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its"
-            f" module leaves {found} in it; give it every number there"
+            f" module leaves {left} in it; give it every number there"
         )
     for local, offset in list_local_parts(model, name, tensor):
-        local.copy_(
-            value[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))]
-        )
+        local.copy_(value[_get_slices(offset, local.shape)])
 
 
 @contextmanager
 def _seed_host_generators(key: str) -> Iterator[None]:
-    """Inside the block the host's generators draw what follows from the key; after it they go on as
-    before.
-    """
+    """Inside, the host's generators draw what follows from the key; then they go on as before."""
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(
-            seed
-        )  # not those of accelerators, which have the dropout's numbers
+        # Not those of accelerators, which have the dropout's numbers.
+        torch.default_generator.manual_seed(seed)
         random.seed(seed)
         try:
             yield

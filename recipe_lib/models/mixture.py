@@ -1,9 +1,8 @@
-"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088): each token is
-computed by k of E.
+"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088).
 
-Of all families alike: gate and up projection of an expert are one matrix, all experts' one tensor,
-whatever the files have (`recipe_lib.models.weight_names`). What the router says and sums is in
-fp32.
+Each token is computed by k of E experts. Of all families alike: gate and up projection of an expert
+are one matrix, all experts' one tensor, whatever the files have (`recipe_lib.models.weight_names`).
+What the router says and sums is in fp32.
 """
 
 from dataclasses import dataclass
@@ -30,17 +29,19 @@ from recipe_lib.ops.real_tokens import RealTokens
 
 
 class Router(nn.Linear):
-    """Tokens `[n, d]` to logits `[n, E]` in fp32, which a weight in bf16 would round to few
-    steps.
-    """
+    """The projection of tokens `[n, d]` to logits `[n, E]`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See the class; fp64 stays fp64."""
+        """Return logits in fp32; fp64 stays fp64."""
+        # A weight in bf16 would round them to few steps.
         return wide_linear(tokens, self.weight, self.bias)
 
 
 def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` in fp32 of operands that may be in fewer bits, of which no wider copy is kept."""
+    """Return `F.linear` in fp32 of operands that may be in fewer bits.
+
+    No wider copy of them is kept for backward.
+    """
     if weight.dtype.itemsize >= 4:
         return F.linear(tokens, weight, bias)
     logits = linear_in_dtype(tokens, weight, torch.float32)
@@ -54,12 +55,14 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
-        self.num_experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.num_experts = experts
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """Rows `[m, i]` to `[m, o]`, without the bias; see `grouped_linear`."""
+        """Return rows `[m, o]` of rows `[m, i]`, without the bias; see `grouped_linear`."""
         return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
 
 
@@ -69,14 +72,21 @@ class Experts(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         mixture = _get_mixture(spec)
-        experts, inner, bias = mixture.num_experts, mixture.mlp_width, mixture.expert_bias
-        self.gate_up_proj = ExpertLinear(experts, spec.width, 2 * inner, bias)
-        self.down_proj = ExpertLinear(experts, inner, spec.width, bias)
-        self.gate = Gate(mixture.activation, mixture.interleaved, mixture.alpha, mixture.limit)
+        experts = mixture.num_experts
+        bias = mixture.expert_bias
+        self.gate_up_proj = ExpertLinear(experts, spec.width, 2 * mixture.mlp_width, bias=bias)
+        self.down_proj = ExpertLinear(experts, mixture.mlp_width, spec.width, bias=bias)
+        self.gate = Gate(
+            activation=mixture.activation,
+            interleaved=mixture.interleaved,
+            alpha=mixture.alpha,
+            limit=mixture.limit,
+        )
 
     def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor, groups: Groups) -> Tensor:
-        """Tokens `[n, d]` by the experts `chosen` `[n, k]`, each times its score `[n, k]`, summed:
-        `[n, d]`.
+        """Return tokens `[n, d]` by their experts, each times its score, summed: `[n, d]`.
+
+        chosen: the experts `[n, k]`. scores: `[n, k]`.
         """
         inner = self.gate_up_proj(tokens, groups, of_tokens=True)
         if self.gate_up_proj.bias is not None:
@@ -84,15 +94,13 @@ class Experts(nn.Module):
         product = scored_product(inner, order_by_expert(scores, groups), self.gate)
         del inner
         summed = sum_choices(self.down_proj(product, groups), groups)
-        return (
-            summed
-            if self.down_proj.bias is None
-            else summed + compute_scored_bias(self.down_proj.bias, scores, chosen)
-        )
+        if self.down_proj.bias is None:
+            return summed
+        return summed + compute_scored_bias(self.down_proj.bias, scores, chosen)
 
 
 def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
-    """The bias of each row's expert: `[m, o]` of `[E, o]`."""
+    """Return the bias of each row's expert: `[m, o]` of `[E, o]`."""
     return cast(
         Tensor,
         GradientNode.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]),
@@ -104,14 +112,15 @@ def _take_biases(bias: Tensor, experts: Tensor, count: int) -> Tensor:
 
 
 def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
-    """By a matmul, which sums in a fixed order."""
     numbers = torch.arange(count, device=experts.device)
+    # By a matmul, which sums in a fixed order.
     return (experts == numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
 def compute_scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    """What the biases `[E, d]` of the chosen experts add to each token, each times its score: `[n,
-    d]`.
+    """Return what the biases `[E, d]` of the chosen experts add to each token, `[n, d]`.
+
+    Each counts times its score.
     """
     shares = scores.new_zeros(scores.shape[0], bias.shape[0]).scatter(1, chosen, scores)
     return shares.to(bias.dtype) @ bias
@@ -122,26 +131,27 @@ class BalanceLoss:
     """The auxiliary loss that evens the experts' loads (arXiv 2101.03961, equation 4).
 
     Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token,
-    and P_e the mean of its probabilities, both over tokens that are no padding. Its gradient enters
-    where the scores leave the router, so that layers may be computed again, or on other ranks than
-    the loss. sequences: the ranks that share sequences, of which each knows the part of the loss
-    that its tokens have. weight: of one layer's, in what goes backward now.
+    and P_e the mean of its probabilities, both over tokens that are no padding.
     """
 
     coefficient: float
     layers: int  # of the whole model that have experts
+    # the ranks that share sequences, of which each knows the part of the loss that its tokens have
     sequences: Group | None = None
-    weight: float = 0.0
+    weight: float = 0.0  # of one layer's loss, in what goes backward now
 
     def begin(self, parts: int) -> None:
-        """The loss of the step that begins is the mean over layers, and over so many micro-batches
-        of all ranks.
-        """
+        """Begin a step of so many micro-batches of all ranks."""
+        # The loss is the mean over the layers and the micro-batches.
         self.weight = self.coefficient / (self.layers * parts)
 
 
 def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
-    """Return scores as they are; in backward the loss gets its gradient."""
+    """Return scores as they are; in backward the loss gets its gradient.
+
+    So it enters where the scores leave the router, and layers may be computed again, or on other
+    ranks than the loss.
+    """
     return scores.view_as(scores)
 
 
@@ -150,77 +160,82 @@ def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor,
 
 
 class ExpertLoad:
-    """What the training forwards of a step have chosen, on the device; added up in place, so that a
-    forward that is computed again for backward issues the same operators, and counts twice.
+    """What the training forwards of a step have chosen, on the device.
 
-    rows: int `[E]`, tokens that each expert computed, without padding. loss: sum of the balance
-    losses of `calls` forwards. expected: choices that there were.
+    A forward that is computed again for backward counts twice.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
+        # Tokens that each expert computed, without padding.
         self.rows = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        # Sum of the balance losses of `calls` forwards.
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.expected = self.calls = 0
+        self.calls = 0
+        # Choices that there were.
+        self.expected = 0
 
     @torch.no_grad()
     def add(self, rows: Tensor, loss: Tensor | None, choices: int) -> None:
-        """Adds a forward's rows `[E]`, of so many choices."""
+        """Add a forward's rows `[E]`, of so many choices."""
+        # In place, so that a forward that is computed again issues the same operators.
         self.rows.add_(rows)
         if loss is not None:
             self.loss.add_(loss)
-        self.expected, self.calls = self.expected + choices, self.calls + 1
+        self.expected += choices
+        self.calls += 1
 
     def clear(self) -> None:
-        """A step begins."""
+        """Forget what was added: a step begins."""
         self.rows.zero_()
         self.loss.zero_()
         self.expected = self.calls = 0
 
 
 class Mixture(nn.Module):
-    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`.
+    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`."""
 
-    load: what the training forwards have chosen, where that is counted. balance: the auxiliary
-    loss, if there is one.
-    """
-
-    load: ExpertLoad | None = None
-    balance: BalanceLoss | None = None
+    load: ExpertLoad | None = None  # what the training forwards have chosen, where that is counted
+    balance: BalanceLoss | None = None  # the auxiliary loss, if there is one
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         mixture = _get_mixture(spec)
         self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
         self.experts = Experts(spec)
-        self.top_k, self.normalized = mixture.top_k, mixture.normalized
+        self.top_k = mixture.top_k
+        self.normalized = mixture.normalized
 
     def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
-        """Hidden `[b, s, d]` to `[b, s, d]`. real: which tokens are counted; None: all."""
+        """Return the experts' sum `[b, s, d]` of hidden `[b, s, d]`.
+
+        real: which tokens are counted; None: all.
+        """
         tokens = hidden.flatten(0, -2)
         logits = self.router(tokens)
         scores, chosen = self.choose(logits)
         groups = group_tokens(chosen, logits.shape[1])
-        scores = self.note(logits, scores, groups, real, real)
+        scores = self.record_choices(logits, scores, groups, real=real, own_real=real)
         return cast(Tensor, self.experts(tokens, scores, chosen, groups)).view_as(hidden)
 
-    def note(
+    def record_choices(
         self,
         logits: Tensor,
         scores: Tensor,
         groups: Groups,
+        *,
         real: RealTokens | None,
         own_real: RealTokens | None,
     ) -> Tensor:
-        """Adds to the load, where gradients are wanted; returns the scores, with the balance loss's
-        gradient to come.
+        """Add to the load, where gradients are wanted, and return the scores.
 
-        logits, scores: of tokens of this rank. groups: of these tokens, and of those of ranks that
-        it shares them with. real, own_real: those of the groups' tokens, and of this rank's, that
-        are counted.
+        In backward the scores bring the balance loss its gradient. logits, scores: of tokens of
+        this rank. groups: of these tokens, and of those of ranks that it shares them with. real,
+        own_real: those of the groups' tokens, and of this rank's, that are counted.
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return scores
-        rows, loss = count_rows(groups, real), None
+        rows = count_rows(groups, real)
+        loss = None
         if self.balance is not None:
             shared = rows
             if self.balance.sequences is not None:
@@ -246,12 +261,12 @@ class Mixture(nn.Module):
         return scores
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(scores of the chosen experts, their numbers), `[n, k]` each, of logits `[n, E]`.
+        """Return the scores of the chosen experts, and their numbers, `[n, k]` each.
 
-        normalized: the scores of a token are the softmax over its chosen experts, so that they add
-        up to 1; else over all of them.
+        logits: `[n, E]`.
         """
         if self.normalized:
+            # The softmax over a token's chosen experts alone, so that its scores add up to 1.
             best, chosen = logits.topk(self.top_k, dim=-1)
             return best.softmax(dim=-1), chosen
         scores, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)

@@ -1,5 +1,8 @@
-"""The shape of a decoder as plain numbers, and where it comes from: a `config.json` or a preset. No
-torch here.
+"""The shape of a model as plain numbers, and where it comes from: a `config.json` or a preset.
+
+Our own decoder is described by a `DecoderSpec`, and the code that builds, loads, adapts and shards
+it reads its fields. Of any other model its `ExternalSpec` answers, by methods. No torch here, and
+no implementation: the registry names the module that has one.
 """
 
 import os
@@ -23,27 +26,22 @@ if TYPE_CHECKING:
 
 # What the library asks of a model that it does not implement itself, and how the tensors of one lie
 # in files.
-#
-# Our own decoder is described by numbers (`DecoderSpec`), and the code that builds, loads, adapts
-# and shards it reads these. Of any other model its spec answers, by the methods of `ExternalSpec`.
-# No torch here, and no implementation: the registry names the module that has one.
 
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One parameter and its place in a file.
+    """One parameter and its place in a file."""
 
-    our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension
-    0) of that tensor, when the file fuses several parameters into one; length None: the tensor is
-    the parameter. made: how an external model's parameter is made of several tensors, of which
-    file_name is the first, or of one in another form; view: how one of ours is.
-    """
-
-    our_name: str
-    file_name: str
+    our_name: str  # the parameter
+    file_name: str  # the tensor in the file
+    # its rows (dimension 0) of that tensor, when the file fuses several parameters into one; length
+    # None: the tensor is the parameter
     start: int = 0
     length: int | None = None
+    # how an external model's parameter is made of several tensors, of which file_name is the first,
+    # or of one in another form
     made: "FileConversion | None" = None
+    # how one of ours is
     view: "FileView | None" = None
 
 
@@ -51,14 +49,15 @@ class Conversion(Protocol):
     """Tensors that are made of others."""
 
     def names(self) -> list[str]:
-        """The names of all tensors that it takes."""
+        """Return the names of all tensors that it takes."""
 
     def convert(
         self, read: "Callable[[str], Tensor]", names: Mapping[str, list[str]] | None = None
     ) -> "dict[str, Tensor]":
-        """What is made of the tensors, by name, of the file's where it is written.
+        """Return what is made of the tensors, by name; of the file's names where it is written.
 
-        read: a tensor by its name. names: those to take, as `FileConversion.pieces` has; None: all.
+        read: returns a tensor by its name. names: those to take, as `FileConversion.pieces` has;
+        None: all.
         """
 
 
@@ -68,86 +67,68 @@ class FileConversion(Conversion, Protocol):
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
-        """The shapes of what is made; None where the tensors do not go together."""
+        """Return the shapes of what is made; None where the tensors do not go together."""
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row after the last or None: all, tensors to take) of parts that can be made
-        by themselves.
+        """Yield parts that can be made by themselves.
+
+        Each is (first row, row after the last or None: all, tensors to take).
         """
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of a model, and its modules.
+    """The tensors of a model, and its modules."""
 
-    shapes: every parameter and persistent buffer. buffers: which of these are no parameters. names:
-    all names of a parameter, of which those of a tied one are several. prefix: of the names of its
-    body, which files may leave out. linears: those inside the layers that may have an adapter, as
-    (outputs, inputs). transposed: those of them whose weight is `[in, out]`. plain: those of
-    torch's own class, which can be quantized. uncalled: linears that are never called as one, and
-    why. modules: all names. unread: patterns of names that files may have and its class does not
-    read.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    buffers: frozenset[str]
-    names: dict[str, tuple[str, ...]]
-    prefix: str
+    shapes: dict[str, tuple[int, ...]]  # of every parameter and persistent buffer
+    buffers: frozenset[str]  # which of these are no parameters
+    names: dict[str, tuple[str, ...]]  # all names of a parameter; a tied one has several
+    prefix: str  # of the names of its body, which files may leave out
+    # those inside the layers that may have an adapter, as (outputs, inputs)
     linears: dict[str, tuple[int, int]]
-    transposed: frozenset[str]
-    plain: frozenset[str]
-    uncalled: dict[str, str]
-    modules: tuple[str, ...]
-    unread: tuple[str, ...] = ()
+    transposed: frozenset[str]  # those of the linears whose weight is `[in, out]`
+    plain: frozenset[str]  # those of torch's own class, which can be quantized
+    uncalled: dict[str, str]  # linears that are never called as one, and why
+    modules: tuple[str, ...]  # all names
+    unread: tuple[str, ...] = ()  # patterns of files' names that its class does not read
 
     def tied_names(self) -> dict[str, str]:
-        """Return names of tied weights, with and without prefix, and their parameter: all have to
-        hold the same.
+        """Return names of tied weights, with and without prefix, and their parameter.
+
+        All names of one parameter have to hold the same.
         """
         tied: dict[str, str] = {}
         for parameter, names in self.names.items():
-            for name in names if len(names) > 1 else ():
-                tied[name] = tied[name.removeprefix(self.prefix)] = parameter
+            if len(names) > 1:
+                for name in names:
+                    tied[name] = tied[name.removeprefix(self.prefix)] = parameter
         return tied
 
 
 @dataclass(frozen=True)
 class WrittenLayout:
-    """The tensors of the files that are written for a model: file name -> shape; and what they are
-    made of.
+    """The tensors of the files that are written for a model, and what they are made of."""
 
-    renamed: file name -> parameter. made: file name -> conversion, whose tensors to take are
-    parameters.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    renamed: Mapping[str, str]
-    made: Mapping[str, Conversion]
+    shapes: Mapping[str, tuple[int, ...]]  # file name -> shape
+    renamed: Mapping[str, str]  # file name -> parameter
+    made: Mapping[str, Conversion]  # file name -> what makes it of parameters
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """Where a model is cut into the stages of a pipeline, by names of modules.
+    """Where a model is cut into the stages of a pipeline, by names of modules."""
 
-    first: what runs before the layers, and what text does not run through. layers: in order. last:
-    what runs after them. embedding: the one of `first` whose weight may be the output projection
-    too. width: of the hidden states `[b, s, width]` between layers. returned: the length of the
-    tuple that a layer returns; 0: hidden states alone.
-    """
-
-    first: tuple[str, ...]
-    layers: tuple[str, ...]
-    last: tuple[str, ...]
-    embedding: str
-    width: int
-    returned: int = 0
+    first: tuple[str, ...]  # what runs before the layers, and what text does not run through
+    layers: tuple[str, ...]  # in order
+    last: tuple[str, ...]  # what runs after them
+    embedding: str  # the one of `first` whose weight may be the output projection too
+    width: int  # of the hidden states `[b, s, width]` between layers
+    returned: int = 0  # the length of the tuple that a layer returns; 0: hidden states alone
 
 
 @dataclass(frozen=True)
 class ExternalSpec(ABC):
-    """A model of another library or of a user's plugin: what its users have to know, and what only
-    it can do.
-    """
+    """A model of another library or of a user's plugin."""
 
     family: str  # model_type of config.json
     vocab_size: int  # rows of the embedding
@@ -159,67 +140,60 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json of the model with both names of what a release of its library
-        renamed.
-        """
+        """Return a config.json with both names of what a release of its library renamed."""
 
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
-        """The model on the meta device, called as a decoder is. See `build_meta`, which calls
-        this.
-        """
+        """Build the model on the meta device, called as a decoder is; `build_meta` calls this."""
 
     @abstractmethod
     def make_first_vectors(self, seed: int) -> "dict[str, Tensor]":
-        """What its own class begins parameters of less than two dimensions with."""
+        """Return what its own class begins parameters of less than two dimensions with."""
 
     @abstractmethod
     def list_layer_kinds(self) -> list[str]:
-        """What each layer is: equal texts stand for layers of the same parameters and the same kind
-        of attention.
+        """Return a text for each layer.
+
+        Equal texts stand for layers of the same parameters and the same kind of attention.
         """
 
     @abstractmethod
     def layout(self) -> TensorLayout:
-        """Its tensors and modules."""
+        """Return its tensors and modules."""
 
     @abstractmethod
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """See `recipe_lib.models.weight_names.build_weight_map`."""
+        """Return its entries, see `recipe_lib.models.weight_names.build_weight_map`."""
 
     @abstractmethod
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return the names that tied weights may have among those of a file, and their
-        parameters.
-        """
+        """Return the names of tied weights among those of a file, and their parameters."""
 
     @abstractmethod
     def build_written_layout(self) -> WrittenLayout | None:
-        """The layout of the files that are written; None: that of `weight_map`."""
+        """Return the layout of the files that are written; None: that of `build_weight_map`."""
 
     @abstractmethod
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        """Names of the linears that the config gives an adapter. Raises ConfigError for one that
-        cannot have any.
+        """Return names of the linears that the config gives an adapter.
+
+        Raises ConfigError for one that cannot have any.
         """
 
     @abstractmethod
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
-        """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls
-        this.
-        """
+        """Put adapters on them, in place; `recipe_lib.adapters.add_adapters` calls this."""
 
     @abstractmethod
     def find_stage_parts(self) -> StageParts:
-        """Where its layers are divided among the ranks of a pipeline. Raises ConfigError if they
-        cannot be.
+        """Return where its layers are divided among the ranks of a pipeline.
+
+        Raises ConfigError if they cannot be.
         """
 
     @abstractmethod
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:
-        """Shards its matrices over tensor-parallel ranks; see
-        `recipe_lib.parallel.shard_tensors`.
-        """
+        """Shard its matrices over ranks, see `recipe_lib.parallel.shard_tensors`."""
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -230,18 +204,14 @@ SCORE = "score.weight"  # of a score head, in files too
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding: how fast each pair of a head's channels turns with the position.
+    """Rotary position embedding: how fast each pair of a head's channels turns."""
 
-    base: the longest wavelength is about 2 pi base. width: channels of a head that turn (all, or a
-    fraction). kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; `numbers` are that kind's
-    own parameters. attention_factor: what cosines and sines are multiplied by (yarn, longrope).
-    """
-
-    base: float
-    width: int
-    kind: str = "default"
+    base: float  # the longest wavelength is about 2 pi base
+    width: int  # channels of a head that turn: all, or a fraction
+    kind: str = "default"  # or `linear`, `llama3`, `yarn`, `longrope`
+    # that kind's own parameters, see `recipe_lib.ops.rope`
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies cosines and sines (yarn, longrope)
 
 
 @dataclass(frozen=True)
@@ -251,7 +221,7 @@ class MixtureSpec:
     num_experts: int
     top_k: int  # experts that compute a token
     mlp_width: int  # of one expert
-    layers: tuple[bool, ...]  # per layer: whether it has experts; others have an MLP
+    layers: tuple[bool, ...]  # per layer: True if it has experts; others have an MLP
     normalized: bool  # the scores of a token's experts add up to 1
     router_bias: bool
     expert_bias: bool
@@ -263,13 +233,10 @@ class MixtureSpec:
 
 @dataclass(frozen=True)
 class FileCodes:
-    """How a checkpoint's files have weights that are quantized already; by default they have
-    none.
-    """
+    """How a checkpoint's files have weights that are quantized already; by default none are."""
 
-    fp8_block: tuple[int, int] | None = (
-        None  # rows and columns of a scale, where linears are in FP8
-    )
+    # rows and columns of a scale, where linears are in FP8
+    fp8_block: tuple[int, int] | None = None
     mxfp4: bool = False  # experts are in MXFP4
 
 
@@ -310,13 +277,12 @@ class DecoderSpec:
     # Each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
     sinks: bool = False
     codes: FileCodes = FileCodes()
-    num_labels: int | None = (
-        None  # rows of a score head, which then is in place of the output projection
-    )
+    # rows of a score head, which then is in place of the output projection
+    num_labels: int | None = None
 
     @property
     def head_rows(self) -> int:
-        """Rows of the matrix that comes after the last norm."""
+        """Return the rows of the matrix that comes after the last norm."""
         return self.num_labels or self.vocab_size
 
 
@@ -324,8 +290,9 @@ ModelSpec = DecoderSpec | ExternalSpec
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The contents of a `config.json`, given its folder or itself. Raises CheckpointError when it
-    cannot be read.
+    """Read a `config.json`, given its folder or itself.
+
+    Raises CheckpointError when it cannot be read.
     """
     path = Path(path)
     file = path / "config.json" if os.path.isdir(path) else path
@@ -345,23 +312,22 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _explain_missing_config(file: Path) -> str:
-    """Why there is no config.json: what the folder is instead of a model, if that is one of the
-    usual mistakes.
-    """
+    """Return what the folder is instead of a model, if that is one of the usual mistakes."""
     folder = file.parent
     if (folder / "adapter_config.json").is_file():
         return (
             f"{folder}: is an adapter (it has adapter_config.json), not a model; set"
             " lora.adapter_path to it and model.path to the model that it was trained on"
         )
-    found = None
+    other_weights = None
     if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
-        found = describe_other_weights(folder, "config.json")
-    return found or f"{file}: no such file; expected a Hugging Face model folder with config.json"
+        other_weights = describe_other_weights(folder, "config.json")
+    expected = "expected a Hugging Face model folder with config.json"
+    return other_weights or f"{file}: no such file; {expected}"
 
 
 def list_presets() -> list[str]:
-    """Names of the shipped architectures, `family/size`, sorted."""
+    """Return the names of the shipped architectures, `family/size`, sorted."""
     return sorted(
         str(file.relative_to(PRESETS).with_suffix("").as_posix())
         for file in PRESETS.glob("*/*.json")
@@ -369,8 +335,10 @@ def list_presets() -> list[str]:
 
 
 def read_preset_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a preset: a shipped name such as `llama3/8B`, or the path of a .json
-    file or its folder.
+    """Read the `config.json` of a preset.
+
+    name: a shipped name such as `llama3/8B`, or the path of a .json file or its folder. Raises
+    ConfigError if there is neither.
     """
     if name in list_presets():
         return read_config(PRESETS / f"{name}.json")
@@ -430,35 +398,31 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
         ),
     ),
 )
-_STATES = (
-    "*.bin",
-    "*.pt",
-    "*.pth",
-)  # beside a model these are optimizer.pt, training_args.bin and such
+# Beside a model these are optimizer.pt, training_args.bin and such.
+_STATES = ("*.bin", "*.pt", "*.pth")
 
 
 def list_weight_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files with weights of any format; not those of a trainer's
-    state.
+    """Return the names of a folder's files with weights of any format, sorted.
+
+    Those of a trainer's state are not among them.
     """
     patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
-    return sorted(
-        {
-            path.name
-            for pattern in (*patterns, "pytorch_model*.bin")
-            for path in folder.glob(pattern)
-        }
-    )
+    names: set[str] = set()
+    for pattern in (*patterns, "pytorch_model*.bin"):
+        names.update(path.name for path in folder.glob(pattern))
+    return sorted(names)
 
 
 def describe_other_weights(folder: Path, missing: str) -> str | None:
-    """One line for a folder without the file `missing` that has weights of another kind; None: it
-    has none at all.
+    """Return one line for a folder that has weights of another kind; None: it has none at all.
+
+    missing: the file that it has not.
     """
     for patterns, remedy in _FORMATS:
-        found = sorted(
-            path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()
-        )
-        if found:
-            return f"{folder}: has {name_first(found)} but no {missing}; {remedy}"
+        names: list[str] = []
+        for pattern in patterns:
+            names += [path.name for path in folder.glob(pattern) if path.is_file()]
+        if names:
+            return f"{folder}: has {name_first(sorted(names))} but no {missing}; {remedy}"
     return None

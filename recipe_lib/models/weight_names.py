@@ -1,4 +1,9 @@
-"""Which tensor of a checkpoint file each parameter is, for reading and for writing."""
+"""Which tensor of a checkpoint file each parameter is, for reading and for writing.
+
+`build_weight_map` says where each parameter lies in the files that are read; `FileView`s make of
+several tensors, or of quantized ones, what a parameter is; `build_written_layout` says what files
+are written.
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -39,12 +44,10 @@ Bounds = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class FileForm:
-    """What a tensor of a file has to be: its shape, and safetensors' names of the types that it may
-    have.
-    """
+    """What a tensor of a file has to be."""
 
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = _FLOATS
+    dtypes: tuple[str, ...] = _FLOATS  # safetensors' names of the types that it may have
 
 
 class FileView(Protocol):
@@ -52,16 +55,16 @@ class FileView(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made."""
+        """Return the shape of what is made."""
 
     def tensors(self) -> dict[str, FileForm]:
-        """Those that it takes, by name."""
+        """Return the tensors that it takes, by name."""
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """The part within (first, after the last) of each dimension. slice_of: safetensors' slice
-        of a name.
+        """Return the part within bounds, (first, after the last) of each dimension.
 
-        dtype: of what is made of codes; other numbers keep their type.
+        slice_of: returns safetensors' slice of a name. dtype: of what is made of codes; other
+        numbers keep their type.
         """
 
 
@@ -75,18 +78,21 @@ class OpenView:
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         given: Sequence[slice] = index if isinstance(index, tuple) else (index,)
-        every = [*given, *[slice(None)] * (len(self.view.shape) - len(given))]
-        bounds = [part.indices(size)[:2] for part, size in zip(every, self.view.shape, strict=True)]
+        slices = [*given, *[slice(None)] * (len(self.view.shape) - len(given))]
+        bounds = [
+            part.indices(size)[:2] for part, size in zip(slices, self.view.shape, strict=True)
+        ]
         return self.view.read(self.slice_of, bounds, self.dtype)
 
     def rows(self, start: int, stop: int, columns: slice) -> Tensor:
-        """Rows of the matrices `[e, o, i]` as if they were one below the other, `[e o, i]`."""
+        """Return rows of matrices `[e, o, i]` as if they were one below the other, `[e o, i]`."""
         if len(self.view.shape) == 2:
             return self[start:stop, columns]
         height = self.view.shape[1]
         pieces = []
         for expert in range(start // height, -(-stop // height)):
-            first, last = max(start - expert * height, 0), min(stop - expert * height, height)
+            first = max(start - expert * height, 0)
+            last = min(stop - expert * height, height)
             pieces.append(self[expert : expert + 1, first:last, columns].flatten(0, 1))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -106,72 +112,78 @@ class PlainTensor:
         return {self.name: FileForm(self.shape)}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        found: Tensor = slice_of(self.name)[_slices(bounds)]
-        return found
+        part: Tensor = slice_of(self.name)[_slices(bounds)]
+        return part
 
 
 @dataclass(frozen=True)
 class TransposedView:
-    """The last two dimensions the other way round."""
+    """Another view with its last two dimensions exchanged."""
 
     part: FileView
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *before, rows, columns = self.part.shape
-        return (*before, columns, rows)
+        *leading, rows, columns = self.part.shape
+        return (*leading, columns, rows)
 
     def tensors(self) -> dict[str, FileForm]:
         return self.part.tensors()
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        *before, rows, columns = bounds
-        return self.part.read(slice_of, [*before, columns, rows], dtype).transpose(-1, -2)
+        *leading, rows, columns = bounds
+        return self.part.read(slice_of, [*leading, columns, rows], dtype).transpose(-1, -2)
 
 
 @dataclass(frozen=True)
 class _CombinedView:
-    """Made of others, which lie in the same files."""
+    """A view that is made of others, which lie in the same files."""
 
     parts: tuple[FileView, ...]
 
     def tensors(self) -> dict[str, FileForm]:
-        return {name: form for part in self.parts for name, form in part.tensors().items()}
+        tensors: dict[str, FileForm] = {}
+        for part in self.parts:
+            tensors |= part.tensors()
+        return tensors
 
 
 class ConcatenatedRows(_CombinedView):
-    """One below the other: tensors that differ in their first dimension alone."""
+    """Views that differ in their first dimension alone, one below the other."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        (start, stop), *others = bounds
-        found, at = [], 0
+        (start, stop), *inner_bounds = bounds
+        pieces = []
+        begin = 0
         for part in self.parts:
-            first, last = max(start - at, 0), min(stop - at, part.shape[0])
+            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
             if first < last:
-                found.append(part.read(slice_of, [(first, last), *others], dtype))
-            at += part.shape[0]
-        return found[0] if len(found) == 1 else torch.cat(found)
+                pieces.append(part.read(slice_of, [(first, last), *inner_bounds], dtype))
+            begin += part.shape[0]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class StackedView(_CombinedView):
-    """One after the other in a new first dimension: the same of each expert."""
+    """Views of one shape, those of the experts, in a new first dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.parts), *self.parts[0].shape)
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        (start, stop), *others = bounds
-        return torch.stack([part.read(slice_of, others, dtype) for part in self.parts[start:stop]])
+        (start, stop), *inner_bounds = bounds
+        return torch.stack(
+            [part.read(slice_of, inner_bounds, dtype) for part in self.parts[start:stop]]
+        )
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Some of the rows: of a tensor that holds several parameters one below the other."""
+    """Some rows of a tensor that holds several parameters one below the other."""
 
     part: FileView
     start: int
@@ -185,33 +197,35 @@ class RowSlice:
         return self.part.tensors()
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        (first, last), *others = bounds
-        return self.part.read(slice_of, [(first + self.start, last + self.start), *others], dtype)
+        (first, last), *inner_bounds = bounds
+        rows = (first + self.start, last + self.start)
+        return self.part.read(slice_of, [rows, *inner_bounds], dtype)
 
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """A matrix `[o, i]`, or those of all experts `[E, o, i]`, in 8-bit floating point, with a scale
-    for each block of `block` rows and columns; the last of a row or column of blocks may be
-    smaller.
+    """A matrix `[o, i]`, or those of all experts `[E, o, i]`, in 8-bit floating point.
 
-    What it stands for is computed in fp32. Scales are of any type of floating point, or the
-    exponents of 2 alone: as float8, or uint8 with 127 added.
+    Each block has a scale; the last of a row or column of blocks may be smaller. Scales are of any
+    type of floating point, or the exponents of 2 alone: as float8, or uint8 with 127 added.
     """
 
-    name: str
-    scales: str
+    name: str  # of the tensor in the file
+    scales: str  # the name of their tensor
     shape: tuple[int, ...]
-    block: tuple[int, int]
+    block: tuple[int, int]  # rows and columns
 
-    def _sizes(self) -> tuple[int, ...]:
-        """Of a block in each dimension, none larger than the tensor itself."""
-        every = (*[1] * (len(self.shape) - 2), *self.block)
-        return tuple(max(1, min(size, each)) for size, each in zip(self.shape, every, strict=True))
+    def _get_block_sizes(self) -> tuple[int, ...]:
+        """Return the size of a block in each dimension, none larger than the tensor itself."""
+        sizes = (*[1] * (len(self.shape) - 2), *self.block)
+        return tuple(
+            max(1, min(size, limit)) for size, limit in zip(sizes, self.shape, strict=True)
+        )
 
     def tensors(self) -> dict[str, FileForm]:
         blocks = tuple(
-            -(-size // each) for size, each in zip(self.shape, self._sizes(), strict=True)
+            -(-size // block_size)
+            for size, block_size in zip(self.shape, self._get_block_sizes(), strict=True)
         )
         return {
             self.name: FileForm(self.shape, ("F8_E4M3",)),
@@ -219,18 +233,18 @@ class Fp8Blocks:
         }
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        sizes = self._sizes()
+        block_sizes = self._get_block_sizes()
+        # What it stands for is computed in fp32.
         values = slice_of(self.name)[_slices(bounds)].float()
-        blocks = [
-            (first // each, -(-last // each))
-            for (first, last), each in zip(bounds, sizes, strict=True)
+        block_bounds = [
+            (first // size, -(-last // size))
+            for (first, last), size in zip(bounds, block_sizes, strict=True)
         ]
-        scales = slice_of(self.scales)[_slices(blocks)]
-        scales = (
-            (scales.float() - _MX_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
-        )
-        for dim, ((first, last), each) in enumerate(zip(bounds, sizes, strict=True)):
-            scales = scales.index_select(dim, torch.arange(first, last) // each - first // each)
+        scales = slice_of(self.scales)[_slices(block_bounds)]
+        is_exponent = scales.dtype == torch.uint8
+        scales = (scales.float() - _MX_BIAS).exp2() if is_exponent else scales.float()
+        for dim, ((first, last), size) in enumerate(zip(bounds, block_sizes, strict=True)):
+            scales = scales.index_select(dim, torch.arange(first, last) // size - first // size)
         return values.mul_(scales).to(dtype)
 
 
@@ -242,8 +256,8 @@ class Mxfp4Blocks:
     scales uint8 `[E, o, i / 32]`, the exponents of 2 with 127 added.
     """
 
-    blocks: str
-    scales: str
+    blocks: str  # the name of their tensor in the file
+    scales: str  # likewise
     shape: tuple[int, int, int]
 
     def tensors(self) -> dict[str, FileForm]:
@@ -257,15 +271,12 @@ class Mxfp4Blocks:
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         *rows, (first, last) = bounds
         begin, end = first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)
-        place = (*_slices(rows), slice(begin, end))
-        codes, exponents = (
-            slice_of(self.blocks)[place],
-            slice_of(self.scales)[place].int() - _MX_BIAS,
-        )
+        block_index = (*_slices(rows), slice(begin, end))
+        codes = slice_of(self.blocks)[block_index]
+        exponents = slice_of(self.scales)[block_index].int() - _MX_BIAS
         levels = torch.tensor([*_FP4, *(-level for level in _FP4)], dtype=dtype)
-        pairs = torch.stack(
-            (levels.repeat(16), levels.repeat_interleave(16)), dim=1
-        )  # of each byte
+        # Of each byte, the low bits first.
+        pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)
         values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], MXFP4_BLOCK)
         values = torch.ldexp(values, exponents.unsqueeze(-1)).to(dtype).flatten(-2)
         return values[..., first - begin * MXFP4_BLOCK : last - begin * MXFP4_BLOCK]
@@ -284,47 +295,44 @@ _BUFFERS = {
     r"(^|\.)(attn|attention)\.bias$": (4,),
     r"(^|\.)masked_bias$": (0, 1),
 }
-_OTHER_PARTS = re.compile(
-    r"^(model\.)?(vision_tower|multi_modal_projector)\."
-)  # of multimodal Gemma 3
+# Of multimodal Gemma 3.
+_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _EMBEDDING = "model.embed_tokens.weight"
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
-    """One entry per parameter, in the model's order; parts of a fused tensor follow one another in
-    row order.
+    """Return one entry per parameter, in the model's order.
 
-    file_names: names that a checkpoint has, when reading one (some families have more than one
-    layout); empty: the layout that is written. A tied output projection has no entry.
+    Parts of a fused tensor follow one another in row order. file_names: names that a checkpoint
+    has, when reading one (some families have more than one layout); empty: the layout that is
+    written. A tied output projection has no entry.
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_weight_map(file_names)
     prefix, head = "model.", "lm_head."
-    for other, other_head in _GEMMA3_PREFIXES.items():
-        if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
-            prefix, head = other, other_head
-    entries, file_names = [], frozenset(file_names)
+    for gemma3_prefix, gemma3_head in _GEMMA3_PREFIXES.items():
+        if spec.family == "gemma3" and any(name.startswith(gemma3_prefix) for name in file_names):
+            prefix, head = gemma3_prefix, gemma3_head
+    entries = []
+    file_names = frozenset(file_names)
     if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
         prefix = ""  # the decoder was saved without its head
     for name, shape in compute_parameter_shapes(spec).items():
-        place = _find_fused_rows(name, spec) if spec.fused_file else None
-        file_name, start, length, rows = place or (name, 0, None, shape[0])
-        own = file_name == SCORE  # a name by itself
-        body, own_prefix = (
-            ("", "")
-            if own
-            else (prefix, "model.")
-            if file_name.startswith("model.")
-            else (head, "lm_head.")
-        )
-        file_name = body + file_name.removeprefix(own_prefix)
+        fused_rows = _find_fused_rows(name, spec) if spec.fused_file else None
+        file_name, start, length, rows = fused_rows or (name, 0, None, shape[0])
+        if file_name.startswith("model."):
+            file_name = prefix + file_name.removeprefix("model.")
+        elif file_name != SCORE:
+            file_name = head + file_name.removeprefix("lm_head.")
         if name == _EMBEDDING and spec.tied and file_name not in file_names:
-            file_name = next((other for other in _HEADS if other in file_names), file_name)
-        whole = (rows, *shape[1:])
-        view = make_mixture_view(spec, file_name, whole, file_names) or make_fp8_view(
-            spec, file_name, whole, file_names
-        )
+            # Some files have the tied weight under the head's name alone.
+            file_name = next(
+                (head_name for head_name in _HEADS if head_name in file_names), file_name
+            )
+        file_shape = (rows, *shape[1:])
+        view = make_mixture_view(spec, file_name, file_shape, file_names)
+        view = view or make_fp8_view(spec, file_name, file_shape, file_names)
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
             continue
@@ -334,8 +342,9 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
 
 
 def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
-    """The files that are written, where their tensors are not the parameters under other names;
-    None: `weight_map`.
+    """Return the files that are written, where their tensors are not just renamed parameters.
+
+    None: `build_weight_map` says it all.
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_written_layout()
@@ -379,30 +388,29 @@ def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
 def find_tied_copies(
     spec: ModelSpec, entries: Collection[WeightEntry], file_names: Collection[str]
 ) -> dict[str, WeightEntry]:
-    """Return tensors of a checkpoint that are a tied weight under another name than the one that is
-    read.
+    """Return tensors of a checkpoint that are a tied weight under a name that is not read.
 
-    entries: of `weight_map` for the same names. Returns name -> the entry that it has to have the
-    numbers of.
+    entries: of `build_weight_map` for the same names. Returns name -> the entry that it has to have
+    the numbers of.
     """
-    places = {entry.our_name: entry for entry in entries if entry.made is None}
-    read = {entry.file_name for entry in places.values()}
+    by_parameter = {entry.our_name: entry for entry in entries if entry.made is None}
+    read_names = {entry.file_name for entry in by_parameter.values()}
     if isinstance(spec, ExternalSpec):
         tied = spec.tied_names(file_names)
     else:
         tied = dict.fromkeys(_HEADS if spec.tied and not has_score_head(spec) else (), _EMBEDDING)
     return {
-        name: places[parameter]
+        name: by_parameter[parameter]
         for name, parameter in tied.items()
-        if name in file_names and name not in read and parameter in places
+        if name in file_names and name not in read_names and parameter in by_parameter
     }
 
 
 def compute_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, in the model's order; a tied output projection is the
-    embedding.
+    """Return the shape of every parameter, in the model's order.
 
-    Of an external model also those of the buffers that belong into a checkpoint.
+    A tied output projection is the embedding. Of an external model also those of the buffers that
+    belong into a checkpoint.
     """
     if isinstance(spec, ExternalSpec):
         return dict(spec.layout().shapes)
@@ -413,15 +421,17 @@ def compute_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def get_buffer_names(spec: ModelSpec) -> frozenset[str]:
-    """Those of `parameter_shapes` that are buffers; our own models have none."""
+    """Return those of `compute_parameter_shapes` that are buffers; our own models have none."""
     return spec.layout().buffers if isinstance(spec, ExternalSpec) else frozenset()
 
 
 def _find_fused_rows(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
-    """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`;
-    first row, rows, and rows of the whole.
+    """Return the name of Phi 3's fused tensor, first row, rows, and rows of the fused tensor.
+
+    Queries, keys and values are in `qkv_proj`, gate and up in `gate_up_proj`.
     """
-    query, key = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    query = spec.num_heads * spec.head_width
+    key = spec.num_kv_heads * spec.head_width
     parts = {
         "self_attn.q_proj": ("self_attn.qkv_proj", 0, query),
         "self_attn.k_proj": ("self_attn.qkv_proj", query, key),
@@ -456,7 +466,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 def make_fp8_view(
     spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView:
-    """A tensor of the file by its name: as it is, or in FP8 if the file has scales for it."""
+    """Return a tensor of the file: as it is, or in FP8 if the file has scales for it."""
     scales = f"{name}_scale_inv"
     if spec.codes.fp8_block is not None and scales in file_names and len(shape) > 1:
         return Fp8Blocks(name, scales, shape, spec.codes.fp8_block)
@@ -466,32 +476,35 @@ def make_fp8_view(
 def make_mixture_view(
     spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView | None:
-    """How a parameter of a mixture is read, which has another name or is made of several tensors;
-    None: no mixture's.
+    """Return how a parameter of a mixture is read; None for any other.
 
-    shape: of the parameter. file_names: of the files that are read; empty: as files are written.
+    It has another name in files, or is made of several tensors. shape: of the parameter.
+    file_names: of the files that are read; empty: as files are written.
     """
     if ".mlp.router." in name:
         block = _APART[spec.family][0] if spec.family in _APART else "mlp"
-        fused, written = (
-            name.replace(".mlp.router.", f".{owner}.{get_router_name(spec)}.")
-            for owner in ("mlp", block)
-        )
-        return make_fp8_view(spec, fused if fused in file_names else written, shape, file_names)
+        router = get_router_name(spec)
+        fused_name = name.replace(".mlp.router.", f".mlp.{router}.")
+        apart_name = name.replace(".mlp.router.", f".{block}.{router}.")
+        file_name = fused_name if fused_name in file_names else apart_name
+        return make_fp8_view(spec, file_name, shape, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
-            return _make_experts_view(spec, name, part, shape, file_names)
+            return _make_experts_view(
+                spec, name=name, part=part, shape=shape, file_names=file_names
+            )
     return None
 
 
 def get_router_name(spec: DecoderSpec) -> str:
-    """What transformers calls the router of a layer's block."""
+    """Return what transformers calls the router of a layer's block."""
     return "router" if spec.family == "gpt_oss" else "gate"
 
 
 def _make_experts_view(
-    spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]
+    spec: DecoderSpec, *, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView:
+    """Return how all experts' matrices, or biases, of a layer are read, see `make_mixture_view`."""
     fused, kind = name.rsplit(".", 1)
     if kind == "bias":
         return PlainTensor(f"{fused}_bias", shape)
@@ -506,36 +519,33 @@ def _make_experts_view(
     experts = []
     for expert in range(shape[0]):
         names = list_expert_names(spec, name, part, expert)
-        own = [
-            make_fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names)
-            for other in names
-        ]
-        experts.append(own[0] if len(own) == 1 else ConcatenatedRows(tuple(own)))
+        matrix_shape = (shape[1] // len(names), shape[2])
+        views = [make_fp8_view(spec, file_name, matrix_shape, file_names) for file_name in names]
+        experts.append(views[0] if len(views) == 1 else ConcatenatedRows(tuple(views)))
     return StackedView(tuple(experts))
 
 
 def list_expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[str]:
-    """The tensors of files with experts apart that make this expert's part of our parameter, in the
-    order of rows.
+    """Return the tensors that make this expert's part of our parameter, in the order of rows.
+
+    They are those of files with experts apart.
     """
     block, gate, up, down = _APART[spec.family]
-    before = name[: name.index(f".{part}.")]
-    return [
-        f"{before}.{block}.experts.{expert}.{each}.weight"
-        for each in ([gate, up] if part == GATE_UP else [down])
-    ]
+    layer = name[: name.index(f".{part}.")]
+    projections = [gate, up] if part == GATE_UP else [down]
+    return [f"{layer}.{block}.experts.{expert}.{projection}.weight" for projection in projections]
 
 
 @dataclass(frozen=True)
 class WrittenExperts:
-    """What of files is made of one parameter of ours, the experts' matrices of a layer; see
-    `Conversion`.
+    """The tensors of files that are made of one parameter, the experts' matrices of a layer.
+
+    See `Conversion`.
     """
 
     parameter: str
-    tensors: dict[
-        str, tuple[int | None, int, int]
-    ]  # name in the file -> (expert, rows from, to); None: transposed
+    # name in the file -> (expert, rows from, to); expert None: those of all, transposed
+    tensors: dict[str, tuple[int | None, int, int]]
 
     def names(self) -> list[str]:
         return [self.parameter]
@@ -543,10 +553,10 @@ class WrittenExperts:
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """The file's tensors, views of the parameter."""
-        whole = read(self.parameter)
+        """Return the file's tensors, views of the parameter."""
+        parameter = read(self.parameter)
         return {
-            name: whole.transpose(1, 2) if expert is None else whole[expert, first:last]
+            name: parameter.transpose(1, 2) if expert is None else parameter[expert, first:last]
             for name, (expert, first, last) in self.tensors.items()
         }
 
@@ -554,17 +564,16 @@ class WrittenExperts:
 def find_written_experts(
     spec: DecoderSpec, name: str, shape: tuple[int, ...]
 ) -> WrittenExperts | None:
-    """What the files that are written have of a parameter of experts' matrices; None for any
-    other.
-    """
+    """Return what the files that are written have of experts' matrices; None for others."""
     part = next((part for part in (GATE_UP, DOWN) if f".{part}." in name), None)
     if part is None or len(shape) != 3:
         return None
     if spec.family not in _APART:
         return WrittenExperts(name, {name.rsplit(".", 1)[0]: (None, 0, 0)})
-    found: dict[str, tuple[int | None, int, int]] = {}
+    tensors: dict[str, tuple[int | None, int, int]] = {}
     for expert in range(shape[0]):
         names = list_expert_names(spec, name, part, expert)
         rows = shape[1] // len(names)
-        found |= {other: (expert, at * rows, (at + 1) * rows) for at, other in enumerate(names)}
-    return WrittenExperts(name, found)
+        for index, file_name in enumerate(names):
+            tensors[file_name] = (expert, index * rows, (index + 1) * rows)
+    return WrittenExperts(name, tensors)

@@ -1,17 +1,16 @@
-"""Weight gradients that are deferred: backward gives what goes on to the layer before, and notes
-what a weight's takes.
+"""Weight gradients that are deferred: backward computes the gradient of the input alone.
 
 A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for
 which another rank waits, and the gradients of its weights, which nobody waits for (arXiv
-2401.10241). Here that is settled in each linear: its backward computes the one and notes, for the
-other, its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs once, whatever
-is frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
+2401.10241). Here each linear settles that: its backward computes the one and notes, for the other,
+its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs once, whatever is
+frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
 
-    with splittable():
+    with enable_split_backward():
         hidden = model(...)                  # linears become ones that can be deferred
-        with defer_weight_gradients() as later:
+        with defer_weight_gradients() as deferred:
             hidden.backward(gradient)        # no weight of such a linear has a gradient yet
-    for entry in later:
+    for entry in deferred:
         entry.run()                          # adds it to the weight's
 """
 
@@ -39,92 +38,93 @@ class Switch(Generic[T]):
 
     @contextmanager
     def set(self, value: T) -> Iterator[T]:
-        """Inside, the value is another."""
-        before, self.value = self.value, value
+        """Set the value inside the block."""
+        before = self.value
+        self.value = value
         try:
             yield value
         finally:
             self.value = before
 
 
-_splittable = Switch(False)
+_split_backward = Switch(False)
 _deferred: "Switch[list[DeferredGradients] | None]" = Switch(None)
 
 
 @dataclass
 class DeferredGradients:
-    """Gradients that are not computed yet. weights: as the linear saw them, perhaps parts of
-    parameters.
+    """Gradients that are not computed yet."""
 
-    compute: gives a gradient for each of them; it holds what that takes, until `run`.
-    """
-
+    # as the linear saw them, perhaps parts of parameters
     weights: Sequence[Tensor]
+    # returns a gradient, or None, for each of them; it holds what that takes, until `run`
     compute: Callable[[], Sequence[Tensor | None]] | None
 
     def run(self) -> None:
-        """Adds the gradients to those of the parameters, as autograd would; once."""
+        """Add the gradients to those of the parameters, as autograd would; once."""
         if self.compute is None:
             raise RuntimeError("these gradients have been added already")
         with torch.no_grad():
-            found = self.compute()
+            gradients = self.compute()
+        # It holds inputs and output gradients, which are not needed any more.
         self.compute = None
         pairs = [
-            (weight, grad)
-            for weight, grad in zip(self.weights, found, strict=True)
-            if grad is not None
+            (weight, gradient)
+            for weight, gradient in zip(self.weights, gradients, strict=True)
+            if gradient is not None
         ]
-        del found
-        torch.autograd.backward([weight for weight, _ in pairs], [grad for _, grad in pairs])
+        del gradients
+        torch.autograd.backward(
+            [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
+        )
 
 
 def enable_split_backward() -> AbstractContextManager[bool]:
-    """Inside, forwards make linears whose weight gradient can be deferred; their backward is run
-    inside too.
+    """Inside, forwards make linears whose weight gradient can be deferred.
+
+    Their backward has to run inside too.
     """
-    return _splittable.set(True)
+    return _split_backward.set(True)
 
 
 def defer_weight_gradients() -> "AbstractContextManager[list[DeferredGradients]]":
-    """Inside, backward defers the weight gradients that can be, and records them in the list, last
-    layer first.
+    """Inside, backward defers the weight gradients that can be.
+
+    The list that the block is given has them, last layer first.
     """
     return cast(AbstractContextManager[list[DeferredGradients]], _deferred.set([]))
 
 
 def disable_deferring() -> AbstractContextManager[Any]:
-    """Inside, backward computes all weight gradients at once, within `defer_weight_gradients`
-    too.
-    """
+    """Inside, backward computes weight gradients at once, in `defer_weight_gradients` too."""
     return _deferred.set(None)
 
 
 def is_split_backward_enabled() -> bool:
-    """Whether a forward is to be made of linears that can be deferred; not in code that is being
-    compiled.
+    """Return True if a forward is to be made of linears that can be deferred.
+
+    Not in code that is being compiled.
     """
-    return not torch.compiler.is_compiling() and _splittable.value
+    return not torch.compiler.is_compiling() and _split_backward.value
 
 
 def is_deferring() -> bool:
-    """Whether the backward that runs now is to defer what it can."""
+    """Return True if the backward that runs now is to defer what it can."""
     return _deferred.value is not None
 
 
 def defer_gradients(
     weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
 ) -> None:
-    """Puts off the gradients of `weights`, which `compute` gives."""
+    """Put off the gradients of `weights`, which `compute` returns."""
     if _deferred.value is None:
         raise RuntimeError("nothing is deferred here")
     _deferred.value.append(DeferredGradients(weights, compute))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be deferred where that
-    is asked for.
-    """
-    # To a mode it is a call of a linear.
+    """Return `hidden [.., i] @ weight.T [i, o] + bias`; its weight gradient can be deferred."""
+    # To a mode of torch functions it is one call of a linear, whatever it is made of.
     if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
     if is_split_backward_enabled() and weight.requires_grad and torch.is_grad_enabled():
@@ -143,45 +143,45 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (gradient,), (hidden,), weight = gradients, ctx.saved_tensors, ctx.weight
-        hidden_grad = gradient @ weight.detach() if ctx.needs_input_grad[0] else None
-        bias_grad = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (hidden,) = ctx.saved_tensors
+        weight = ctx.weight
+        hidden_grad = out_grad @ weight.detach() if ctx.needs_input_grad[0] else None
+        bias_grad = out_grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
         if is_deferring():
             hidden = hidden.detach()  # its graph would keep the stage's input until then
-            defer_gradients([weight], lambda: [_compute_weight_gradient(gradient, hidden)])
+            defer_gradients([weight], lambda: [_compute_weight_gradient(out_grad, hidden)])
             return hidden_grad, None, bias_grad
-        return hidden_grad, _compute_weight_gradient(gradient, hidden), bias_grad
+        return hidden_grad, _compute_weight_gradient(out_grad, hidden), bias_grad
 
 
-def _compute_weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
-    """`[o, i]` of `[.., o]` and `[.., i]`."""
-    return gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+def _compute_weight_gradient(out_grad: Tensor, hidden: Tensor) -> Tensor:
+    return out_grad.flatten(0, -2).t() @ hidden.flatten(0, -2)
 
 
 def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`hidden [.., i] @ weight.T [i, o]` in a dtype, of operands that may be in others and are kept
-    as they came.
+    """Return `hidden [.., i] @ weight.T [i, o]`, computed in a dtype.
+
+    The operands may be in other ones, and are kept for backward as they came.
     """
-    return cast(Tensor, _LinearIn.apply(hidden, weight, dtype))
+    return cast(Tensor, _LinearInDtype.apply(hidden, weight, dtype))
 
 
-class _LinearIn(torch.autograd.Function):
+class _LinearInDtype(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        # Saved before they are converted: backward converts again, so that no wide copy is kept.
         ctx.save_for_backward(hidden, weight)
         ctx.dtype = dtype
         return F.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (gradient,), (hidden, weight) = gradients, ctx.saved_tensors
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight = ctx.saved_tensors
         hidden_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            hidden_grad = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
+            hidden_grad = (out_grad @ weight.to(ctx.dtype)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            weight_grad = _compute_weight_gradient(gradient, hidden.to(ctx.dtype)).to(weight.dtype)
+            weight_grad = _compute_weight_gradient(out_grad, hidden.to(ctx.dtype)).to(weight.dtype)
         return hidden_grad, weight_grad, None

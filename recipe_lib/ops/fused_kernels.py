@@ -1,18 +1,14 @@
-"""Chains of operators that move bytes, fused by torch.compile on a GPU with Triton: into one
-kernel, where that can be.
+"""Chains of operators that move bytes, fused by torch.compile on a GPU with Triton.
 
 A chain reads and writes its tensors once for each of its operators, and makes temporaries; one
-kernel reads the first ones and writes the last. Here a function of plain tensors gets a name as an
-operator, `tune_recipes::...`, which a plan counts as one kernel; docs/measurements/fused_kernels.md
-has how many there are of each. Without Triton, on a CPU, or with `fused_kernels=false`, the
-function runs as it is. Inside a layer that is compiled as a whole the compiler sees the function
-itself.
-
-Rounding is that of the chain: what an operator of it would round to bf16 is rounded there too
-(`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU
-computes them.
+kernel reads the first ones and writes the last. `@register_fused(schema, shapes)` gives a function
+of plain tensors a name as an operator, `tune_recipes::...`, which a plan counts as one kernel;
+docs/measurements/fused_kernels.md has how many there are of each. Without Triton, on a CPU, or with
+`fused_kernels=false`, the function runs as it is. Inside a layer that is compiled as a whole the
+compiler sees the function itself.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, wraps
@@ -26,51 +22,52 @@ from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import get_kernel_type, holds_values
 
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
-# Operators that compute a number again where it is needed again; inductor's own limit is 30
+# Operators that compute a number again where it is needed again; inductor's own limit is 30, over
+# which it would write such numbers to memory and read them.
 _REPEATED = 100
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _repeats: set[Callable[..., Any]] = set()
-_is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
+# Off until a run that trains says so: what generates a few tokens compiles nothing.
+_fusing = Switch(False)
 _on_meta = Switch(False)
 _Result = TypeVar("_Result")
 
 
 def use_fused_kernels(wanted: bool, device: torch.device) -> str:
-    """Whether chains are fused in this process from here on, and a line about it for the log; "" on
-    a CPU.
+    """Settle whether chains are fused in this process from here on, and return a line for the log.
 
-    wanted: `fused_kernels`. On a GPU a small function is compiled to see whether that works: Triton
-    needs a C compiler at run time, and the driver. On a simulated one it is taken to work.
+    wanted: `fused_kernels`. The line is "" on a CPU.
     """
-    global _is_on
-    _is_on = wanted and get_kernel_type(device) == "cuda"
+    _fusing.value = wanted and get_kernel_type(device) == "cuda"
     if get_kernel_type(device) != "cuda":
         return ""
     if not wanted:
         return "fused kernels: none (fused_kernels=false)"
     if not holds_values(device):
-        return "fused kernels: by torch.compile"
+        return "fused kernels: by torch.compile"  # on a simulated GPU it is taken to work
+    # A small function is compiled: Triton needs a C compiler at run time, and the driver.
     fault = _find_compile_fault(device)
     if not fault:
         return "fused kernels: compiled by torch.compile with Triton"
-    _is_on = False
+    _fusing.value = False
     return f"fused kernels: none, operators run one by one, with more memory than planned: {fault}"
 
 
 def should_fuse(device: torch.device) -> bool:
-    """Whether a chain on the device is one kernel; not in code that is being compiled."""
+    """Return True if a chain on the device is one kernel; not in code that is being compiled."""
     if torch.compiler.is_compiling():
         return False
     if device.type == "meta":
         return _on_meta.value
-    return (
-        _is_on and get_kernel_type(device) == "cuda" and (not holds_values(device) or has_triton())
-    )
+    if not _fusing.value or get_kernel_type(device) != "cuda":
+        return False
+    return not holds_values(device) or has_triton()
 
 
 def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
-    """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep
-    on a GPU.
+    """Inside, chains of meta tensors are one operator each, if wanted.
+
+    So the meta device shows what a layer will keep on a GPU.
     """
     return _on_meta.set(wanted)
 
@@ -78,8 +75,7 @@ def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
 def register_fused(
     schema: str, shapes: Callable[..., Any], repeats: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Decorates a function of tensors and numbers: where `fuses` says so it is the operator of that
-    schema.
+    """Decorate a function that is the operator of a schema where `should_fuse` says so.
 
     schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor,
     results are new. shapes: of the same arguments, empty tensors like its results. repeats: numbers
@@ -94,11 +90,9 @@ def register_fused(
             _repeats.add(function)
 
         def run(*arguments: Any) -> Any:
-            return (
-                call_compiled(function, *arguments)
-                if can_compile(arguments[0])
-                else function(*arguments)
-            )
+            if can_compile(arguments[0]):
+                return call_compiled(function, *arguments)
+            return function(*arguments)
 
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tune_recipes::{name}", shapes, lib=_library)
@@ -117,39 +111,45 @@ def register_fused(
 
 
 class GradientNode(torch.autograd.Function):
-    """A function, and the function that gives its gradients, which keeps for backward what this one
-    takes alone.
+    """The autograd node of a function, and of another function that returns its gradients.
+
+    It keeps for backward only what the second one takes.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         function: Callable[..., Any],
-        gradients: Callable[..., Any],
+        differentiate: Callable[..., Any],
         kept: Sequence[int],
         *arguments: Any,
     ) -> Any:
-        """kept: which of the arguments `gradients` takes, behind the gradient of the result.
+        """Return `function(*arguments)`.
 
-        It returns the gradients of the first arguments: a tensor for the first one alone, or a
-        tuple.
+        differentiate: takes the gradient of the result, and behind it the arguments of the indices
+        `kept`; it returns the gradients of the first arguments: a tensor for the first one alone,
+        or a tuple.
         """
-        held = [arguments[number] for number in kept]
-        ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in held))
-        ctx.settings = [None if isinstance(one, Tensor) else one for one in held]
-        ctx.gradients, ctx.count = gradients, len(arguments)
+        saved = [arguments[index] for index in kept]
+        # Tensors go through save_for_backward, whose hooks (checkpointing, offload) see them there.
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in saved))
+        ctx.settings = [None if isinstance(value, Tensor) else value for value in saved]
+        ctx.differentiate = differentiate
+        ctx.count = len(arguments)
         return function(*arguments)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        held = [
+        saved = [
             setting if tensor is None else tensor
             for tensor, setting in zip(ctx.saved_tensors, ctx.settings, strict=True)
         ]
-        found = ctx.gradients(*gradients, *held)
-        found = found if isinstance(found, tuple) else (found,)
-        return None, None, None, *found, *(None,) * (ctx.count - len(found))
+        argument_grads = ctx.differentiate(*gradients, *saved)
+        if not isinstance(argument_grads, tuple):
+            argument_grads = (argument_grads,)
+        # None for the three parameters before the arguments, and for the arguments behind.
+        return None, None, None, *argument_grads, *(None,) * (ctx.count - len(argument_grads))
 
 
 def make_operator(
@@ -173,27 +173,28 @@ def make_opaque_node(
     gradient_shapes: Callable[..., Any],
     kept: Sequence[int],
 ) -> Callable[..., Any]:
-    """Return a `GradientNode` of a gradient of its first argument, in code that is compiled an
-    operator.
+    """Return a function whose node is a `GradientNode`, and in code that is compiled an operator.
 
-    A compiler that looked into it would see that forward and backward make the same tensors, and
-    keep these in between.
+    gradient: that of the first argument. kept: see `GradientNode`. shapes, gradient_shapes: of the
+    same arguments, empty tensors like the results.
     """
+    # An operator, as a compiler that looked into it would see that forward and backward make the
+    # same tensors, and keep these in between.
     operator: Any = make_operator(name, function, shapes)
     gradient_operator = make_operator(f"{name}_backward", gradient, gradient_shapes)
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        held = [inputs[number] for number in kept]
-        ctx.save_for_backward(*(one for one in held if one is None or isinstance(one, Tensor)))
-        ctx.settings = [one for one in held if not (one is None or isinstance(one, Tensor))]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        saved = [inputs[index] for index in kept]
+        is_tensor = [value is None or isinstance(value, Tensor) for value in saved]
+        ctx.save_for_backward(*itertools.compress(saved, is_tensor))
+        ctx.settings = [value for value, saves in zip(saved, is_tensor, strict=True) if not saves]
         ctx.count = len(inputs)
 
-    def differentiate(ctx: Any, found: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient_operator(found, *ctx.saved_tensors, *ctx.settings), *(None,) * (
-            ctx.count - 1
-        )
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        first_grad = gradient_operator(output_grad, *ctx.saved_tensors, *ctx.settings)
+        return first_grad, *(None,) * (ctx.count - 1)
 
-    operator.register_autograd(differentiate, setup_context=keep)
+    operator.register_autograd(backward, setup_context=setup_context)
 
     def call(*arguments: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -204,27 +205,24 @@ def make_opaque_node(
 
 
 def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
-    """Return `range(rows)` in parts of at most so many elements, for what is not one kernel; one
-    row at least.
-    """
+    """Return `range(rows)` in parts (start, stop) of at most `most` elements; one row at least."""
     step = max(1, most // max(1, columns))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def can_compile(tensor: Tensor) -> bool:
-    """Whether code for this tensor's device can be compiled here."""
+    """Return True if code for this tensor's device can be compiled here."""
     return tensor.device.type == "cuda" and has_triton()
 
 
 def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The compiled function, of tensors that differ in shapes and strides alone, from wherever it
-    is called.
-
-    Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of
-    compilations the function would run as it is, whole.
-    """
-    if torch._dynamo.config.recompile_limit < _COMPILATIONS:  # a thread's own: autograd has others
+    """Call the compiled function with tensors that differ in shapes and strides alone."""
+    # At torch's own limit of compilations the function would run as it is, operator by operator.
+    # The setting is a thread's own, and autograd runs backward in others: it is set at each call.
+    if torch._dynamo.config.recompile_limit < _COMPILATIONS:
         torch._dynamo.config.recompile_limit = _COMPILATIONS
+    # Detached and without gradients: parameters, and forward and backward, would each be compiled
+    # for themselves.
     plain = [
         argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments
     ]
@@ -234,35 +232,37 @@ def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
 
 @cache
 def get_compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """With sizes left open: batches have many lengths. Sizes that happen to be equal stay
-    distinct.
-    """
+    """Return the function, compiled once in this process."""
+    # Dynamic: batches have many lengths, and sizes that happen to be equal stay distinct.
     return torch.compile(function, dynamic=True, options=get_inductor_options(function))
 
 
 def get_inductor_options(function: Callable[..., Any]) -> dict[str, Any]:
-    """Inductor's options for a chain."""
+    """Return Inductor's options for a chain."""
+    # Rounding is that of the chain: what one of its operators would round to bf16 is rounded too.
+    # Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return options | {"realize_opcount_threshold": _REPEATED} if function in _repeats else options
 
 
 @cache
 def _find_compile_fault(device: torch.device) -> str:
-    """Why nothing can be compiled for the device, in one line; "" if it can."""
+    """Return why nothing can be compiled for the device, in one line; "" if it can."""
     if not has_triton():
         return "torch finds no Triton that supports this GPU"
     try:
-        found = call_compiled(_run_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
-        if not bool(found.isfinite().all()):
+        sums = call_compiled(_run_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
+        if not bool(sums.isfinite().all()):
             return "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
-    except Exception as error:  # noqa: BLE001 (whatever the compiler, its cache, or the driver raises)
+    # Whatever the compiler, its cache, or the driver raises.
+    except Exception as error:  # noqa: BLE001
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
     return ""
 
 
 def _run_sample(tensor: Tensor) -> Tensor:
-    """Some of what chains do, if it is compiled; else what is not finite."""
+    """Return some of what chains do, if it is compiled; else what is not finite."""
     if not torch.compiler.is_compiling():
         return tensor.new_full((), float("nan"))
     rows = torch.tanh(tensor.float()).logsumexp(dim=1)
@@ -271,25 +271,26 @@ def _run_sample(tensor: Tensor) -> Tensor:
 
 # Functions that issue many operators, and whose work follows from the shapes that they are given.
 #
-# @follows_from_shapes() def dequantize(codes, scales, dtype): ...
+#     @register_shaped_work()
+#     def dequantize(codes, scales, dtype): ...
 #
 # A plan runs such a function once for each kind of arguments, and repeats its notes for the others.
+# It is to be called with positional arguments.
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The functions that are marked, each with what gives of its arguments those that matter; None: all
-# of them do.
+# Function -> what returns those of its arguments that decide about its work; None: all of them do.
 SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
 
 
 def register_shaped_work(
     decisive: Callable[..., Sequence[Any]] | None = None,
 ) -> Callable[[_Function], _Function]:
-    """Mark a function of a module or class. decisive: as in `SHAPED_WORK`."""
+    """Decorate a function of a module or class. decisive: as in `SHAPED_WORK`."""
 
-    def mark(function: _Function) -> _Function:
+    def register(function: _Function) -> _Function:
         SHAPED_WORK[function] = decisive
         return function
 
-    return mark
+    return register

@@ -25,8 +25,7 @@ ACTIVATIONS: dict[str, _Activation] = {
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up` of two tensors of one shape, which keeps no more than these two for
-    backward.
+    """Return `activation(gate) * up` of two tensors of one shape, which are all it keeps.
 
     activation: `silu`, `gelu` or `gelu_tanh`.
     """
@@ -48,7 +47,7 @@ def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
     "gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _make_contiguous_like
 )
 def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`gated`, without a gradient; contiguous."""
+    """Return `gated_activation`, without a gradient; contiguous."""
     return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
@@ -59,7 +58,7 @@ def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def compute_gated_product_gradients(
     gradient: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Of gate and up, by the gradient of their product; contiguous."""
+    """Return the gradients of gate and up, by that of their product; contiguous."""
     activate, activate_backward = ACTIVATIONS[activation]
     up_grad = gradient * activate(gate)
     return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()
@@ -68,9 +67,9 @@ def compute_gated_product_gradients(
 # The middle of an expert: a gated product of its inner channels, times the score with which its
 # token chose it.
 #
-# The score is multiplied in here, before the down projection: f channels, where after it there
-# would be d, and backward finds the score's gradient without the expert's output. Kept for backward
-# are the inner channels `[m, 2f]` and scores.
+# The score is multiplied in before the down projection: f channels, where after it there would be
+# d, and backward finds the score's gradient without the expert's output. Kept for backward are the
+# inner channels `[m, 2f]` and the scores.
 
 
 CLAMPED = "clamped_swiglu"
@@ -78,23 +77,19 @@ CLAMPED = "clamped_swiglu"
 
 @dataclass(frozen=True)
 class Gate:
-    """How an expert's inner channels `[m, 2f]` become `[m, f]`.
+    """How an expert's inner channels `[m, 2f]` become `[m, f]`."""
 
-    activation: of the gate, one of `recipe_lib.ops.gated`, or `clamped_swiglu` (gpt-oss): `(up + 1)
-    * gate * sigmoid(alpha * gate)`, with gate at most, and up within, `limit`. interleaved: gate
-    and up take turns among the channels; else the gate is the first half.
-    """
-
+    # of the gate, one of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate *
+    # sigmoid(alpha * gate)`, with gate at most, and up within, `limit`
     activation: str
+    # gate and up take turns among the channels; else the gate is the first half
     interleaved: bool = False
     alpha: float = 1.0
     limit: float = float("inf")
 
 
 def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
-    """The gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`, in the type of
-    `inner`.
-    """
+    """Return the gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`."""
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
         return compute_scored_product(inner, scores, *settings)
@@ -119,9 +114,9 @@ def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _activate(
-    gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float
+    gate: Tensor, up: Tensor, activation: str, *, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """(what the gate gives, what it is multiplied by)."""
+    """Return the activated gate, and the factor that it is multiplied by."""
     if activation != CLAMPED:
         return ACTIVATIONS[activation][0](gate), up
     gate = gate.clamp(max=limit)
@@ -136,9 +131,10 @@ def _activate(
 def compute_scored_product(
     inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
 ) -> Tensor:
-    """`scored_product`, without a gradient."""
-    first, second = _activate(*_split_gate_up(inner, interleaved), activation, alpha, limit)
-    return (first * second * scores.unsqueeze(1)).to(inner.dtype)
+    """Return `scored_product`, without a gradient, in the type of `inner`."""
+    gate, up = _split_gate_up(inner, interleaved)
+    activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
+    return (activated * factor * scores.unsqueeze(1)).to(inner.dtype)
 
 
 @register_fused(
@@ -155,22 +151,22 @@ def compute_scored_product_gradients(
     alpha: float,
     limit: float,
 ) -> tuple[Tensor, Tensor]:
-    """Of the inner channels and of the scores, by that of the product."""
+    """Return the gradients of the inner channels and of the scores, by that of the product."""
     gate, up = _split_gate_up(inner, interleaved)
-    first, second = _activate(gate, up, activation, alpha, limit)
-    of_scores = (gradient * first * second).sum(dim=1, dtype=scores.dtype)
-    scored = (gradient * scores.unsqueeze(1)).to(inner.dtype)
+    activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
+    score_grad = (gradient * activated * factor).sum(dim=1, dtype=scores.dtype)
+    scored_grad = (gradient * scores.unsqueeze(1)).to(inner.dtype)
     if activation == CLAMPED:
-        kept = gate.clamp(max=limit)
-        open_ = torch.sigmoid(kept * alpha)
-        of_gate = scored * second * open_ * (1 + alpha * kept * (1 - open_)) * (gate <= limit)
-        of_up = scored * first * (up.abs() <= limit)
+        clamped = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(clamped * alpha)
+        # d x*sigmoid(alpha x) / dx = sigmoid * (1 + alpha x (1 - sigmoid)); a clamp lets no
+        # gradient through beyond its limit.
+        gate_grad = scored_grad * factor * sigmoid * (1 + alpha * clamped * (1 - sigmoid))
+        gate_grad = gate_grad * (gate <= limit)
+        up_grad = scored_grad * activated * (up.abs() <= limit)
     else:
-        of_gate = ACTIVATIONS[activation][1](scored * second, gate)
-        of_up = scored * first
-    of_inner = (
-        torch.stack((of_gate, of_up), -1).flatten(1)
-        if interleaved
-        else torch.cat((of_gate, of_up), 1)
-    )
-    return of_inner, of_scores
+        gate_grad = ACTIVATIONS[activation][1](scored_grad * factor, gate)
+        up_grad = scored_grad * activated
+    if interleaved:
+        return torch.stack((gate_grad, up_grad), -1).flatten(1), score_grad
+    return torch.cat((gate_grad, up_grad), 1), score_grad

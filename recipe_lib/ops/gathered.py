@@ -1,11 +1,10 @@
-"""Linears over tokens that are shared out among the ranks of a tensor-parallel group, and what goes
-with them.
+"""Linears over tokens that are shared out among the ranks of a tensor-parallel group.
 
 Hidden states are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch, in their order. A
-group of linears that is cut by its outputs (q, k, v, or gate and up) needs all N of them: they are
-gathered once, and what is kept for backward is this rank's n, or what they are made of, which
-backward gathers again. A linear that is cut by its inputs leaves partial sums for all N tokens; a
-reduce-scatter gives each rank its n.
+group of column-parallel linears (q, k, v, or gate and up) needs all N of them: `gather_linears`
+gathers them once, and what is kept for backward is this rank's n, or what they are made of, which
+backward gathers again. A row-parallel linear leaves partial sums for all N tokens; a reduce-scatter
+(`scatter`) gives each rank its n. The collectives below serve other packages too.
 
 Eager, each function is an autograd node, whose memory lives as long as autograd says. Under
 torch.compile it is an opaque operator with a backward of its own: the partitioner would keep every
@@ -14,6 +13,7 @@ gathered tensor that it sees.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,8 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import GradientNode, make_operator, should_fuse
-from recipe_lib.ops.gated import ACTIVATIONS, compute_gated_product, compute_gated_product_gradients
+from recipe_lib.ops.fused_kernels import make_operator, should_fuse
+from recipe_lib.ops.gated import (
+    ACTIVATIONS,
+    compute_gated_product,
+    compute_gated_product_gradients,
+)
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -31,38 +35,41 @@ NORMS = {"rms": rms_norm, "offset": offset_rms_norm}
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share a model's matrices. name: of the process group. rank: this one's place
-    among `size`.
+    """The ranks that share a model's matrices."""
 
-    columns: tokens of the vocabulary on each rank but the last ones, which may have fewer; 0: as
-    many on all.
-    """
-
-    name: str
+    name: str  # of the process group
     size: int
-    rank: int
+    rank: int  # this one's among `size`
+    # tokens of the vocabulary on each rank but the last ones, which may have fewer; 0: as many on
+    # all
     columns: int = 0
 
 
 @dataclass(frozen=True)
 class NormedFrom:
-    """What normed tokens are made of: `NORMS[kind](stream [n, d], weight [d], eps)`."""
+    """What normed tokens are made of: `NORMS[kind](stream, weight, eps)`."""
 
-    stream: Tensor
-    weight: Tensor
+    stream: Tensor  # [n, d]
+    weight: Tensor  # [d]
     eps: float
-    kind: str
+    kind: str  # a key of `NORMS`
+
+
+# Which gradients of a group of linears are asked for: of the input, of each weight, of each bias.
+_Wanted = tuple[bool, Sequence[bool], Sequence[bool]]
+# kind and eps, see `NormedFrom`
+_Norm = tuple[str, float]
 
 
 def start_gather(shard: Tensor, group: Group) -> Tensor:
-    """`[n, ...]` of each rank to `[N, ...]` on all, to be waited for."""
+    """Start to gather `[n, ...]` of each rank to `[N, ...]` on all, to be waited for."""
     return cast(
         Tensor, _FUNCTIONAL.all_gather_into_tensor(shard.contiguous(), group.size, group.name)
     )
 
 
 def start_scatter(partial: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' `[N, ...]`, to each its `[n, ...]` of it, to be waited for."""
+    """Start to sum all ranks' `[N, ...]`, to each rank its `[n, ...]` of it, to be waited for."""
     return cast(
         Tensor,
         _FUNCTIONAL.reduce_scatter_tensor(partial.contiguous(), "sum", group.size, group.name),
@@ -70,25 +77,25 @@ def start_scatter(partial: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group) -> Tensor:
-    """The `sum` or `max` over the group, in new memory."""
+    """Return the `sum` or `max` over the group, in new memory."""
     return wait(_FUNCTIONAL.all_reduce(tensor.contiguous(), operation, group.name))
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """The tensor, when it is there."""
+    """Return the tensor of a collective that was started, when it is there."""
     return cast(Tensor, _FUNCTIONAL.wait_tensor(tensor))
 
 
 def gather(shard: Tensor, group: Group) -> Tensor:
-    """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its
-    part. Keeps nothing.
+    """Gather `[n, ...]` of each rank to `[N, ...]` on all; keeps nothing.
+
+    Its backward sums over the ranks, and gives each its part.
     """
     return cast(Tensor, _Exchange.apply(shard, group, True))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps
-    nothing.
+    """Sum all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps nothing.
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
@@ -104,31 +111,30 @@ def gather_linears(
     keep_gathered: bool = False,
     normed: NormedFrom | None = None,
 ) -> list[Tensor]:
-    """Tokens `[n, d]` of each rank, gathered once, through several linears `[o_i, d]`: `[N, o_i]`
-    each.
+    """Return tokens `[n, d]`, gathered once, through several linears `[o_i, d]`: `[N, o_i]` each.
 
     Kept for backward is nothing where no weight wants a gradient; else the gathered tokens
     (`keep_gathered`), or what is gathered again: the shard, or, with `normed`, what it was normed
     from, which others keep anyway.
     """
     if torch.compiler.is_compiling():
-        source = (normed.stream, normed.weight) if normed else ()
+        source = [normed.stream, normed.weight] if normed else []
         norm = (normed.kind, normed.eps) if normed else ("", 0.0)
         settings = (*norm, keep_gathered, group.name, group.size, group.rank)
-        there, biased = (
-            [bias for bias in biases if bias is not None],
-            [bias is not None for bias in biases],
-        )
-        found = _GATHER(shard, list(weights), there, biased, list(source), *settings)
-        return list(found[:-1])
-    return list(
-        _GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases)
-    )
+        # Operators take no lists with None.
+        present_biases = [bias for bias in biases if bias is not None]
+        has_bias = [bias is not None for bias in biases]
+        tensors = (shard, list(weights), present_biases, has_bias, source)
+        outputs = _GATHER(*tensors, *settings)
+        return list(outputs[:-1])
+    options = (group, keep_gathered, normed, len(weights))
+    return list(_GatherLinears.apply(shard, *options, *weights, *biases))
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """`(activation(gate) * up) @ weight.T` of gate and up `[N, f]` and weight `[d, f]`; keeps no
-    more than these.
+    """Return `(activation(gate) * up) @ weight.T`; keeps no more than these tensors.
+
+    gate, up: `[N, f]`. weight: `[d, f]`.
     """
     if torch.compiler.is_compiling():
         return cast(Tensor, _GATED(gate, up, weight, activation))
@@ -156,11 +162,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        back = _scatter if ctx.gathers else _gather
-        return back(gradients[0], ctx.group), None, None
+        exchange = _scatter if ctx.gathers else _gather
+        return exchange(gradients[0], ctx.group), None, None
 
 
 class _GatherLinears(torch.autograd.Function):
+    # The eager node of `gather_linears`. `tensors` are `count` weights, then as many biases.
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -171,81 +179,90 @@ class _GatherLinears(torch.autograd.Function):
         count: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        weights, biases = cast(tuple[Tensor, ...], tensors[:count]), tensors[count:]
-        whole = wait(start_gather(shard, group))
-        ctx.group, ctx.count, ctx.whole_kept, ctx.norm = group, count, keep_gathered, None
+        weights = cast(tuple[Tensor, ...], tensors[:count])
+        biases = tensors[count:]
+        tokens = wait(start_gather(shard, group))
+        norm: _Norm | None = None
         source: tuple[Tensor, ...] = ()
         if any(ctx.needs_input_grad[5 : 5 + count]):
-            source = (whole,) if keep_gathered else (shard,)
+            source = (tokens,) if keep_gathered else (shard,)
             if normed and not keep_gathered:
-                source, ctx.norm = (normed.stream, normed.weight), (normed.kind, normed.eps)
+                source = (normed.stream, normed.weight)
+                norm = (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
+        ctx.settings = (count, group, keep_gathered, norm)
+        # What checkpointing gives back of a saved tensor has no way to the parameter.
         ctx.parameters = weights if deferred.is_split_backward_enabled() else ()
         return tuple(
-            F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)
+            F.linear(tokens, weight, bias) for weight, bias in zip(weights, biases, strict=True)
         )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        count, wanted = ctx.count, ctx.needs_input_grad
+        count, group, is_gathered, norm = ctx.settings
         saved = list(ctx.saved_tensors)
         weights, source = saved[:count], saved[count:]
-        del saved
-        wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
+        del saved  # else the gathered tokens would live as long as this function
+        wants_input = ctx.needs_input_grad[0]
+        wants_weights = ctx.needs_input_grad[5 : 5 + count]
+        wants_biases = ctx.needs_input_grad[5 + count :]
+        compute = partial(
+            compute_linear_gradients,
+            gradients,
+            weights,
+            norm=norm,
+            is_gathered=is_gathered,
+            group=group,
+        )
         if deferred.is_deferring() and source:
-            source = [
-                one.detach() for one in source
-            ]  # their graph would keep what came before until then
-            if (
-                ctx.norm is not None
-            ):  # FSDP frees the norm's weight with the layer, before that is read
-                source[1] = source[1].clone()
-            settings = (ctx.norm, ctx.whole_kept, ctx.group)
             none = [False] * count
+            # Detached: their graph would keep what came before until then.
+            source = [tensor.detach() for tensor in source]
+            if norm is not None:
+                # FSDP frees the norm's weight with the layer, before that is read.
+                source[1] = source[1].clone()
 
-            def weight_gradients() -> list[Tensor | None]:
-                return compute_linear_gradients(
-                    gradients, weights, source, *settings, (False, wants[1], none)
-                )[1]
+            def compute_weight_gradients() -> list[Tensor | None]:
+                return compute(source=source, wanted=(False, wants_weights, none))[1]
 
-            deferred.defer_gradients(ctx.parameters, weight_gradients)
-            found = compute_linear_gradients(
-                gradients, weights, [], *settings, (wants[0], none, wants[2])
-            )
+            deferred.defer_gradients(ctx.parameters, compute_weight_gradients)
+            computed = compute(source=[], wanted=(wants_input, none, wants_biases))
         else:
-            found = compute_linear_gradients(
-                gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants
-            )
-        return (found[0], None, None, None, None, *found[1], *found[2])
+            computed = compute(source=source, wanted=(wants_input, wants_weights, wants_biases))
+        shard_grad, weight_grads, bias_grads = computed
+        return (shard_grad, None, None, None, None, *weight_grads, *bias_grads)
 
 
 def compute_linear_gradients(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
+    *,
     source: list[Tensor],
-    norm: tuple[str, float] | None,
-    whole_kept: bool,
+    norm: _Norm | None,
+    is_gathered: bool,
     group: Group,
-    wants: tuple[bool, Sequence[bool], Sequence[bool]],
+    wanted: _Wanted,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Gradients of shard, weights and biases, as `wants` asks for. source: what was kept, if any
-    weight wants one.
+    """Return the gradients of shard, weights and biases, None where not wanted.
 
-    The gather overlaps with the products for the input's gradient, its reduce-scatter with those
-    for the weights'. The input's gradient is summed as autograd would, the last linear first, so
-    that its bits are the same.
+    gradients: of the linears' results `[N, o_i]`. source: what was kept, if any weight wants a
+    gradient: the gathered tokens (`is_gathered`, and they are taken out of the list), the shard, or
+    with `norm` the stream and the norm's weight.
     """
-    wants_input, wants_weight, wants_bias = wants
-    whole: Tensor | None = None
-    if source and whole_kept:
-        whole = source.pop()
+    wants_input, wants_weights, wants_biases = wanted
+    # The gather overlaps with the products for the input's gradient, whose reduce-scatter overlaps
+    # with the products for the weights'.
+    tokens: Tensor | None = None
+    if source and is_gathered:
+        tokens = source.pop()
     elif source:
-        whole = start_gather(
+        tokens = start_gather(
             NORMS[norm[0]](source[0], source[1], norm[1]) if norm else source[0], group
         )
     shard_grad: Tensor | None = None
     if wants_input:
+        # Summed as autograd would, the last linear first, so that its bits are the same.
         total: Tensor | None = None
         for gradient, weight in zip(reversed(gradients), reversed(weights), strict=True):
             part = gradient @ weight
@@ -254,14 +271,15 @@ def compute_linear_gradients(
         assert total is not None
         shard_grad = start_scatter(total, group)
         del total
-    if whole is not None and not whole_kept:
-        whole = wait(whole)
+    if tokens is not None and not is_gathered:
+        tokens = wait(tokens)
     weight_grads: list[Tensor | None] = []
-    for gradient, wanted in zip(gradients, wants_weight, strict=True):
-        weight_grads.append(gradient.t() @ whole if wanted and whole is not None else None)
-    del whole
+    for gradient, is_wanted in zip(gradients, wants_weights, strict=True):
+        weight_grads.append(gradient.t() @ tokens if is_wanted and tokens is not None else None)
+    del tokens
     bias_grads = [
-        g.sum(dim=0) if wanted else None for g, wanted in zip(gradients, wants_bias, strict=True)
+        gradient.sum(dim=0) if is_wanted else None
+        for gradient, is_wanted in zip(gradients, wants_biases, strict=True)
     ]
     return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
 
@@ -276,61 +294,61 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        wants_input, wants_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        activation = ctx.activation
+        compute = partial(compute_gated_linear_gradients, activation=ctx.activation)
+        wants_input = any(ctx.needs_input_grad[:2])
+        wants_weight = ctx.needs_input_grad[2]
         if wants_weight and deferred.is_deferring():
             wants_weight = False
-            gate, up = (
-                gate.detach(),
-                up.detach(),
-            )  # their graph would keep what came before until then
+            # Detached: their graph would keep what came before until then.
+            gate, up = gate.detach(), up.detach()
             deferred.defer_gradients(
                 [ctx.parameter],
-                lambda: compute_gated_linear_gradients(
-                    gradients[0], gate, up, weight, activation, False, True
-                )[2:],
+                lambda: compute(out_grad, gate, up, weight, wants_input=False, wants_weight=True)[
+                    2:
+                ],
             )
-        return (
-            *compute_gated_linear_gradients(
-                gradients[0], gate, up, weight, activation, wants_input, wants_weight
-            ),
-            None,
+        computed = compute(
+            out_grad, gate, up, weight, wants_input=wants_input, wants_weight=wants_weight
         )
+        return (*computed, None)
 
 
 def compute_gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """As `gated_linear`, whose forward it is."""
+    """Return `gated_linear`, without a gradient."""
     return F.linear(compute_gated_product(gate, up, activation), weight)
 
 
 def compute_gated_linear_gradients(
-    gradient: Tensor,
+    out_grad: Tensor,
     gate: Tensor,
     up: Tensor,
     weight: Tensor,
+    *,
     activation: str,
     wants_input: bool,
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of gate, up and weight; the product is made again."""
-    if should_fuse(gradient.device):
-        weight_grad = (
-            gradient.t() @ compute_gated_product(gate, up, activation) if wants_weight else None
-        )
+    """Return the gradients of gate, up and weight; the product is made again."""
+    weight_grad: Tensor | None = None
+    if should_fuse(out_grad.device):
+        if wants_weight:
+            weight_grad = out_grad.t() @ compute_gated_product(gate, up, activation)
         if not wants_input:
             return None, None, weight_grad
-        return (
-            *compute_gated_product_gradients(gradient @ weight, gate, up, activation),
-            weight_grad,
+        gate_grad, up_grad = compute_gated_product_gradients(
+            out_grad @ weight, gate, up, activation
         )
+        return gate_grad, up_grad, weight_grad
+    # Not fused, the activation is made once for both gradients, and tensors are overwritten.
     activate, activate_backward = ACTIVATIONS[activation]
     activated = activate(gate)
-    weight_grad = gradient.t() @ (activated * up) if wants_weight else None
+    if wants_weight:
+        weight_grad = out_grad.t() @ (activated * up)
     if not wants_input:
         return None, None, weight_grad
-    product_grad = gradient @ weight
+    product_grad = out_grad @ weight
     up_grad = product_grad * activated
     del activated
     return activate_backward(product_grad.mul_(up), gate), up_grad, weight_grad
@@ -340,10 +358,11 @@ def compute_gated_linear_gradients(
 #
 # Inlined, the second gather of the same shard would be taken for the first, whose result the
 # partitioner then keeps for backward; and what backward makes again would be kept too. As operators
-# with a backward operator of their own, they keep what the eager nodes keep.
+# with a backward operator of their own, they keep what the eager nodes keep. Their parameters are
+# what torch.library can write as a schema.
 
 
-def _gather_linears(
+def _run_gather_linears(
     shard: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -356,20 +375,20 @@ def _gather_linears(
     size: int,
     rank: int,
 ) -> list[Tensor]:
-    """What the linears give, and the gathered tokens, if they are to be kept (else nothing `[0]`).
+    """Return the linears' results, then the gathered tokens, if they are to be kept (else `[0]`).
 
     biases: of those linears that are `biased`.
     """
-    whole = wait(start_gather(shard, Group(name, size, rank)))
-    bias = iter(biases)
-    found = [
-        F.linear(whole, weight, next(bias) if has else None)
-        for weight, has in zip(weights, biased, strict=True)
+    tokens = wait(start_gather(shard, Group(name, size, rank)))
+    remaining_biases = iter(biases)
+    outputs = [
+        F.linear(tokens, weight, next(remaining_biases) if has_bias else None)
+        for weight, has_bias in zip(weights, biased, strict=True)
     ]
-    return [*found, whole if keep_gathered else whole.new_empty(0)]
+    return [*outputs, tokens if keep_gathered else tokens.new_empty(0)]
 
 
-def _gather_linears_backward(
+def _run_gather_linears_backward(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
     source: Sequence[Tensor],
@@ -383,63 +402,59 @@ def _gather_linears_backward(
     size: int,
     rank: int,
 ) -> list[Tensor]:
-    """The gradients that are wanted: of the shard, the weights, the biases."""
-    norm = (kind, eps) if kind else None
-    wants = (wants_input, wants_weight, wants_bias)
-    shard, *others = compute_linear_gradients(
-        gradients, weights, list(source), norm, whole_kept, Group(name, size, rank), wants
+    """Return the gradients that are wanted: of the shard, the weights, the biases."""
+    shard_grad, weight_grads, bias_grads = compute_linear_gradients(
+        gradients,
+        weights,
+        source=list(source),
+        norm=(kind, eps) if kind else None,
+        is_gathered=whole_kept,
+        group=Group(name, size, rank),
+        wanted=(wants_input, wants_weight, wants_bias),
     )
-    return [grad for grad in (shard, *others[0], *others[1]) if grad is not None]
+    return [grad for grad in (shard_grad, *weight_grads, *bias_grads) if grad is not None]
 
 
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     shard, weights, biases, biased, source, kind, eps, keep_gathered, *group = inputs
-    wanted = iter([bias.requires_grad for bias in biases])
-    wants_bias = [has and next(wanted) for has in biased]
-    ctx.wants, ctx.biased = (
-        (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias),
-        biased,
-    )
+    trained_biases = iter([bias.requires_grad for bias in biases])
+    wants_weights = [weight.requires_grad for weight in weights]
+    wants_biases = [has_bias and next(trained_biases) for has_bias in biased]
+    ctx.wanted = (shard.requires_grad, wants_weights, wants_biases)
     kept: list[Tensor] = []
-    if any(ctx.wants[1]):
+    if any(wants_weights):
         kept = [output[-1]] if keep_gathered else list(source) or [shard]
     ctx.save_for_backward(*weights, *kept)
-    ctx.count, ctx.sources, ctx.group = len(weights), len(source), group
+    ctx.inputs = (len(weights), biased, len(source))
+    ctx.group = group
+    # Without a kind where what is kept is not to be normed.
     ctx.settings = (kind if kept and source and not keep_gathered else "", eps, keep_gathered)
 
 
 def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    count, (wants_input, wants_weight, wants_bias) = ctx.count, ctx.wants
     saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
+    count, biased, source_count = ctx.inputs
     weights, source = saved[:count], saved[count:]
-    found = iter(
-        _GATHER_BACKWARD(
-            list(gradients[:-1]),
-            weights,
-            source,
-            *ctx.settings,
-            wants_input,
-            wants_weight,
-            wants_bias,
-            *ctx.group,
-        )
-    )
-    shard = next(found) if wants_input else None
-    weight_grads = [next(found) if wanted else None for wanted in wants_weight]
+    wants_input, wants_weights, wants_biases = ctx.wanted
+    # The last output is the gathered tokens, which nobody else reads.
+    tensors = (list(gradients[:-1]), weights, source)
+    returned = iter(_GATHER_BACKWARD(*tensors, *ctx.settings, *ctx.wanted, *ctx.group))
+    shard_grad = next(returned) if wants_input else None
+    weight_grads = [next(returned) if is_wanted else None for is_wanted in wants_weights]
     bias_grads = [
-        next(found) if wanted else None
-        for wanted, has in zip(wants_bias, ctx.biased, strict=True)
-        if has
+        next(returned) if is_wanted else None
+        for is_wanted, has_bias in zip(wants_biases, biased, strict=True)
+        if has_bias
     ]
-    return (shard, weight_grads, bias_grads, None, [None] * ctx.sources, *[None] * 6)
+    return (shard_grad, weight_grads, bias_grads, None, [None] * source_count, *[None] * 6)
 
 
-_GATHER: Any = make_operator("gather_linears", _gather_linears)
-_GATHER_BACKWARD = make_operator("gather_linears_backward", _gather_linears_backward)
-_GATHER.register_autograd(_differentiate_gather, setup_context=_keep_gather)
+_GATHER: Any = make_operator("gather_linears", _run_gather_linears)
+_GATHER_BACKWARD = make_operator("gather_linears_backward", _run_gather_linears_backward)
+_GATHER.register_autograd(_differentiate_gather, setup_context=_set_up_gather)
 
 
-def _gated_linear_backward(
+def _run_gated_linear_backward(
     gradient: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -448,133 +463,32 @@ def _gated_linear_backward(
     wants_input: bool,
     wants_weight: bool,
 ) -> list[Tensor]:
-    """The gradients that are wanted: of gate and up, of the weight."""
-    found = compute_gated_linear_gradients(
-        gradient, gate, up, weight, activation, wants_input, wants_weight
+    """Return the gradients that are wanted: of gate and up, of the weight."""
+    gradients = compute_gated_linear_gradients(
+        gradient,
+        gate,
+        up,
+        weight,
+        activation=activation,
+        wants_input=wants_input,
+        wants_weight=wants_weight,
     )
-    return [grad for grad in found if grad is not None]
+    return [grad for grad in gradients if grad is not None]
 
 
-def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _set_up_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate, up, weight, ctx.activation = inputs
     ctx.wants = (gate.requires_grad or up.requires_grad, weight.requires_grad)
     ctx.save_for_backward(gate, up, weight)
 
 
-def _differentiate_gated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _differentiate_gated(ctx: Any, out_grad: Tensor) -> tuple[Any, ...]:
     wants_input, wants_weight = ctx.wants
-    found = iter(
-        _GATED_BACKWARD(gradient, *ctx.saved_tensors, ctx.activation, wants_input, wants_weight)
-    )
-    inputs = (next(found), next(found)) if wants_input else (None, None)
-    return (*inputs, next(found) if wants_weight else None, None)
+    returned = iter(_GATED_BACKWARD(out_grad, *ctx.saved_tensors, ctx.activation, *ctx.wants))
+    input_grads = (next(returned), next(returned)) if wants_input else (None, None)
+    return (*input_grads, next(returned) if wants_weight else None, None)
 
 
 _GATED: Any = make_operator("gated_linear", compute_gated_linear)
-_GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward)
-_GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
-
-
-# Sequences that ranks share: all heads of some tokens for all tokens of some heads, and back (arXiv
-# 2309.14509).
-#
-# b rows, c ranks; n of the s = n c tokens of each row are this rank's, in their order. Between
-# layers a rank has its n tokens. Attention wants all of them, but no head wants another: one all-
-# to-all gives each rank the s tokens of 1/c of the heads, one more gives it all heads of its n
-# tokens again. Backward is the same the other way round. Nothing is kept.
-
-
-def shard_tokens(values: Tensor, group: Group) -> Tensor:
-    """This rank's `[b, n, ...]` of `[b, s, ...]`. ValueError for rows that cannot be divided
-    evenly.
-    """
-    if values.shape[1] % group.size:
-        raise ValueError(
-            f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks"
-        )
-    count = values.shape[1] // group.size
-    return values.narrow(1, group.rank * count, count)
-
-
-def exchange_for_heads(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, group: Group
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q `[b, h, n, e]`, k and v `[b, k, n, e]` and sinks `[h]` of all heads: of this rank's heads,
-    `[b, h / c, s, e]`.
-
-    Where ranks are more than kv heads, several have the same one.
-    """
-    heads = k.shape[1]
-    if heads % group.size:
-        k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
-    q, k, v = cast(
-        tuple[Tensor, Tensor, Tensor],
-        GradientNode.apply(_send_heads, _send_tokens, (3,), q, k, v, group),
-    )
-    return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
-
-
-def exchange_for_tokens(attended: Tensor, *, group: Group) -> Tensor:
-    """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
-    (found,) = cast(
-        tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group)
-    )
-    return found
-
-
-def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each
-    rank gave its part: the gradient as it is, whatever number of ranks goes backward from it.
-    """
-    return cast(
-        Tensor, GradientNode.apply(_sum_over_group, lambda gradient: gradient, (), part, group)
-    )
-
-
-def gather_tokens(part: Tensor, group: Group) -> Tensor:
-    """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the
-    gradient.
-    """
-    return cast(Tensor, GradientNode.apply(_gather_rows, _shard_gradient, (1,), part, group))
-
-
-def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
-    """Block i of `[c, ...]` to rank i, and what the ranks sent here in their order."""
-    splits = [1] * group.size
-    return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
-
-
-def _sum_over_group(part: Tensor, group: Group) -> Tensor:
-    return all_reduce(part, "sum", group)
-
-
-def _gather_rows(part: Tensor, group: Group) -> Tensor:
-    return _gather(part.unsqueeze(0), group).transpose(0, 1).flatten(1, 2)
-
-
-def _shard_gradient(gradient: Tensor, group: Group) -> Tensor:
-    return shard_tokens(gradient, group).contiguous()
-
-
-def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
-    """`[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one exchange."""
-    *parts, group = parts_and_group
-    blocks = torch.cat(
-        [part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3
-    )
-    found = _send_blocks(blocks, group)  # [c, b, n, the heads of all parts, e]
-    del blocks
-    split = found.split([part.shape[1] // group.size for part in parts], dim=3)
-    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split)
-
-
-def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
-    """`[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one exchange."""
-    *parts, group = parts_and_group
-    blocks = torch.cat(
-        [part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3
-    )
-    found = _send_blocks(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
-    del blocks
-    split = found.split([part.shape[1] for part in parts], dim=3)
-    return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split)
+_GATED_BACKWARD = make_operator("gated_linear_backward", _run_gated_linear_backward)
+_GATED.register_autograd(_differentiate_gated, setup_context=_set_up_gated)

@@ -1,9 +1,8 @@
-"""Tokens through the experts that were chosen for them: sorted by expert, one matmul over many
-weights, summed again.
+"""Tokens through the experts that were chosen for them.
 
-n tokens with k choices each are m = n k rows, sorted by expert. No token is dropped, so sizes are
-the same whatever is chosen. A row's input is its token's: it is gathered where it is needed, in
-backward again, and never kept.
+`group_tokens` sorts them by expert, `grouped_linear` is one matmul over the weights of all experts,
+and `sum_choices` sums what the experts of a token return. n tokens with k choices each are m = n k
+rows, sorted by expert. No token is dropped, so sizes are the same whatever is chosen.
 """
 
 from dataclasses import dataclass
@@ -22,22 +21,18 @@ _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multipl
 
 @dataclass(frozen=True)
 class Groups:
-    """Which row is whose. experts, tokens: int64 `[m]`, of each row in expert order. places: int64
-    `[m]`, the row of each token's first choice, its second, ... ends: int32 `[E]`, the row after
-    each expert's last. choices: k.
-    """
+    """Which row is whose, with the m rows in the order of experts."""
 
-    experts: Tensor
-    tokens: Tensor
-    places: Tensor
-    ends: Tensor
-    choices: int
+    experts: Tensor  # int64 [m], the expert of each row
+    tokens: Tensor  # int64 [m], the token of each row
+    places: Tensor  # int64 [m], the row of the first token's first choice, of its second, ...
+    ends: Tensor  # int32 [E], the row after each expert's last
+    choices: int  # k, the experts of a token
 
 
 def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
-    """The rows of tokens whose experts are `chosen` `[n, k]`, in the order of experts and then of
-    tokens.
-    """
+    """Return the rows of tokens whose experts are `chosen` `[n, k]`."""
+    # Stable: within an expert rows stay in the order of tokens.
     experts, order = chosen.flatten().sort(stable=True)
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
@@ -45,12 +40,15 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
     numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     choices = chosen.shape[1]
-    return Groups(experts, order // choices, places, ends, choices)
+    return Groups(
+        experts=experts, tokens=order // choices, places=places, ends=ends, choices=choices
+    )
 
 
 def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
-    """Return how many rows each expert has, int64 `[E]`. real: the tokens whose rows are counted;
-    None: all.
+    """Return how many rows each expert has, int64 `[E]`.
+
+    real: the tokens whose rows are counted; None: all.
     """
     if real is None:
         return groups.ends.diff(prepend=groups.ends.new_zeros(1)).long()
@@ -61,14 +59,13 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
-    """Numbers `[n, k]` of each token's choices in the order of rows `[m]`."""
+    """Return values `[n, k]` of each token's choices in the order of rows, `[m]`."""
     return cast(
         Tensor, GradientNode.apply(_permute, _permute_back, (1,), values.flatten(), groups.places)
     )
 
 
 def _permute(values: Tensor, places: Tensor) -> Tensor:
-    """Row i of the result is the one whose place is i."""
     return torch.empty_like(values).scatter_(0, places, values)
 
 
@@ -79,35 +76,35 @@ def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
 def sum_token_rows(
     rows: Tensor, places: Tensor, choices: int, tokens: Tensor | None = None
 ) -> Tensor:
-    """`[m, d]` to `[n, d]`: the rows of a token's choices together. tokens: whose row is whose, for
-    a gradient.
+    """Return the sum `[n, d]` of the rows `[m, d]` of each token's choices.
+
+    tokens: not read; it is what the gradient of this function takes.
     """
     return rows.index_select(0, places).unflatten(0, (-1, choices)).sum(dim=1)
 
 
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
-    """Rows `[m, d]` summed over the choices of each token: `[n, d]`. Keeps nothing of them."""
-    places = (groups.places, groups.choices, groups.tokens)
-    return cast(Tensor, GradientNode.apply(sum_token_rows, _permute_back, (3,), rows, *places))
+    """Return rows `[m, d]` summed over the choices of each token, `[n, d]`; keeps none of them."""
+    order = (groups.places, groups.choices, groups.tokens)
+    # A row's gradient is its token's: the third of these arguments is all that backward takes.
+    return cast(Tensor, GradientNode.apply(sum_token_rows, _permute_back, (3,), rows, *order))
 
 
 def grouped_linear(
     rows: Tensor, weight: Tensor, groups: Groups, *, of_tokens: bool = False
 ) -> Tensor:
-    """Each expert's rows through its own matrix: `[m, i]` and weights `[E, o, i]` to `[m, o]`.
+    """Return each expert's rows `[m, i]` times its own matrix of `[E, o, i]`: `[m, o]`.
 
     of_tokens: `rows` are the tokens `[n, i]`, from which the rows are gathered. A frozen weight
     keeps no rows; a trained one keeps `rows` as they are given. Computed in the weights' type.
     """
     choices = groups.choices if of_tokens else 0
-    return cast(
-        Tensor,
-        _GroupedLinear.apply(rows, weight, groups.tokens, groups.places, groups.ends, choices),
-    )
+    order = (groups.tokens, groups.places, groups.ends)
+    return cast(Tensor, _GroupedLinear.apply(rows, weight, *order, choices))
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """choices: of a token whose rows are gathered; 0: rows are given as they are."""
+    """The node of `grouped_linear`; choices 0: rows are given as they are, not gathered."""
 
     @staticmethod
     def forward(
@@ -120,99 +117,107 @@ class _GroupedLinear(torch.autograd.Function):
         choices: int,
     ) -> Tensor:
         trained = ctx.needs_input_grad[1]
+        # The rows as they are given: gathered they are k times as many, and backward gathers again.
         ctx.save_for_backward(rows if trained else None, weight, tokens, places, ends)
-        ctx.choices, ctx.dtype = choices, rows.dtype
+        ctx.settings = (choices, rows.dtype)
         # What checkpointing gives back of a saved tensor has no way to the parameter.
-        ctx.later = weight if trained and deferred.is_split_backward_enabled() else None
+        ctx.parameter = weight if trained and deferred.is_split_backward_enabled() else None
         return grouped_matmul(
             take_rows(rows, tokens, choices).to(weight.dtype), weight.transpose(1, 2), ends
         )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, tokens, places, ends = ctx.saved_tensors
-        gradient, choices = gradients[0].contiguous(), ctx.choices
+        choices, dtype = ctx.settings
+        out_grad = out_grad.contiguous()
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            rows_grad = grouped_matmul(gradient, weight, ends)
-            rows_grad = (sum_token_rows(rows_grad, places, choices) if choices else rows_grad).to(
-                ctx.dtype
-            )
+            rows_grad = grouped_matmul(out_grad, weight, ends)
+            if choices:
+                rows_grad = sum_token_rows(rows_grad, places, choices)
+            rows_grad = rows_grad.to(dtype)
         if not ctx.needs_input_grad[1]:
             return rows_grad, None, None, None, None, None
-        rows = (
-            rows.detach()
-        )  # where it is deferred, its graph would keep the stage's input until then
+        # Where it is deferred, its graph would keep the stage's input until then.
+        rows = rows.detach()
 
-        def of_weight() -> Tensor:
-            return grouped_weight_gradient(
-                gradient, take_rows(rows, tokens, choices).to(gradient.dtype), ends
-            )
+        def compute_weight_gradient() -> list[Tensor]:
+            taken = take_rows(rows, tokens, choices).to(out_grad.dtype)
+            return [grouped_weight_gradient(out_grad, taken, ends)]
 
-        if ctx.later is not None and deferred.is_deferring():
-            deferred.defer_gradients([ctx.later], lambda: [of_weight()])
+        if ctx.parameter is not None and deferred.is_deferring():
+            deferred.defer_gradients([ctx.parameter], compute_weight_gradient)
         else:
-            weight_grad = of_weight()
+            (weight_grad,) = compute_weight_gradient()
         return rows_grad, weight_grad, None, None, None, None
 
 
 def take_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
-    """The rows of tokens that choose so many experts; 0: rows are given as they are. No
-    gradient.
+    """Return the rows of tokens that choose so many experts; 0: rows are given as they are.
+
+    Without a gradient.
     """
     return rows.index_select(0, tokens) if choices else rows
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows `[m, i]` of each expert times its matrix of `[E, i, o]`: `[m, o]`. No gradient."""
+    """Return rows `[m, i]` of each expert times its matrix of `[E, i, o]`: `[m, o]`.
+
+    Without a gradient.
+    """
     if rows.dtype != torch.bfloat16:
         return _matmul_loop(rows, weight, ends)
-    wide, multiple = weight.shape[2], _ALIGNED // rows.element_size()
-    if rows.shape[1] % multiple or wide % multiple:
-        inner, outer = -rows.shape[1] % multiple, -wide % multiple
-        rows, weight = F.pad(rows, (0, inner)), F.pad(weight, (0, outer, 0, inner))
-        return F.grouped_mm(rows, weight, offs=ends)[:, :wide].contiguous()
+    out_features = weight.shape[2]
+    multiple = _ALIGNED // rows.element_size()
+    if rows.shape[1] % multiple or out_features % multiple:
+        # torch's kernel takes aligned rows alone.
+        padding = -rows.shape[1] % multiple
+        rows = F.pad(rows, (0, padding))
+        weight = F.pad(weight, (0, -out_features % multiple, 0, padding))
+        return F.grouped_mm(rows, weight, offs=ends)[:, :out_features].contiguous()
     return F.grouped_mm(rows, weight, offs=ends)
 
 
 def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """`[E, o, i]`: of each expert's rows `[., o]` and `[., i]` the product over them; 0 for one
-    without rows.
+    """Return the gradient `[E, o, i]` of experts' matrices, 0 for an expert without rows.
+
+    gradient: of each expert's rows `[m, o]`. rows: what its matrix was multiplied by, `[m, i]`.
     """
     if rows.dtype != torch.bfloat16:
         return _gradient_loop(gradient, rows, ends)
-    (outer, inner), multiple = (gradient.shape[1], rows.shape[1]), _ALIGNED // rows.element_size()
-    if outer % multiple or inner % multiple:
-        gradient, rows = (
-            F.pad(gradient, (0, -outer % multiple)),
-            F.pad(rows, (0, -inner % multiple)),
-        )
-        return F.grouped_mm(gradient.t(), rows, offs=ends)[:, :outer, :inner].contiguous()
+    multiple = _ALIGNED // rows.element_size()
+    out_features, in_features = gradient.shape[1], rows.shape[1]
+    if out_features % multiple or in_features % multiple:
+        gradient = F.pad(gradient, (0, -out_features % multiple))
+        rows = F.pad(rows, (0, -in_features % multiple))
+        padded = F.grouped_mm(gradient.t(), rows, offs=ends)
+        return padded[:, :out_features, :in_features].contiguous()
     return F.grouped_mm(gradient.t(), rows, offs=ends)
 
 
 # For types that torch's grouped matmul does not have on every device (fp64 on none, fp32 not on
-# all): an operator each, as a simulated device has no values to loop by. On a GPU the host waits
-# for the numbers of rows.
+# all): a loop over the experts. It is an operator, as a simulated device has no values to loop by.
+# On a GPU the host waits for the numbers of rows.
 
 
 def _multiply_one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    found = rows.new_empty(rows.shape[0], weight.shape[2])
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
     first = 0
     for expert, last in enumerate(ends.tolist()):
-        torch.mm(rows[first:last], weight[expert], out=found[first:last])
+        torch.mm(rows[first:last], weight[expert], out=out[first:last])
         first = last
-    return found
+    return out
 
 
 def _differentiate_one_by_one(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    found = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+    weight_grad = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
     first = 0
     for expert, last in enumerate(ends.tolist()):
-        torch.mm(gradient[first:last].t(), rows[first:last], out=found[expert])
+        torch.mm(gradient[first:last].t(), rows[first:last], out=weight_grad[expert])
         first = last
-    return found
+    return weight_grad
 
 
 _matmul_loop = make_operator(

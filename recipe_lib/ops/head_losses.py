@@ -1,10 +1,10 @@
-"""What an output head makes of hidden states and labels: one callable, `head_loss(hidden, weight,
-labels)`.
+"""Head losses: what an output head makes of hidden states and labels, as one callable.
 
-The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores`
-and `Distillation` go through the tokens in chunks, so that logits of all of them never exist; a
-function of one's own (a contrastive loss) takes hidden states `[b, s, d]`, the weight `[v, d]` and
-labels `[b, s]`, and returns what the model is to return.
+It is called as `head_loss(hidden, weight, labels)`. The head owns the output projection, and hands
+it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores` and `Distillation` go through the tokens in
+chunks, so that logits of all of them never exist; a function of one's own (a contrastive loss)
+takes hidden states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model
+is to return.
 
 A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish`
 (what is done to logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function
@@ -57,17 +57,16 @@ __all__ = [
 
 
 class HeadLoss(Protocol):
-    """hidden `[b, s, d]`, weight `[v, d]`, labels `[b, s]` (-100: none) to what the model
-    returns.
-    """
+    """A function of hidden `[b, s, d]`, weight `[v, d]` and labels `[b, s]` (-100: none)."""
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, /) -> Tensor:
-        """A sum of token losses, log-probabilities, or anything else with a gradient."""
+        """Return what the model returns: a sum of token losses, log-probabilities, or the like."""
 
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
-    """Whether backward no longer reads the head's weight (None: the default); not known of a user's
-    function.
+    """Return True if backward no longer reads the head's weight; not known of a user's function.
+
+    head_loss None: the default.
     """
     return head_loss is None or isinstance(head_loss, CrossEntropy | Distillation)
 
@@ -84,23 +83,30 @@ def run_head_loss(
     finish: Finish | None = None,
     adapter: OutputAdapter | None = None,
 ) -> Tensor:
-    """Calls head_loss (None: cross-entropy in one piece) with what the head has besides its weight.
+    """Call head_loss (None: cross-entropy in one piece) with what the head has besides its weight.
 
     Raises SetupError for a function that does not take that.
     """
     head_loss = head_loss or CrossEntropy()
-    found = {"softcap": softcap, "group": group, "bias": bias, "finish": finish, "adapter": adapter}
-    needs: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if needs:
-        _check_takes(head_loss, needs)
-    return head_loss(hidden, weight, labels, **needs)
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "group": group,
+        "bias": bias,
+        "finish": finish,
+        "adapter": adapter,
+    }
+    # Only those that the head has: a function of three arguments serves a head that is a weight.
+    needed = {name: value for name, value in options.items() if value is not None}
+    if needed:
+        _check_parameters(head_loss, needed)
+    return head_loss(hidden, weight, labels, **needed)
 
 
-def _check_takes(head_loss: HeadLoss, needs: dict[str, Any]) -> None:
-    taken = inspect.signature(head_loss).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+def _check_parameters(head_loss: HeadLoss, needed: dict[str, Any]) -> None:
+    parameters = inspect.signature(head_loss).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    missing = [name for name in needs if name not in {parameter.name for parameter in taken}]
+    missing = [name for name in needed if name not in parameters]
     if missing:
         name = getattr(head_loss, "__name__", type(head_loss).__name__)
         raise SetupError(
@@ -111,7 +117,7 @@ def _check_takes(head_loss: HeadLoss, needs: dict[str, Any]) -> None:
         )
 
 
-# The log-probability of every label, computed in chunks of tokens (`recipe_lib.ops.chunked_heads`).
+# The log-probability of every label, computed in chunks of tokens.
 #
 # A loss over whole answers, as in preference optimization, needs the log-probability of each token
 # before it knows their gradients, so that these cannot be made in the forward pass as those of a
@@ -122,9 +128,9 @@ def _check_takes(head_loss: HeadLoss, needs: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """The log-probability of each label, 0 where that is -100, in `chunks` pieces of the tokens."""
+    """The log-probability of each label, 0 where that is -100."""
 
-    chunks: int = 1
+    chunks: int = 1  # pieces that the tokens are cut into
 
     def __call__(
         self,
@@ -138,30 +144,30 @@ class TokenLogProbs:
         finish: Finish | None = None,
         adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """Return the shape of labels, fp32 (fp64 for fp64). The arguments are those of
-        `CrossEntropy`.
+        """Return log-probabilities of the shape of labels, fp32 (fp64 for fp64).
 
-        With a group labels and result are those of all N tokens. A frozen weight gets no gradient
-        and costs no memory for one; differentiable once. What an adapter computes with gets its
-        gradient, whatever it is; it projects again in backward, with the same random numbers.
+        The arguments are those of `CrossEntropy`. With a group labels and result are those of all N
+        tokens. A frozen weight gets no gradient and costs no memory for one; differentiable once.
+        What an adapter computes with gets its gradient, whatever it is; it projects again in
+        backward, with the same random numbers.
         """
         if adapter is not None:
-            return _compute_checkpointed_log_probs(adapter, hidden, labels, self.chunks, softcap)
-        found: Tensor = _TokenLogProbs.apply(
-            labels, self.chunks, softcap, group, finish, hidden, weight, bias
-        )
-        return found
+            return _compute_checkpointed_log_probs(
+                adapter, hidden, labels, chunks=self.chunks, softcap=softcap
+            )
+        settings = (labels, self.chunks, softcap, group, finish)
+        log_probs: Tensor = _TokenLogProbs.apply(*settings, hidden, weight, bias)
+        return log_probs
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How likely a model finds each label, and how likely its likeliest token, in `chunks` pieces
-    of the tokens.
+    """How likely a model finds each label, and how likely its likeliest token.
 
     Where the two are equal, greedy decoding gives the label.
     """
 
-    chunks: int = 1
+    chunks: int = 1  # pieces that the tokens are cut into
 
     @torch.no_grad()
     def __call__(
@@ -176,10 +182,10 @@ class TokenScores:
         finish: Finish | None = None,
         adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """Return log-probabilities of the labels and of the likeliest tokens `[..., 2]`; both 0
-        where a label is -100.
+        """Return log-probabilities of the labels and of the likeliest tokens, `[..., 2]`.
 
-        fp32 (fp64 for fp64), without gradients. The arguments are those of `CrossEntropy`.
+        Both are 0 where a label is -100; fp32 (fp64 for fp64), without gradients. The arguments are
+        those of `CrossEntropy`.
         """
 
         def score(head: Head) -> Tensor:
@@ -189,11 +195,11 @@ class TokenScores:
             )
 
             def score_chunk(part: slice, targets: Tensor) -> None:
-                logits = finish_and_cap(head.logits(part).to(wide), softcap, finish)
-                chosen, largest, log_sums = gather_label_logits(logits, targets, group)
-                found = torch.stack([chosen, largest], dim=1).sub_(log_sums.unsqueeze(1))
-                found.masked_fill_((targets == IGNORED).unsqueeze(1), 0)
-                scores[:, part] = found.unflatten(0, (head.ranks, -1))
+                logits = finish_and_cap(head.compute_logits(part).to(wide), softcap, finish)
+                label_logits, largest, log_sums = gather_label_logits(logits, targets, group)
+                log_probs = torch.stack([label_logits, largest], dim=1).sub_(log_sums.unsqueeze(1))
+                log_probs.masked_fill_((targets == IGNORED).unsqueeze(1), 0)
+                scores[:, part] = log_probs.unflatten(0, (head.ranks, -1))
 
             walk_chunks(head, labels, self.chunks, score_chunk)
             return scores.view(*labels.shape, 2)
@@ -202,22 +208,32 @@ class TokenScores:
 
 
 def _compute_checkpointed_log_probs(
-    adapter: OutputAdapter, hidden: Tensor, labels: Tensor, chunks: int, softcap: float | None
+    adapter: OutputAdapter, hidden: Tensor, labels: Tensor, *, chunks: int, softcap: float | None
 ) -> Tensor:
-    """Those of a projection with parts of its own, whose gradients autograd makes."""
-    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    """Return the log-probabilities of a head with an adapter, whose gradients autograd makes."""
+    rows = hidden.flatten(0, -2)
+    targets = labels.flatten()
     sizes = [part.stop - part.start for part in split_rows(rows.shape[0], chunks)]
-    parts = [
-        checkpoint(_compute_adapted_log_probs, adapter, piece, target, softcap, use_reentrant=False)
-        for piece, target in zip(rows.split(sizes), targets.split(sizes), strict=True)
+    # Checkpointed: without it, autograd would keep the logits of every chunk.
+    log_probs = [
+        checkpoint(
+            _compute_adapted_log_probs,
+            adapter,
+            chunk_rows,
+            chunk_targets,
+            softcap,
+            use_reentrant=False,
+        )
+        for chunk_rows, chunk_targets in zip(rows.split(sizes), targets.split(sizes), strict=True)
     ]
-    return torch.cat(parts).reshape(labels.shape).clone()  # a module of FSDP should return no view
+    # A copy: a module of FSDP should return no view.
+    return torch.cat(log_probs).reshape(labels.shape).clone()
 
 
 def _compute_adapted_log_probs(
     adapter: OutputAdapter, rows: Tensor, labels: Tensor, softcap: float | None
 ) -> Tensor:
-    """Of one chunk: rows `[m, d]`, labels `[m]`, to `[m]`."""
+    """Return the log-probabilities `[m]` of one chunk's rows `[m, d]` and labels `[m]`."""
     logits = adapter.project(rows, *adapter.trained, frozen=adapter.frozen).to(
         widen_dtype(rows.dtype)
     )
@@ -227,8 +243,9 @@ def _compute_adapted_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps hidden states and the log of each row's sum of exponentials; makes the logits in both
-    passes.
+    """The node of `TokenLogProbs`, which makes the logits in both passes.
+
+    It keeps the hidden states and the log of each row's sum of exponentials.
     """
 
     @staticmethod
@@ -244,55 +261,66 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         head = ChunkedHead((hidden, weight, bias), (False, False, False), group=group)
-        picked = torch.empty(labels.shape, dtype=widen_dtype(hidden.dtype), device=hidden.device)
-        log_sums = picked.new_empty(head.ranks, labels.numel() // head.ranks)
+        log_probs = torch.empty(labels.shape, dtype=widen_dtype(hidden.dtype), device=hidden.device)
+        log_sums = log_probs.new_empty(head.ranks, labels.numel() // head.ranks)
 
-        def pick_chunk(part: slice, targets: Tensor) -> None:
-            logits = head.logits(part)
+        def compute_chunk(part: slice, targets: Tensor) -> None:
+            logits = head.compute_logits(part)
             if finish is None and head.fuses_loss:
-                chosen, sums = label_log_probs(
-                    logits, targets, make_softcap_tensor(logits, softcap)
-                )
+                cap = make_softcap_tensor(logits, softcap)
+                chunk_log_probs, sums = label_log_probs(logits, targets, cap)
             else:
-                logits = logits.to(picked.dtype)
+                # Under the same name, so that the narrow logits are freed.
+                logits = logits.to(log_probs.dtype)
                 logits = finish_and_cap(logits, softcap, finish)
-                chosen, _, sums = gather_label_logits(logits, targets, group)
-                chosen = chosen.sub_(sums).masked_fill_(targets == IGNORED, 0)
-            picked.view(log_sums.shape)[:, part] = chosen.view(head.ranks, -1)
+                label_logits, _, sums = gather_label_logits(logits, targets, group)
+                chunk_log_probs = label_logits.sub_(sums).masked_fill_(targets == IGNORED, 0)
+            log_probs.view(log_sums.shape)[:, part] = chunk_log_probs.view(head.ranks, -1)
             log_sums[:, part] = sums.view(head.ranks, -1)
 
-        walk_chunks(head, labels, chunks, pick_chunk)
+        walk_chunks(head, labels, chunks, compute_chunk)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
-        ctx.chunks, ctx.softcap, ctx.group, ctx.finish = chunks, softcap, group, finish
-        return picked
+        ctx.settings = (chunks, softcap, group, finish)
+        return log_probs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, log_prob_grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
-        head = ChunkedHead((hidden, weight, bias), ctx.needs_input_grad[5:], group=ctx.group)
-        slopes = gradients[0].reshape(log_sums.shape)
+        chunks, softcap, group, finish = ctx.settings
+        head = ChunkedHead((hidden, weight, bias), ctx.needs_input_grad[5:], group=group)
+        slopes = log_prob_grads.reshape(log_sums.shape)
 
         def differentiate_chunk(part: slice, targets: Tensor) -> Tensor:
-            logits = head.logits(part)
-            of_rows = log_sums[:, part].flatten(), slopes[:, part].flatten()
-            if ctx.finish is None and head.fuses_loss:
-                return label_log_prob_gradients(
-                    logits, targets, *of_rows, make_softcap_tensor(logits, ctx.softcap)
-                )
+            logits = head.compute_logits(part)
+            row_log_sums = log_sums[:, part].flatten()
+            row_slopes = slopes[:, part].flatten()
+            if finish is None and head.fuses_loss:
+                cap = make_softcap_tensor(logits, softcap)
+                return label_log_prob_gradients(logits, targets, row_log_sums, row_slopes, cap)
+            # Under the same name, so that the narrow logits are freed.
             logits = logits.to(log_sums.dtype)
             return _compute_logit_gradients(
-                logits, targets, *of_rows, softcap=ctx.softcap, group=ctx.group, finish=ctx.finish
+                logits,
+                targets,
+                log_sums=row_log_sums,
+                slopes=row_slopes,
+                softcap=softcap,
+                group=group,
+                finish=finish,
             )
 
-        walk_chunks(head, labels, ctx.chunks, differentiate_chunk)
-        hidden_grad, *others = head.gradients
-        return *[None] * 5, None if hidden_grad is None else hidden_grad.view_as(hidden), *others
+        walk_chunks(head, labels, chunks, differentiate_chunk)
+        hidden_grad, weight_grad, bias_grad = head.gradients
+        if hidden_grad is not None:
+            hidden_grad = hidden_grad.view_as(hidden)
+        return *[None] * 5, hidden_grad, weight_grad, bias_grad
 
 
 def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None) -> Tensor:
-    """Return logits, which it overwrites, finished and capped, in storage that may be overwritten
-    too.
+    """Return logits, which it overwrites, finished and capped.
+
+    They are in storage that may be overwritten too.
     """
     if finish is not None:
         logits = finish(logits).clone()  # it might be a view of something else
@@ -302,46 +330,52 @@ def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None)
 def gather_label_logits(
     logits: Tensor, labels: Tensor, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the labels' logits, the largest ones, the logs of the sums of exponentials), each `[m]`;
-    overwrites logits.
+    """Return the labels' logits, the largest ones, and the logs of the sums of exponentials.
+
+    Each is `[m]`. It overwrites logits.
     """
     columns, elsewhere = find_label_columns(labels, labels == IGNORED, logits.shape[1], group)
-    chosen = logits.gather(1, columns).squeeze(1)
+    label_logits = logits.gather(1, columns).squeeze(1)
     largest = compute_row_max(logits, group)
     sums = logits.sub_(largest).exp_().sum(dim=1)
     if elsewhere is not None and group is not None:
-        sums, chosen = all_reduce(
-            torch.stack([sums, chosen.masked_fill_(elsewhere, 0)]), "sum", group
+        # One collective for both: each rank has a part of the sum, and 0 for others' labels.
+        sums, label_logits = all_reduce(
+            torch.stack([sums, label_logits.masked_fill_(elsewhere, 0)]), "sum", group
         )
     largest = largest.squeeze(1)
-    return chosen, largest, sums.log_().add_(largest)
+    return label_logits, largest, sums.log_().add_(largest)
 
 
 def _compute_logit_gradients(
     logits: Tensor,
     labels: Tensor,
+    *,
     log_sums: Tensor,
     slopes: Tensor,
-    *,
     softcap: float | None,
     group: Group | None,
     finish: Finish | None,
 ) -> Tensor:
-    """The gradients of logits `[m, v]`, which it overwrites; labels, log_sums and slopes: `[m]`."""
+    """Return the gradients of logits `[m, v]`, which it overwrites.
+
+    labels, log_sums and slopes: `[m]`.
+    """
     leaf = logits
     if finish is not None:
         leaf, finished = finish_logits(logits, finish, True)
+        # A copy: it is overwritten, and the graph of `finish` may need its own result.
         logits = finished.detach().clone()
-    logits, squash = cap_logits(logits, softcap, True)
+    logits, tangents = cap_logits(logits, softcap, True)
     # d log p(label) / d logits is one-hot minus softmax.
     grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
     columns, elsewhere = find_label_columns(labels, labels == IGNORED, grad.shape[1], group)
-    one = grad.new_ones(()).expand_as(columns)
+    ones = grad.new_ones(()).expand_as(columns)
     grad.scatter_add_(
-        1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0)
+        1, columns, ones if elsewhere is None else ones.masked_fill(elsewhere.unsqueeze(1), 0)
     )
     grad.mul_(slopes.unsqueeze(1))
-    if squash is not None:
-        grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+    if tangents is not None:
+        grad.mul_(tangents.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
     grad.masked_fill_((labels == IGNORED).unsqueeze(1), 0)  # what is not finite in such a row, too
     return grad if finish is None else torch.autograd.grad(finished, leaf, grad)[0]

@@ -1,14 +1,13 @@
 """Copies between a device and pinned host memory, made next to what the device computes.
 
-What waits on the host for its use moves by this module: what layers keep for backward, weights,
-optimizer states, and the gradients that FSDP sends. Users say what is copied and when it is needed.
-CUDA's rules for it are kept here:
+All that waits on the host for its use moves by `HostCopies`: what layers keep for backward,
+weights, optimizer states, and the gradients that FSDP sends. `Prefetch` brings it one unit ahead.
+Callers say what is copied and when it is needed. CUDA's rules for it are kept here:
 
 - The device's memory is the computing stream's. A copy begins when all that this stream was given
   before is done: what made the values, and whatever used that memory last.
 - That memory goes back when the computing stream has waited for the copy, so that whoever has it
-  next is behind the copy. The allocator needs to know no more: no `record_stream`, whose memory
-  comes back at times that nobody can foretell.
+  next is behind the copy. The allocator needs to know no more.
 - The host waits for no copy but those of numbers that it computes with itself (`wait_on_host`).
 - torch's pinned memory is not given to others before the copies that it issued on it are done.
 
@@ -26,6 +25,8 @@ from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]  # the tensor that is written, and the one that is read
 
+_TO_DEVICE, _TO_HOST = range(2)  # the indices of the streams
+
 
 class Copy:
     """Copies that were begun together, until a stream has waited for them."""
@@ -40,8 +41,8 @@ class Copy:
     def wait(self, stream: Any = None) -> None:
         """Let all that a stream is given from here on come behind them; None: the current one."""
         if self._event is not None:
-            waiting = self._module.current_stream() if stream is None else stream
-            waiting.wait_event(self._event)
+            waiting_stream = self._module.current_stream() if stream is None else stream
+            waiting_stream.wait_event(self._event)
             self._event = None
 
     def wait_on_host(self) -> None:
@@ -79,7 +80,7 @@ class HostCopies:
         written = tuple(target for target, _ in pairs)
         # To autograd, which may have saved what is written, nothing changes: its values come again.
         with torch.autograd._unsafe_preserve_version_counter(written):
-            return self._begin(0, pairs)
+            return self._begin(_TO_DEVICE, pairs)
 
     def copy_to_host(self, pairs: Iterable[Pair], free: Callable[[], Any] | None = None) -> Copy:
         """Begin copies to the host.
@@ -87,7 +88,7 @@ class HostCopies:
         pairs: taken while the stream that copies is the current one. free: gives back what is read,
         when `free_sent` finds it copied.
         """
-        copy = self._begin(1, pairs)
+        copy = self._begin(_TO_HOST, pairs)
         if free is not None:
             self._sent.append((copy, free))
         return copy
@@ -99,14 +100,18 @@ class HostCopies:
         """
         while len(self._sent) > keep:
             copy, free = self._sent.popleft()
+            # Whoever has the memory next is then behind the copy. Not `record_stream`, whose memory
+            # comes back at times that nobody can foretell.
             copy.wait()
             free()
 
     @torch.no_grad()
-    def _begin(self, way: int, pairs: Iterable[Pair]) -> Copy:
+    def _begin(self, direction: int, pairs: Iterable[Pair]) -> Copy:
         if self._streams is None:
             self._streams = (self._module.Stream(), self._module.Stream())
-        stream = self._streams[way]
+        stream = self._streams[direction]
+        # Behind all that the computing stream was given before: what made the values, and whatever
+        # used the memory last.
         computed = self._module.Event()
         computed.record(self.current_stream())
         stream.wait_event(computed)
@@ -119,10 +124,7 @@ class HostCopies:
 
 
 class Prefetch:
-    """Brings units to the device one ahead: the one that is used is there, the next on its way.
-
-    on_device: the units that have memory there, with the copies that bring their values.
-    """
+    """Units of values on the device, one ahead: the one in use is there, the next on its way."""
 
     def __init__(
         self,
@@ -132,6 +134,7 @@ class Prefetch:
     ) -> None:
         """allocate: gives a unit memory on the device, and returns what is to be copied there;
         nothing where the unit has nothing on the host. free: gives that memory back."""
+        # The units that have memory there, with the copies that bring their values.
         self.on_device: dict[Hashable, Copy] = {}
         self._copies = copies
         self._allocate = allocate
@@ -143,8 +146,8 @@ class Prefetch:
         The following one is on its way afterwards, and all others are freed. following: None:
         nobody knows which it is, or none comes.
         """
-        for other in self.on_device.keys() - {unit, following}:
-            self.drop(other)
+        for unused in self.on_device.keys() - {unit, following}:
+            self.drop(unused)
         self._fetch(unit)
         if unit in self.on_device:
             self.on_device[unit].wait()
@@ -152,11 +155,9 @@ class Prefetch:
             self._fetch(following)
 
     def drop(self, unit: Hashable) -> None:
-        """Free a unit's memory, if it has any.
-
-        Nobody may have waited for its copies yet, and parts of it may be on their way back.
-        """
+        """Free a unit's memory, if it has any."""
         if unit in self.on_device:
+            # Nobody may have waited for its copies yet, and parts of it may be on their way back.
             self._copies.free_sent()
             self.on_device.pop(unit).wait()
             self._free(unit)

@@ -1,9 +1,8 @@
-"""Which tokens of a micro-batch are no padding, in numbers of the host: what is averaged over
-tokens leaves it out.
+"""Which tokens of a micro-batch are no padding: what is averaged over tokens leaves padding out.
 
-Rows are padded on the right, so a number for each row says it all. A mask on the device would be
-one more tensor that lives from forward to backward; here it is made where it is read, and is gone
-behind that.
+Rows are padded on the right, so that two numbers of the host for each row say it all. A mask on the
+device would be one more tensor that lives from forward to backward; `RealTokens.make_mask` makes it
+where it is read, and it is gone behind that.
 """
 
 from collections.abc import Sequence
@@ -13,23 +12,24 @@ from torch import Tensor
 
 
 class RealTokens:
-    """Spans of `count` tokens, rows one after the other.
+    """Spans of `count` tokens, rows one after the other."""
 
-    No dataclass: torch.compile would look into a frozen one, and compile anew for every length.
-    """
-
+    # No dataclass: torch.compile would look into a frozen one, and compile anew for every length.
     def __init__(self, spans: Sequence[tuple[int, int]], count: int) -> None:
         """spans: of each row the first real token and the one after the last, as numbers among all
         tokens.
         """
-        self.spans, self.count = tuple(spans), count
+        self.spans = tuple(spans)
+        self.count = count
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
         """Return the real tokens of rows of `row_length`, of which the first `lengths` are real."""
-        starts = [row * row_length for row in range(len(lengths))]
-        return cls([(start, start + length) for start, length in zip(starts, lengths, strict=True)],
-                   row_length * len(lengths))  # fmt: skip
+        spans = []
+        for row, length in enumerate(lengths):
+            start = row * row_length
+            spans.append((start, start + length))
+        return cls(spans, row_length * len(lengths))
 
     @property
     def longest(self) -> int:
@@ -42,18 +42,19 @@ class RealTokens:
         return sum(last - first for first, last in self.spans)
 
     def take(self, part: slice, every: int) -> "RealTokens":
-        """Take the tokens in `part` of each `every` tokens."""
+        """Return the tokens in `part` of each `every` tokens."""
         length = part.stop - part.start
         spans = []
-        for number in range(self.count // every):
-            begin = number * every + part.start
+        for block in range(self.count // every):
+            begin = block * every + part.start
             for span in self.spans:
-                first, last = (min(max(place - begin, 0), length) for place in span)
-                spans.append((number * length + first, number * length + last))
+                # Within the part; a span that lies outside of it becomes an empty one.
+                first, last = (min(max(token - begin, 0), length) for token in span)
+                spans.append((block * length + first, block * length + last))
         return RealTokens(spans, length * (self.count // every))
 
     def shard_rows(self, rank: int, ranks: int) -> "RealTokens":
-        """Take this rank's tokens of each row, as many as the other ranks have."""
+        """Return this rank's tokens of each row, as many as the other ranks have."""
         row_length = self.count // len(self.spans)
         length = row_length // ranks
         return self.take(slice(rank * length, (rank + 1) * length), row_length)

@@ -1,9 +1,8 @@
-"""Rotary position embedding (arXiv 2104.09864): channels i and i + e/2 of a head turn by position x
-frequency i.
+"""Rotary position embedding (arXiv 2104.09864).
 
-Frequencies are made anew in each forward, on the device and in fp32, from plain numbers: a buffer
-would not survive materializing a model from the meta device, and the few vectors of length e/2 cost
-nothing.
+Channels i and i + e/2 of a head turn by position x frequency i. `FREQUENCIES` has the kinds of
+frequencies that models stretch their context by; `compute_rotation` makes cosines and sines of
+them, once for all layers, and `apply_rotation` turns the heads.
 """
 
 import math
@@ -15,11 +14,13 @@ from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import GradientNode, register_fused, should_fuse
 
+# Frequencies are made anew in each forward, on the device and in fp32, from plain numbers: a buffer
+# would not survive materializing a model from the meta device, and the few vectors of length e/2
+# cost nothing.
+
 
 def compute_default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
-    """Radians per position of each pair of channels, fp32 `[width / 2]`, on the device of
-    `positions`.
-    """
+    """Return radians per position of each pair of channels, fp32 `[width / 2]`."""
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     return 1.0 / (base ** (steps / width))
 
@@ -27,7 +28,7 @@ def compute_default_frequencies(width: int, base: float, positions: Tensor) -> T
 def compute_linear_frequencies(
     width: int, base: float, positions: Tensor, *, factor: float
 ) -> Tensor:
-    """Positions are squeezed: every frequency is divided by `factor` (arXiv 2306.15595)."""
+    """Return frequencies of squeezed positions: each is divided by `factor` (arXiv 2306.15595)."""
     return compute_default_frequencies(width, base, positions) / factor
 
 
@@ -41,7 +42,10 @@ def compute_llama3_frequencies(
     high_freq_factor: float,
     original_positions: float,
 ) -> Tensor:
-    """Llama 3.1: slow pairs are divided by `factor`, fast ones kept, those between blended."""
+    """Return those of Llama 3.1: slow pairs are divided by `factor`, fast ones kept.
+
+    Those between are blended.
+    """
     frequencies = compute_default_frequencies(width, base, positions)
     wavelengths = 2 * math.pi / frequencies
     share = (original_positions / wavelengths - low_freq_factor) / (
@@ -65,24 +69,30 @@ def compute_yarn_frequencies(
     original_positions: float,
     whole_channels: bool,
 ) -> Tensor:
-    """YaRN (arXiv 2309.00071): pairs that turn less than `beta_slow` times in the original context
-    are divided by `factor`, those over `beta_fast` kept, with a ramp over the pairs between (its
-    ends rounded if `whole_channels`).
+    """Return those of YaRN (arXiv 2309.00071).
+
+    Pairs that turn less than `beta_slow` times in the original context are divided by `factor`,
+    those over `beta_fast` kept, with a ramp over the pairs between (its ends rounded if
+    `whole_channels`).
     """
 
-    def pair_that_turns(times: float) -> float:
-        return width * math.log(original_positions / (times * 2 * math.pi)) / (2 * math.log(base))
+    def find_pair(turns: float) -> float:
+        """Return the pair of channels, perhaps between two, that turns so often."""
+        return width * math.log(original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    low = find_pair(beta_fast)
+    high = find_pair(beta_slow)
     if whole_channels:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
     if low == high:
         high += 0.001  # a ramp of no width would divide by zero
     pairs = torch.arange(width // 2, dtype=torch.float32, device=positions.device)
-    kept = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
+    kept_share = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
     frequencies = compute_default_frequencies(width, base, positions)
-    return frequencies / factor * (1 - kept) + frequencies * kept
+    return frequencies / factor * (1 - kept_share) + frequencies * kept_share
 
 
 def compute_longrope_frequencies(
@@ -94,12 +104,12 @@ def compute_longrope_frequencies(
     long_factor: tuple[float, ...],
     original_positions: float,
 ) -> Tensor:
-    """LongRoPE (arXiv 2402.13753): one divisor per pair; `long_factor` once any position is beyond
-    the original ones.
+    """Return those of LongRoPE (arXiv 2402.13753): one divisor per pair of channels.
 
-    The choice is made on the device, from the positions: no synchronization, nothing that depends
-    on data in Python.
+    It is that of `long_factor` once any position is beyond the original ones.
     """
+    # Chosen on the device, from the positions: no synchronization, nothing that depends on data in
+    # Python.
     is_long = positions.max() >= original_positions
     factors = torch.tensor(
         (short_factor, long_factor), dtype=torch.float32, device=positions.device
@@ -120,18 +130,18 @@ FREQUENCIES: dict[str, Callable[..., Tensor]] = {
 def compute_rotation(
     positions: Tensor, frequencies: Tensor, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions `[b, s]`, each fp32 `[b, s, 1, width / 2]` and multiplied by
-    `factor`.
+    """Return cosines and sines of positions `[b, s]`, each fp32 `[b, s, 1, width / 2]`.
+
+    factor: what both are multiplied by (yarn, longrope).
     """
     angles = positions[..., None, None].float() * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """`heads [b, s, h, e]` with their first `width` channels turned, computed in fp32, returned in
-    their own dtype.
+    """Return `heads [b, s, h, e]` with their first `width` channels turned, in their own dtype.
 
-    Cosines and sines get no gradient.
+    It is computed in fp32. Cosines and sines get no gradient.
     """
     if should_fuse(heads.device):
         return cast(
@@ -156,17 +166,14 @@ def _rotate_back(gradient: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     lambda heads, *_: torch.empty_like(heads, memory_format=torch.contiguous_format),
 )
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    """`apply_rotation`, or the other way round, as one expression of each channel and its partner.
-
-    Of channels that are put together from two tensors a compiler would make those in memory, in
-    fp32.
-    """
+    """Return `apply_rotation`, or with `back` its inverse."""
+    # As one expression of each channel and its partner: of channels that are put together from two
+    # tensors a compiler would make those in memory, in fp32.
     half = cosines.shape[-1]
     turned, rest = heads.split((2 * half, heads.shape[-1] - 2 * half), dim=-1)
     pairs = turned.unflatten(-1, (2, half))
-    signs = (2 * torch.arange(2, device=heads.device, dtype=cosines.dtype) - 1).unsqueeze(-1) * (
-        -1 if back else 1
-    )
+    signs = (2 * torch.arange(2, device=heads.device, dtype=cosines.dtype) - 1).unsqueeze(-1)
+    signs = signs * (-1 if back else 1)
     turned = pairs * cosines.unsqueeze(-2) + signs * pairs.flip(-2) * sines.unsqueeze(-2)
     turned = turned.to(heads.dtype).flatten(-2).contiguous()
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

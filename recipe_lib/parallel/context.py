@@ -23,16 +23,16 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.gathered import (
-    Group,
+from recipe_lib.ops.gathered import Group
+from recipe_lib.ops.head_losses import HeadLoss
+from recipe_lib.ops.rope import compute_rotation
+from recipe_lib.ops.sequence_shards import (
     exchange_for_heads,
     exchange_for_tokens,
     gather_tokens,
     shard_tokens,
     sum_over_ranks,
 )
-from recipe_lib.ops.head_losses import HeadLoss
-from recipe_lib.ops.rope import compute_rotation
 from recipe_lib.parallel.world import World
 
 

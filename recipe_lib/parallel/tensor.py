@@ -64,7 +64,6 @@ from recipe_lib.ops.gathered import (
     gated_linear,
     gather,
     gather_linears,
-    gather_tokens,
     scatter,
     start_gather,
     wait,
@@ -80,6 +79,7 @@ from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
+from recipe_lib.ops.sequence_shards import gather_tokens
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 
@@ -571,7 +571,7 @@ def shared_mixture(
     count, own_real = shard.shape[0], None
     if real is not None:
         own_real = real.take(slice(group.rank * count, (group.rank + 1) * count), real.count)
-    scores = module.note(logits, scores, groups, real, own_real)
+    scores = module.record_choices(logits, scores, groups, real=real, own_real=own_real)
     tokens, all_scores = gather(shard, group), gather(scores, group)
     partial, bias = module.experts(tokens, all_scores, groups, scores, chosen)
     summed = scatter(partial, group)

@@ -121,7 +121,7 @@ from pathlib import Path
 from transformers import Olmo2Config, Olmo2ForCausalLM
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, read_config, build_spec
 from recipe_lib.parallel.tensor import refuse_for_tensor
 
 shape = dict(vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4)
@@ -132,7 +132,7 @@ for name, value in theirs.named_parameters():
     if "norm" in name:
         torch.nn.init.uniform_(value, 0.5, 1.5)
 theirs.save_pretrained("tiny")
-spec = spec_from_config(read_config(Path("tiny")), "tiny")
+spec = build_spec(read_config(Path("tiny")), "tiny")
 ours = build_meta(spec, torch.float64).to_empty(device="cpu")
 load_weights(ours, spec, Path("tiny"), 0)
 tokens = torch.randint(0, 96, (2, 17))

@@ -29,8 +29,8 @@ LLAMA: dict[str, Any] = {
 def test_the_spec_is_small_and_needs_no_torch() -> None:
     assert len(fields(DecoderSpec)) <= 33
     code = (
-        "import sys; from recipe_lib.models import preset_config, spec_from_config; "
-        "spec_from_config(preset_config('gemma3/27B'), 'x'); assert 'torch' not in sys.modules"
+        "import sys; from recipe_lib.models import read_preset_config, build_spec; "
+        "build_spec(read_preset_config('gemma3/27B'), 'x'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 

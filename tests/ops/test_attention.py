@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.ops import attention as module
+from recipe_lib.ops import capped_attention
 from recipe_lib.ops.attention import (
     AttentionInfo,
     attention,
@@ -76,7 +77,7 @@ def test_values(
     scores_at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", scores_at_once)
     q, k, v = tensors()
     info = make_attention_info(LENGTHS, S) if with_documents else None
     ready = prepared(info, window, cap is not None)
@@ -110,7 +111,7 @@ def test_queries_behind_a_cache(cap: float | None, window: int | None, queries: 
 
 @pytest.mark.parametrize("cap", [None, 0.8])
 def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SCORES_AT_ONCE", 300)
+    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 300)
     info = make_attention_info(LENGTHS, S)
     inputs = tensors()
     weights = torch.randn(
@@ -123,7 +124,7 @@ def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soft_capped_scores_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SCORES_AT_ONCE", 4096)
+    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 4096)
     shape = (1, 4, 256, 8)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     kept: dict[int, int] = {}
@@ -165,30 +166,27 @@ def fake_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
     **options,
 ) -> Tensor:
     """What torch documents of `varlen_attn`, for CPU tensors: `window_size` counts tokens to the
     left, exclusive.
     """
     assert (
-        torch.equal(ends_q, ends_k)
-        and ends_q.dtype == torch.int32
-        and int(ends_q.diff().max()) <= longest_q
+        torch.equal(cu_seq_q, cu_seq_k)
+        and cu_seq_q.dtype == torch.int32
+        and int(cu_seq_q.diff().max()) <= max_q
     )
     assert (
-        ends_q[0] == 0
-        and ends_q[-1] == q.shape[0]
-        and options["enable_gqa"]
-        and longest_q == longest_k
+        cu_seq_q[0] == 0 and cu_seq_q[-1] == q.shape[0] and options["enable_gqa"] and max_q == max_k
     )
     left, right = options["window_size"]
     assert right == 0
     pieces = []
-    for start, end in zip(ends_q[:-1].tolist(), ends_q[1:].tolist(), strict=True):
+    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
         one = [tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v)]
         window = None if left == -1 else left + 1
         with torch.no_grad():

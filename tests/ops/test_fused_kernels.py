@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import attention, chunked_heads, fused_kernels, gated, rope
+from recipe_lib.ops import capped_attention, chunked_heads, fused_kernels, gated, rope
 from recipe_lib.ops.attention import make_attention_info
 from tests.distributed.ranks import in_a_fork
 from tests.ops.test_attention import definition
@@ -33,10 +33,10 @@ def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On the CPU everything goes through the operators, too, which compute their functions as they
     are.
     """
-    monkeypatch.setattr(fused_kernels, "_is_on", True)
+    monkeypatch.setattr(fused_kernels._fusing, "value", True)
     monkeypatch.setattr(fused_kernels, "get_kernel_type", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
-    monkeypatch.setattr(chunked_heads, "_WIDEST", 8)
+    monkeypatch.setattr(chunked_heads, "_WIDEST_FUSED", 8)
     return
 
 
@@ -59,12 +59,14 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     found: list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]] = []
     for words, documents in (("", None), (", documents", DOCUMENTS)):
         for window in (None, 4):
-            reach = attention.compute_reach(documents, 33 if words else 5, 33, window, CPU)[:, -5:]
+            reach = capped_attention.compute_reach(documents, 33 if words else 5, 33, window, CPU)[
+                :, -5:
+            ]
             name = words + (", window" if window else "")
             given = (scores, reach, 7.0, 0.3)
             found += [
-                ("shares" + name, attention.capped_shares, OPERATORS.capped_shares, given),
-                ("score gradients" + name, attention.capped_score_gradients, OPERATORS.capped_score_gradients,
+                ("shares" + name, capped_attention.capped_shares, OPERATORS.capped_shares, given),
+                ("score gradients" + name, capped_attention.capped_score_gradients, OPERATORS.capped_score_gradients,
                  (slopes, *given)),
             ]  # fmt: skip
     return found
@@ -99,7 +101,8 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
                                                          sines, True)),
         *((f"{name} product", gated.compute_gated_product, OPERATORS.gated_product, (gate, up, name))
           for name in gated.ACTIVATIONS),
-        *((f"{name} gradients", gated.compute_gated_product_gradients, OPERATORS.gated_gradients, (slope, gate, up, name))
+        *((f"{name} gradients", gated.compute_gated_product_gradients, OPERATORS.gated_gradients,
+           (slope, gate, up, name))
           for name in gated.ACTIVATIONS),
         *((f"expert's {name} {kind}", function, operator, (*first, random(7, 12, dtype=half, seed=5), random(7).abs(),
                                                            *settings))
@@ -255,14 +258,17 @@ def test_capped_attention_against_its_definition(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, with_documents: bool, window: int | None
 ) -> None:
     """Heads that share keys, in 16 pieces of odd lengths."""
-    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 33 * 3)
+    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 33 * 3)
     documents, leaves = (
         DOCUMENTS if with_documents else None,
         attention_leaves(6, 2, 33, torch.float64),
     )
     with Operators() as seen:
         ours = gradients(
-            lambda *of: attention.capped_attention(*of, documents, window, 0.8, 0.3), *leaves
+            lambda *of: capped_attention.capped_attention(
+                *of, documents=documents, window=window, softcap=0.8, scale=0.3
+            ),
+            *leaves,
         )
     assert (
         seen.names.count("capped_shares") == 2 * 16
@@ -284,11 +290,13 @@ def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fuse: bool, pieces: int
 ) -> None:
     """They are not made in fp32. A piece takes two products forward, and five backward."""
-    monkeypatch.setattr(fused_kernels, "_is_on", fuse)
-    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 32 * 32 // 8)
+    monkeypatch.setattr(fused_kernels._fusing, "value", fuse)
+    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 32 * 32 // 8)
     with Operators() as seen:
         gradients(
-            lambda *of: attention.capped_attention(*of, None, None, 0.8, 0.3),
+            lambda *of: capped_attention.capped_attention(
+                *of, documents=None, window=None, softcap=0.8, scale=0.3
+            ),
             *attention_leaves(6, 2, 32, dtype),
         )
     assert seen.names.count("bmm") == (2 + 5) * pieces
@@ -301,14 +309,16 @@ def test_gradients_of_keys_and_values_are_summed_in_fp32(
     """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not
     see 0.002 more.
     """
-    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 512)
+    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 512)
     queries = torch.ones(2, 1, 512, 1).bfloat16()
     keys, values = (
         torch.zeros_like(queries),
         torch.zeros_like(queries).index_fill(2, torch.tensor(0), 1.0),
     )
     leaves = [leaf.requires_grad_() for leaf in (queries, keys, values)]
-    attention.capped_attention(*leaves, None, None, 50.0, 0.5).sum().backward()
+    capped_attention.capped_attention(
+        *leaves, documents=None, window=None, softcap=50.0, scale=0.5
+    ).sum().backward()
     shares = 1 / torch.arange(1, 513, dtype=torch.float64)
     of_values = shares.flip(0).cumsum(0).flip(0)
     of_keys = -0.5 * shares.square().flip(0).cumsum(0).flip(0)
@@ -358,7 +368,7 @@ def test_rows_that_do_not_count_may_be_infinite(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, fuse: bool
 ) -> None:
     """Of fp16: such a row's gradient is zero."""
-    monkeypatch.setattr(fused_kernels, "_is_on", fuse)
+    monkeypatch.setattr(fused_kernels._fusing, "value", fuse)
     labels = torch.tensor([-100, 1, 2])
     for function in (linear_cross_entropy, token_log_probs):
         hidden, weight = (
@@ -446,7 +456,7 @@ def no_compiler(*arguments: Any) -> None:
 def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fused_kernels, "_is_on", False)
+    monkeypatch.setattr(fused_kernels._fusing, "value", False)
     assert fused_kernels.use_fused_kernels(True, CPU) == "" and not fused_kernels.should_fuse(CPU)
     monkeypatch.setattr(fused_kernels, "get_kernel_type", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)

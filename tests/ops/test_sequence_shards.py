@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_lib.ops import gathered
-from recipe_lib.ops.gathered import (
-    Group,
+from recipe_lib.ops import sequence_shards
+from recipe_lib.ops.gathered import Group
+from recipe_lib.ops.sequence_shards import (
     exchange_for_heads,
     exchange_for_tokens,
     gather_tokens,
@@ -130,19 +130,19 @@ def test_tensors_of_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyP
         received.append(blocks)
         return blocks
 
-    monkeypatch.setattr(gathered, "_send_blocks", exchange)
+    monkeypatch.setattr(sequence_shards, "_send_blocks", exchange)
     part = torch.zeros(1, tokens, heads, width, dtype=torch.int8).transpose(
         1, 2
     )  # as projections give them
     assert part.numel() > 2**31
     for head in range(heads):
         part[0, head, -1, -1], part[0, head, 0, 0] = head + 5, head + 7
-    (found,) = gathered._send_heads(part, group)
+    (found,) = sequence_shards._send_heads(part, group)
     (blocks,) = received
     assert blocks[:, 0, -1, 0, -1].tolist() == [5, 6] and blocks[:, 0, 0, 0, 0].tolist() == [7, 8]
     assert found.shape == (1, 1, 2 * tokens, width) and int(torch.count_nonzero(found)) == 4
     assert found[0, 0, [0, tokens - 1, tokens, -1], [0, -1, 0, -1]].tolist() == [7, 5, 8, 6]
-    (back,) = gathered._send_tokens(found, group)
+    (back,) = sequence_shards._send_tokens(found, group)
     assert torch.equal(back[0, :, -1, -1], part[0, :, -1, -1]) and torch.equal(
         back[0, :, 0, 0], part[0, :, 0, 0]
     )

@@ -44,7 +44,7 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
     `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
     `parallel.pipeline_layers_per_stage` that does not fit the model; see
-    `ExternalSpec.stage_parts`.
+    `ExternalSpec.find_stage_parts`.
     """
     parallel: ParallelConfig = cfg.parallel
     sizes = sizes_of(spec)
@@ -113,7 +113,7 @@ Sizes = DecoderSpec | _Sizes  # what times and bytes are counted by
 
 
 def sizes_of(spec: ModelSpec) -> Sizes:
-    """A model's sizes. Raises ConfigError: see `ExternalSpec.stage_parts`."""
+    """A model's sizes. Raises ConfigError: see `ExternalSpec.find_stage_parts`."""
     if isinstance(spec, DecoderSpec):
         return spec
     parts = spec.find_stage_parts()

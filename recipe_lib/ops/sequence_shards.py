@@ -1,0 +1,113 @@
+"""Sequences that ranks share: what attention exchanges for it (arXiv 2309.14509).
+
+b rows, c ranks; n of the s = n c tokens of each row are this rank's, in their order. Between layers
+a rank has its n tokens. Attention wants all of them, but no head wants another: one all-to-all
+(`exchange_for_heads`) gives each rank the s tokens of 1/c of the heads, one more
+(`exchange_for_tokens`) gives it all heads of its n tokens again. Backward is the same the other way
+round. Nothing is kept.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from recipe_lib.ops.fused_kernels import GradientNode
+from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
+
+
+def shard_tokens(values: Tensor, group: Group) -> Tensor:
+    """Return this rank's `[b, n, ...]` of `[b, s, ...]`.
+
+    Raises ValueError for rows that cannot be divided evenly.
+    """
+    if values.shape[1] % group.size:
+        raise ValueError(
+            f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks"
+        )
+    count = values.shape[1] // group.size
+    return values.narrow(1, group.rank * count, count)
+
+
+def exchange_for_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Exchange all heads of this rank's tokens for all tokens of this rank's heads.
+
+    q: `[b, h, n, e]` to `[b, h / c, s, e]`; k and v: `[b, k, n, e]` likewise; sinks: `[h]` to
+    `[h / c]`.
+    """
+    heads = k.shape[1]
+    if heads % group.size:
+        # Where ranks are more than kv heads, several have the same one.
+        k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
+    q, k, v = cast(
+        tuple[Tensor, Tensor, Tensor],
+        GradientNode.apply(_send_heads, _send_tokens, (3,), q, k, v, group),
+    )
+    return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
+
+
+def exchange_for_tokens(attended: Tensor, *, group: Group) -> Tensor:
+    """Exchange `[b, h / c, s, e]` of this rank's heads for `[b, h, n, e]` of its tokens."""
+    (exchanged,) = cast(
+        tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group)
+    )
+    return exchanged
+
+
+def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
+    """Return the sum of all ranks' `[]`, which all have then."""
+    # Backward is that of one sum, to which each rank gave its part: the gradient as it is, whatever
+    # number of ranks goes backward from it.
+    return cast(Tensor, GradientNode.apply(_all_reduce_sum, lambda grad: grad, (), part, group))
+
+
+def gather_tokens(part: Tensor, group: Group) -> Tensor:
+    """Gather `[b, n, ...]` of each rank to `[b, s, ...]` on all.
+
+    Its backward gives each rank its part of the gradient.
+    """
+    return cast(Tensor, GradientNode.apply(_gather_rows, _shard_gradient, (1,), part, group))
+
+
+def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
+    """Send block i of `[c, ...]` to rank i; return what the ranks sent here, in their order."""
+    splits = [1] * group.size
+    return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
+
+
+def _all_reduce_sum(part: Tensor, group: Group) -> Tensor:
+    return all_reduce(part, "sum", group)
+
+
+def _gather_rows(part: Tensor, group: Group) -> Tensor:
+    return wait(start_gather(part.unsqueeze(0), group)).transpose(0, 1).flatten(1, 2)
+
+
+def _shard_gradient(gradient: Tensor, group: Group) -> Tensor:
+    return shard_tokens(gradient, group).contiguous()
+
+
+def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
+    """Exchange `[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one all-to-all."""
+    *parts, group = parts_and_group
+    blocks = torch.cat(
+        [part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3
+    )
+    received = _send_blocks(blocks, group)  # [c, b, n, the heads of all parts, e]
+    del blocks
+    split = received.split([part.shape[1] // group.size for part in parts], dim=3)
+    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split)
+
+
+def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
+    """Exchange `[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one all-to-all."""
+    *parts, group = parts_and_group
+    blocks = torch.cat(
+        [part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3
+    )
+    received = _send_blocks(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
+    del blocks
+    split = received.split([part.shape[1] for part in parts], dim=3)
+    return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split)
