@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from recipe_lib.config.torchtune import Imported, import_file
+from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import KeyFate
 from recipe_lib.errors import ConfigError
 
@@ -42,7 +42,7 @@ def torchtune_configs() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def outcomes(folder: Path) -> Iterator[tuple[str, Imported | str]]:
+def outcomes(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
     """(name, what was imported, or why it was refused) of every config in a folder."""
     for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
         name = path.relative_to(folder).as_posix()
@@ -52,7 +52,7 @@ def outcomes(folder: Path) -> Iterator[tuple[str, Imported | str]]:
             yield name, str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
 
 
-def table(found: Iterable[tuple[str, Imported | str]]) -> str:
+def table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a file. found: what `outcomes` gives."""
     lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
     for name, outcome in found:
@@ -66,7 +66,7 @@ def table(found: Iterable[tuple[str, Imported | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a recipe, then one a reason of refusal. found: what `outcomes` gives."""
     files: Counter[str] = Counter()
     keys: dict[str, Counter[str]] = {}
@@ -85,7 +85,7 @@ def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def key_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+def key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a key of the files that are imported: in how many it was carried or dropped, and the
     line that is said of it most often. found: what `outcomes` gives.
     """

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from recipe_lib.config.local_files import is_hub_snapshot
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
-from recipe_lib.config.schema_data import HUB, is_hub, resolved_sources
+from recipe_lib.config.schema_data import HUB, is_hub, resolve_sources
 from recipe_lib.redaction import redact
 
 CARD = "README.md"
@@ -48,7 +48,7 @@ def make_model_card(
     plan, results: rows of the tables of how it was trained and what came of it.
     """
     shown_base = get_public_name(base, base_folder)
-    sources = [] if cfg is None else [source.source for source in resolved_sources(cfg.data)]
+    sources = [] if cfg is None else [source.source for source in resolve_sources(cfg.data)]
     # A hub's data set, without the subset or file that follows its id.
     datasets = {name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}
     is_base_on_hub = base_folder is not None and is_hub_snapshot(base_folder, base)
@@ -97,7 +97,7 @@ def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> 
     kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
     if cfg is None:
         return kinds
-    has_preferences = any(source.format == "preference" for source in resolved_sources(cfg.data))
+    has_preferences = any(source.format == "preference" for source in resolve_sources(cfg.data))
     # Of dpo_distributed `dpo`, of reward_distributed `reward`.
     return [cfg.recipe.partition("_")[0] if has_preferences else "sft", *kinds]
 
@@ -134,7 +134,7 @@ def _format_table(rows: Mapping[str, str]) -> str:
 
 
 def _list_data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
-    for source in resolved_sources(cfg.data):
+    for source in resolve_sources(cfg.data):
         weight = f", weight {source.weight:g}" if source.weight != 1 else ""
         yield f"- `{_drop_folders(source.source)}`, format `{source.format}`{weight}"
     if cfg.validation.source:

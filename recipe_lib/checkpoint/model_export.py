@@ -173,7 +173,9 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
         leftover_bytes = 0
         if folder == out.parent:
             # What a killed export left is removed before the next one is written.
-            leftover_bytes = sum(map(files.bytes_in, files.leftovers(folder, out.name)))
+            leftover_bytes = sum(
+                map(files.count_folder_bytes, files.list_leftovers(folder, out.name))
+            )
         files.require_space(
             folder,
             num_bytes - leftover_bytes,
@@ -398,7 +400,7 @@ def _begin_folder(
     num_bytes += sum(path.stat().st_size for path in copied)
     num_bytes += MIB * (1 + len(shards))  # headers, index, config
     files.require_space(out.parent, num_bytes, f"the model{_describe_second_copy(out)}")
-    temporary = files.temporary_path(out)
+    temporary = files.make_temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
 

@@ -26,8 +26,8 @@ from recipe_lib.checkpoint.tensor_matching import read_headers
 from recipe_lib.checkpoint.tokenizer_export import GENERATION, list_tokenizer_files
 from recipe_lib.checkpoint.verify import compute_logits, open_model, silence_transformers
 from recipe_lib.checkpoint.weight_loading import make_unknown_extras_error
-from recipe_lib.config.local_files import install_line
-from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
+from recipe_lib.config.local_files import format_install_line
+from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_first_line
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.models import read_config, read_trained_spec
@@ -77,7 +77,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     list_tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     tensors = read_headers(folder)
     num_bytes = sum(tensor.entry.end - tensor.entry.start for tensor in tensors.values())
-    with files.storage_faults(), silence_transformers():
+    with files.report_storage_faults(), silence_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
         files.require_space(out.absolute().parent, num_bytes + 64 * MIB, "the quantized model")
         quantization = transformers.TorchAoConfig(build_torchao_config(kind, group_size))
@@ -141,7 +141,7 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError:
         raise SetupError(
-            f"--quantize: found no package transformers; {install_line('transformers')}"
+            f"--quantize: found no package transformers; {format_install_line('transformers')}"
         ) from None
     return transformers
 
@@ -182,7 +182,7 @@ def _open(folder: Path, **more: Any) -> Any:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
-            f"{folder}: transformers does not open it ({first_line(error)})"
+            f"{folder}: transformers does not open it ({get_first_line(error)})"
         ) from error
 
 

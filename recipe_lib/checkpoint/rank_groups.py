@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.safetensors_files import PlannedTensor, copy_to_host, write_tensor_file
 from recipe_lib.errors import StorageError
-from recipe_lib.files import storage_faults
+from recipe_lib.files import report_storage_faults
 from recipe_lib.models.meta_init import list_persistent_buffers
 
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ def run_on_all_ranks(world: RankGroup, action: Callable[[], Result]) -> Result:
     """
 
     def run_action() -> Result:
-        with storage_faults():
+        with report_storage_faults():
             return action()
 
     return world.agree(run_action)

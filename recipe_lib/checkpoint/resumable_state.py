@@ -83,7 +83,7 @@ from recipe_lib.checkpoint.safetensors_files import (
     read_header,
     write_tensor_file,
 )
-from recipe_lib.config.local_files import no_whole_state
+from recipe_lib.config.local_files import describe_damaged_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
@@ -186,7 +186,7 @@ def _begin_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
     name = find_free(root / f"{PREFIX}{step}").name
     # Counted, since clocks of machines differ, and a resumed run may save an earlier step.
     sequence = 1 + max((manifest.sequence for _, manifest in list_readable_states(root)), default=0)
-    temporary = files.temporary_path(root / name)
+    temporary = files.make_temporary_path(root / name)
     files.make_folder(temporary)
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
 
@@ -263,7 +263,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
         path = Path(resume)
         damage = verify_state(path, world)
         if damage:
-            raise CheckpointError(no_whole_state(resume, damage))
+            raise CheckpointError(describe_damaged_state(resume, damage))
         return path
     names = run_on_rank_0(world, lambda: _list_candidates(root))
     damages: list[str] = []

@@ -31,7 +31,7 @@ from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.files import FileRecord, is_plain_name, sha256_of, write_json
+from recipe_lib.files import FileRecord, compute_sha256, is_plain_name, write_json
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import describe_fault, open_regular, read_json, read_object
 from recipe_lib.report.phases import phase
@@ -163,7 +163,7 @@ def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -
     with phase(f"checking {folder.name}", num_bytes, "bytes") as progress:
         for record in records:
             try:
-                sha256 = sha256_of(folder / record.name)
+                sha256 = compute_sha256(folder / record.name)
             except OSError as error:
                 return f"{record.name} cannot be read: {error.strerror}"
             if sha256 != record.sha256:
@@ -350,7 +350,7 @@ def publish(temporary: Path, final: Path) -> None:
         record.folders[name] = [new_listing, *others]
         write_record(root, record)
     if is_taken:
-        _remove_replaced(files.exchange(temporary, final), former_listings, final)
+        _remove_replaced(files.exchange_folders(temporary, final), former_listings, final)
     else:
         files.rename(temporary, final)
     if record is not None:
@@ -488,7 +488,7 @@ def copy_best_state(state: Path, root: Path, name: str) -> str:
     if source.parent.resolve() == best.resolve():
         return name
     target = find_free(best / f"{PREFIX}{manifest.step}")
-    temporary = files.temporary_path(target)
+    temporary = files.make_temporary_path(target)
     files.make_folder(temporary)
     for record in manifest.files:
         files.copy_file(source / record.name, temporary / record.name)

@@ -56,7 +56,7 @@ from recipe_lib.config.local_files import (
     BEST_FOLDER,
     MODEL_FOLDER,
     STATE_FOLDER,
-    base_name,
+    resolve_base_name,
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
@@ -282,7 +282,7 @@ def _beside_strange_adapter(
     assert found.adapter is not None
     held = read_adapter(found.adapter)
     assert base is not None
-    lora, named = make_adapter_settings(held, spec), base_name(held.config.base, base)
+    lora, named = make_adapter_settings(held, spec), resolve_base_name(held.config.base, base)
     own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
     shown, template = get_public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
     commands = _list_commands(spec, shown, lora if is_adapter else None, template)
@@ -482,7 +482,7 @@ def _write_adapter(
         spec,
         lora,
         out,
-        base=base_name(name, base),
+        base=resolve_base_name(name, base),
         base_folder=base,
         source_config=config,
         world=SingleRank(),

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from huggingface_hub.errors import HTTPError
 
-from recipe_lib.config.local_files import no_datasets, no_reader
+from recipe_lib.config.local_files import describe_missing_datasets, describe_missing_reader
 from recipe_lib.config.schema_data import HUB
 from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,
@@ -30,7 +30,7 @@ from recipe_lib.data.sample_files import (
     open_checked,
 )
 from recipe_lib.data.samples import SampleFault
-from recipe_lib.errors import DataError, first_line
+from recipe_lib.errors import DataError, get_first_line
 from recipe_lib.units import GIB, MIB, format_bytes
 
 ROWS_AT_ONCE = 256
@@ -56,7 +56,7 @@ class ParquetFile(LocalFile):
         try:
             import pyarrow.parquet  # noqa: F401  (is it missing, before anything is read)
         except ImportError:
-            raise DataError(no_reader(path)) from None
+            raise DataError(describe_missing_reader(path)) from None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -171,7 +171,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
             yield file
     except (ArrowException, OSError) as error:
         raise DataError(
-            f"{path}: the Parquet file cannot be read ({first_line(error)}); write or download it"
+            f"{path}: the Parquet file cannot be read ({get_first_line(error)}); write or download it"
             " again"
         ) from None
 
@@ -215,7 +215,7 @@ class HubSamples(SampleFile):
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(no_datasets(source, key)) from None
+            raise DataError(describe_missing_datasets(source, key)) from None
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -255,5 +255,5 @@ class HubSamples(SampleFile):
             return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             raise DataError(
-                f"data.source: {self.place}: the hub dataset cannot be loaded ({first_line(error)})"
+                f"data.source: {self.place}: the hub dataset cannot be loaded ({get_first_line(error)})"
             ) from None

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import resolve_sources
 from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import Conversation, Message, SampleFault
 from recipe_lib.data.thinking import TemplateFeatures, probe_template
@@ -285,7 +285,7 @@ def find_trained_template(
     of training instead. tokenizer: as the run loads it, with the file that tokenizer.chat_template
     names. chats: how many samples a template wrote, where that is known; else their formats decide.
     """
-    if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
+    if not chats and all(source.format in WITHOUT_TURNS for source in resolve_sources(cfg.data)):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
         return build_plain_jinja(get_eos_text(tokenizer), get_bos_text(tokenizer, cfg.data.add_bos))

@@ -13,7 +13,7 @@ import numpy as np
 
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.errors import DataError
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 
 @dataclass(frozen=True)
@@ -262,12 +262,12 @@ class DataPlan:
             return
         if self._capacity:
             shortage = (
-                f"data.packing: found {counted(slots, 'pack')} of up to {self._capacity} tokens"
+                f"data.packing: found {pluralize(slots, 'pack')} of up to {self._capacity} tokens"
             )
         else:
             kind = "sequence" if self._group == 1 else "pair"
             by_weight = " an epoch by the weights" if set(self._weights) != {1} else ""
-            shortage = f"data.source: found {counted(slots, f'usable {kind}')}{by_weight}"
+            shortage = f"data.source: found {pluralize(slots, f'usable {kind}')}{by_weight}"
         raise DataError(
             f"{shortage}, expected at least {self.slots_per_step} for one step (batch_size x"
             " gradient_accumulation_steps x ranks); lower batch_size or"

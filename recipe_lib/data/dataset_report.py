@@ -11,7 +11,7 @@ from typing import Any
 
 from recipe_lib.data.escaping import SpecialCounts
 from recipe_lib.errors import DataError
-from recipe_lib.units import choose_lines, counted
+from recipe_lib.units import choose_lines, pluralize
 
 MOST_BAD_LINES = 20  # bad samples that an error names one by one
 PLACES = 5  # bad samples of one cause whose places are kept in any case
@@ -242,7 +242,7 @@ class DataReport:
             return None
         fault = "that every token is a label token" if trained else "no label token"
         expected = "prompts and answers" if trained else "answers"
-        sequences = counted(self.sequences, "sequence")
+        sequences = pluralize(self.sequences, "sequence")
         return (
             f"found {fault} in {sequences}, expected {expected}; correct data.format, data.columns"
             " or data.train_on"
@@ -286,10 +286,12 @@ class DataReport:
     def _describe_counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
         kind = (
-            counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
+            pluralize(self.pairs, "pair")
+            if self.preferences
+            else pluralize(self.sequences, "sequence")
         )
         if self.texts and not self._others:
-            return f"{kind} cut from {counted(self.texts, 'text')}"
+            return f"{kind} cut from {pluralize(self.texts, 'text')}"
         texts = (
             f", {self.texts} of them {'a text' if self.texts == 1 else 'texts'},"
             if self.texts
@@ -297,7 +299,7 @@ class DataReport:
         )
         if self.split_sequences:
             return f"{kind} from the {self.samples_read} samples{texts}"
-        return f"{kind} of {counted(self.samples_read, 'sample')}{texts}"
+        return f"{kind} of {pluralize(self.samples_read, 'sample')}{texts}"
 
     @property
     def _others(self) -> int:
@@ -356,7 +358,7 @@ class DataReport:
         empty = ""
         if self.emptied_sequences:
             empty = f", {self.emptied_sequences} of them left out because no answer was left"
-        items = counted(self.items_made, self.noun)
+        items = pluralize(self.items_made, self.noun)
         long_share = _format_percent(long / max(1, self.items_made))
         return choose_lines(
             (
@@ -398,14 +400,14 @@ class DataReport:
             (
                 self.openings,
                 (
-                    f"data: in {counted(self.openings, 'conversation')} the assistant begins; no"
+                    f"data: in {pluralize(self.openings, 'conversation')} the assistant begins; no"
                     " prompt asks for that message, so it is not trained"
                 ),
             ),
             (
                 self.endings,
                 (
-                    f"data: in {counted(self.endings, 'conversation')} messages follow the last one"
+                    f"data: in {pluralize(self.endings, 'conversation')} messages follow the last one"
                     " that is trained; they are left out"
                 ),
             ),
@@ -429,7 +431,7 @@ class DataReport:
             (
                 self.margins,
                 (
-                    f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed"
+                    f"data: {pluralize(self.margins, 'pair')} with a margin, which reward_distributed"
                     " alone reads"
                 ),
             ),
@@ -447,14 +449,14 @@ class DataReport:
             (
                 self.duplicate_sequences,
                 (
-                    f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an"
+                    f"data: {pluralize(self.duplicate_sequences, self.noun)} {are} the same as an"
                     f" earlier one, and kept all the same (first: {first})"
                 ),
             ),
             (
                 bad,
                 (
-                    f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {were} left"
+                    f"warning: data: {bad} of {pluralize(self.samples_read, 'sample')} {were} left"
                     f" out: {causes}"
                 ),
             ),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import compute_digest
@@ -111,7 +111,7 @@ class SourceEncoder:
         self.section = section
         self.format = source.format or cfg.format
         self.columns = source.columns or {}
-        self.read = registered("data.format", self.format)
+        self.read = get_registered("data.format", self.format)
         self.unread = UnreadNames(self.format, cfg.ignore_columns, encoder.fields)
         self.names = find_columns(self.format)
         known = self.names.known

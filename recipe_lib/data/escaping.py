@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from recipe_lib.data.samples import Message, SampleFault
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
-from recipe_lib.units import choose_lines, counted
+from recipe_lib.units import choose_lines, pluralize
 
 MAX_PLACES = 5  # samples that are named
 MAX_TOKENS = 5  # special tokens that a line names
@@ -84,7 +84,7 @@ class SpecialCounts:
                 self.rendered,
                 (
                     f"{'warning: data' if chats else 'data'}: {self.rendered} of"
-                    f" {counted(self.rendered + chats, 'sample')} hold a chat template's special"
+                    f" {pluralize(self.rendered + chats, 'sample')} hold a chat template's special"
                     " tokens: their texts are taken as rendered already, and no template is"
                     " applied"
                 ),
@@ -108,7 +108,7 @@ class SpecialCounts:
                 "template writes, or the model whose template wrote these"
             )
         return (
-            f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
+            f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
             f" pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
         )
 

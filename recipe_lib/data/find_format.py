@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.registry import BUILT_IN, names, registered
+from recipe_lib.config.local_files import get_cache_root
+from recipe_lib.config.registry import BUILT_IN, get_registered, list_names
 from recipe_lib.config.schema import SAMPLES, FullFinetuneConfig, SourceConfig
-from recipe_lib.config.schema_data import resolved_sources, validation_source
+from recipe_lib.config.schema_data import resolve_sources, resolve_validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (
     OTHER_NAMES,
@@ -60,7 +60,7 @@ def find_fitting_formats(
     columns: as `data.columns`. samples: see RecipeFacts.
     """
     plugin_formats = [
-        name for name in names("data.format") if name not in BUILT_IN["data.format"][1]
+        name for name in list_names("data.format") if name not in BUILT_IN["data.format"][1]
     ]
     fitting_formats = list[str]()
     other_formats = list[str]()
@@ -107,10 +107,10 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     data = cfg.data
     validation = cfg.validation
     lines = list[str]()
-    held_out = validation_source(data, validation)
+    held_out = resolve_validation_source(data, validation)
     # Asked before the format of training is set, which that of validation falls back to.
     finds_validation = held_out is not None and held_out.format == AUTO
-    for number, source in enumerate(resolved_sources(data)):
+    for number, source in enumerate(resolve_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
             name = f"data.sources[{number}]" if data.sources else "data"
@@ -120,7 +120,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
     if held_out is not None and finds_validation:
         validation.format = _settle_format(cfg, held_out, "validation")
-        told_formats = {source.format for source in resolved_sources(data)}
+        told_formats = {source.format for source in resolve_sources(data)}
         if validation.format not in told_formats | {AUTO}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
@@ -130,7 +130,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
 
 def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """Return the format of a source; `auto` where none of its samples can be read."""
-    files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
+    files = open_sources(source, cache=get_cache_root(cfg.data.cache_dir), section=section)
     format_key = f"{section}.format"
     section = get_columns_section(section)
     format_name = find_format(
@@ -238,7 +238,7 @@ def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str
 
 def _check_names(columns: Mapping[str, str], section: str) -> None:
     """Raise DataError for a column that no format has."""
-    known = {name for form in names("data.format") for name in find_columns(form).known}
+    known = {name for form in list_names("data.format") for name in find_columns(form).known}
     for name in columns:
         if name not in known:
             hint = (
@@ -297,7 +297,7 @@ def _can_read(
     One with an empty text is of the right kind.
     """
     try:
-        registered("data.format", name)(
+        get_registered("data.format", name)(
             RenamedSample(sample, renamed, section=section, required=find_columns(name).required)
         )
     except SampleFault as fault:

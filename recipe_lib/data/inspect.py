@@ -16,7 +16,7 @@ from recipe_lib.data.data_plan import pack
 from recipe_lib.data.dataset import Dataset, TokenSequence, find_overlap
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 MAX_PLACES = 5  # places that a finding names
 NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
@@ -145,7 +145,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     bad = [
         _make_finding(
             "bad-samples",
-            f"{counted(count, 'bad sample')}: {cause}",
+            f"{pluralize(count, 'bad sample')}: {cause}",
             count=count,
             places=report.places(cause),
         )
@@ -170,14 +170,14 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
         _make_finding(
             "generation-marks",
-            f"in {counted(report.marks_differing, 'answer')} the chat template marks something else"
+            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something else"
             " than what is generated",
             count=report.marks_differing,
             places=[report.first_mark],
         ),
         Finding(
             "unseen-messages",
-            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's"
+            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a system's"
             " or user's message",
             report.unseen_samples,
         ),
@@ -189,7 +189,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
         _make_finding(
             "control-characters",
-            f"in {counted(report.control_characters, 'sample')} a text holds a control character"
+            f"in {pluralize(report.control_characters, 'sample')} a text holds a control character"
             " (JSON reads \\b as one; a backslash is two there)",
             count=report.control_characters,
             places=[report.first_control],
@@ -217,7 +217,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
 
 def _say(count: int, noun: str, singular: str, plural: str) -> str:
     """Return `1 pair repeats`, `2 pairs repeat`."""
-    return f"{counted(count, noun)} {singular if count == 1 else plural}"
+    return f"{pluralize(count, noun)} {singular if count == 1 else plural}"
 
 
 def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:

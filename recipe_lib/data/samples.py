@@ -13,9 +13,9 @@ from datetime import date, time
 from numbers import Number
 from typing import Any, NamedTuple, TypeGuard
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.data.column_names import is_blank, is_idle
-from recipe_lib.errors import visible
+from recipe_lib.errors import escape_invisible
 from recipe_lib.reading import parse_json
 
 # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
@@ -209,8 +209,8 @@ class SampleFault(Exception):  # noqa: N818
 
     def __init__(self, cause: str, detail: str) -> None:
         """Note a cause, a few words to count by, and in detail what was found and expected."""
-        self.cause = visible(cause)
-        super().__init__(visible(detail))
+        self.cause = escape_invisible(cause)
+        super().__init__(escape_invisible(detail))
 
 
 def describe_kind(value: Any) -> str:
@@ -326,7 +326,7 @@ class Columns:
 
 def find_columns(form: str) -> Columns:
     """Return the columns that a format reads, by its name."""
-    return getattr(registered("data.format", form), "columns", Columns())
+    return getattr(get_registered("data.format", form), "columns", Columns())
 
 
 def find_column(column: str, sample: RawSample, aliases: Sequence[str]) -> str | None:

@@ -13,7 +13,12 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 
-from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_reader
+from recipe_lib.config.local_files import (
+    COMPRESSED,
+    describe_missing_reader,
+    find_files,
+    get_cache_root,
+)
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.config.schema_data import is_hub
 from recipe_lib.data.arrow_files import HubSamples, ParquetFile
@@ -64,7 +69,7 @@ def open_sources(
     for path in find_files(cfg.source, f"{section}.source"):
         content = path
         if path.suffix in COMPRESSED:
-            content = unpack_once(path, cache or cache_root(None))
+            content = unpack_once(path, cache or get_cache_root(None))
         files.append(_KINDS[content.suffix](content, sample_limit, str(path)))
     return files
 
@@ -155,7 +160,7 @@ def _read_zstd_blocks(path: Path) -> Generator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise DataError(no_reader(path)) from None
+        raise DataError(describe_missing_reader(path)) from None
     frame = None
     with open_regular(path) as source:
         while block := source.read(_BLOCK):

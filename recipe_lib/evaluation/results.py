@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from recipe_lib import files
-from recipe_lib.config.mesh import padded_multiple
+from recipe_lib.config.mesh import compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Dataset, make_validation_steps
 from recipe_lib.generation.answer_questions import Question
@@ -84,7 +84,7 @@ def score_sequences(
         world.data_ranks,
         batch_size,
         pad_id,
-        multiple=padded_multiple(cfg),
+        multiple=compute_padded_multiple(cfg),
     )
     own: list[tuple[int, float, int, int]] = []
     for batches in steps:
@@ -167,7 +167,7 @@ class Evaluation:
         examples = [self.build_example(number) for number in numbers]
         lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         summary = json.dumps(self.build_summary(), indent=1) + "\n"
-        with files.storage_faults():
+        with files.report_storage_faults():
             folder.mkdir(parents=True, exist_ok=True)
             files.replace_text(folder / EXAMPLES_FILE, redact(lines))
             files.replace_text(folder / SUMMARY_FILE, redact(summary))

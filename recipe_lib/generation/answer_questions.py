@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.config.registry import register, registered
+from recipe_lib.config.registry import get_registered, register
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset
 from recipe_lib.errors import ConfigError
@@ -102,7 +102,7 @@ def compute_metric(
 
     Raises ConfigError for a metric that raises, or gives no number.
     """
-    metric = registered("metric", name)
+    metric = get_registered("metric", name)
     values: dict[int, float] = {}
     for number, question in questions.items():
         prediction = tokenizer.decode(answers[number].tokens, skip_special=True)

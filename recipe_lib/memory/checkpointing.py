@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from recipe_lib.config.mesh import micro_batches, padded_multiple
+from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.budget import (
     ATTENTION,
@@ -133,8 +133,8 @@ def _choose_within_budget(
 ) -> BudgetChoice:
     """Choose what each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
-    batch_size, num_micro_batches = micro_batches(cfg)
-    multiple = padded_multiple(cfg)
+    batch_size, num_micro_batches = compute_micro_batches(cfg)
+    multiple = compute_padded_multiple(cfg)
     costs = measure_layer_costs(
         model,
         num_sequences=batch_size * cfg.sequences_per_item,

@@ -32,7 +32,7 @@ from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
-from recipe_lib.units import counted, format_bytes
+from recipe_lib.units import format_bytes, pluralize
 
 EXPERTS = "experts"  # value of `memory.stream_layers` that streams these alone
 
@@ -145,7 +145,7 @@ class LayerStream:
     def describe(self) -> str:
         """Return what is streamed, for the log, where it follows the units of FSDP."""
         names = [unit.name for unit in self.units if not unit.is_layer]
-        layers = counted(len(self.units) - len(names), "layer")
+        layers = pluralize(len(self.units) - len(names), "layer")
         *first, last = [f"{self._part} of {layers}" if self._part else layers, *names]
         streamed = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""

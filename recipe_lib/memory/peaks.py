@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import torch
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import OutOfMemoryError, SetupError
 from recipe_lib.units import GIB, format_bytes
@@ -106,7 +106,7 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     """Return the config keys that would still lower the peak, the cheapest first."""
     memory = cfg.memory
     parallel = cfg.parallel
-    rows, count = micro_batches(cfg)
+    rows, count = compute_micro_batches(cfg)
     splits_batch = parallel.pipeline_microbatches is not None
     helps = {
         # Of a pipeline: smaller micro-batches, a schedule that keeps fewer, layers divided by

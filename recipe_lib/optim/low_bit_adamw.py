@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
-from recipe_lib.config.optimizer_facts import kept_bits
+from recipe_lib.config.optimizer_facts import resolve_state_bits
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
@@ -440,7 +440,7 @@ class ChunkedOptimizer(Optimizer):
         self.names = params.names
         self.device = params.device
         self.seed = params.seed
-        self.state_bits = kept_bits(cfg)
+        self.state_bits = resolve_state_bits(cfg)
         # By device and `signed`, made when first asked for
         self._codes: dict[tuple[torch.device, bool], Code] = {}
         # The last two tell of a saved state what it is made of; what counts is the config.

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from recipe_lib.config.optimizer_facts import optimizer_facts
-from recipe_lib.config.registry import registered
+from recipe_lib.config.optimizer_facts import find_optimizer_facts
+from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import LrSchedulerConfig, MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.device import get_kernel_type, has_host
@@ -62,7 +62,7 @@ def build_optimizer(
     `fused` rounds a second moment once a step, the others twice, and `foreach` on a CPU takes the
     betas in bf16 too: with betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones,
     with 0.999 they stand still at different values, for a gradient of 1 at 0.25 and 0.5
-    (`recipe_lib/config/stalled_means.py` tells of it).
+    (`recipe_lib/config/optimizer_precision.py` tells of it).
 
     Raises ConfigError when there is nothing to train, for Muon without names, for a fused SGD that
     torch lacks or has wrong, and where ranks share a matrix so that blocks of `state_bits` would be
@@ -80,7 +80,7 @@ def build_optimizer(
         device=device,
         seed=derive_seed(seed, "rounding"),
     )
-    build: Builder = registered("optimizer.name", cfg.name)
+    build: Builder = get_registered("optimizer.name", cfg.name)
     kernels = cfg.implementation
     if kernels == "auto":
         kernels = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
@@ -96,7 +96,7 @@ def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     """
     # Of a plugin's optimizer without facts nothing is touched: what its groups hold may be what it
     # has learned.
-    facts = optimizer_facts(cfg.name)
+    facts = find_optimizer_facts(cfg.name)
     keys = (*facts.keys, "weight_decay") if facts is not None else ()
     values = {key: optimizer.defaults[key] for key in keys if key in optimizer.defaults}
     for group in optimizer.param_groups:
@@ -125,7 +125,7 @@ def list_optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list
     States are those of the optimizer's facts, of the parameter's dtype or, in `state_bits`, codes
     and scales; and master weights. None: not known, as for a plugin's optimizer without facts.
     """
-    facts = optimizer_facts(cfg.name)
+    facts = find_optimizer_facts(cfg.name)
     if facts is None:
         return None
     pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
@@ -134,7 +134,7 @@ def list_optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list
     for parameter, name in trained.items():
         states = facts.states_of(cfg, layer_matrix=is_layer_matrix(parameter, name))
         sizes += list_state_sizes(
-            parameter, states, facts.state_bits(cfg), master=facts.keeps_master(cfg)
+            parameter, states, facts.state_bits(cfg), master=facts.has_master_weights(cfg)
         )
     return sizes
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from recipe_lib.config.suggest import nearest, quote
+from recipe_lib.config.suggest import find_nearest, quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.units import GIB
 
@@ -466,7 +466,7 @@ def find_hardware(name: str) -> Hardware:
     if hardware:
         return hardware
     plain = _normalize(name)
-    close = nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
+    close = find_nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
     likely = [card for card in HARDWARE if plain and _normalize(card).startswith(plain)]
     likely = likely or [card for card in HARDWARE if _normalize(card) == close]
     meant = f"; did you mean {' or '.join(likely)}?" if likely else ""

@@ -25,7 +25,7 @@ import tiktoken
 import tokenizers
 from sentencepiece import SentencePieceProcessor
 
-from recipe_lib.errors import DataError, first_line
+from recipe_lib.errors import DataError, get_first_line
 from recipe_lib.reading import parse_json
 from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
@@ -92,7 +92,7 @@ class SentencePieceVocabulary(Vocabulary):
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            message = first_line(error, 160)
+            message = get_first_line(error, 160)
             raise DataError(
                 f"{path}: found no sentencepiece model ({message}); copy the file again"
             ) from None
@@ -207,7 +207,7 @@ class JsonVocabulary(Vocabulary):
             raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(
-                f"{path}: found no tokenizer ({first_line(error, 160)}); copy the file again"
+                f"{path}: found no tokenizer ({get_first_line(error, 160)}); copy the file again"
             ) from None
         self.added = tuple(
             AddedToken.read(entry, str(path)) for entry in fields.get("added_tokens") or []
@@ -409,7 +409,7 @@ def _catch_panics(path: Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(
-            f"{path}: the tokenizers library gave up on it ({first_line(error, 160)}); copy the"
+            f"{path}: the tokenizers library gave up on it ({get_first_line(error, 160)}); copy the"
             " file again"
         ) from None
 

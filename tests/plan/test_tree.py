@@ -9,7 +9,7 @@ from recipe_lib.plan.plan_schema import Alive, PhasePeak, RankPlan
 from recipe_lib.plan.summary.module_paths import join_numbered, split_number
 from recipe_lib.plan.tracing.trace import STORAGE_KINDS
 from recipe_lib.plan.views.memory_tree import Node, build_alive_tree, fold_small
-from recipe_lib.units import number_ranges, share_out
+from recipe_lib.units import format_ranges, share_out
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])
 NAMES = st.lists(PIECES, max_size=5).map(".".join)
@@ -110,7 +110,7 @@ def test_a_full_name_says_where_a_storage_belongs():
 
 
 def test_numbers():
-    assert number_ranges([5, 0, 1, 2, 2]) == "0-2,5"
+    assert format_ranges([5, 0, 1, 2, 2]) == "0-2,5"
     assert split_number("model.layers.3.mlp") == ("model.layers.", 3, ".mlp")
     assert split_number("3") == ("", 3, "")
     assert split_number("model.norm1") == ("model.norm1", None, "")

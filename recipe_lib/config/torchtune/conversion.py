@@ -8,17 +8,17 @@ from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.convert_values import read_untyped
 from recipe_lib.config.interpolation import (
     IN_A_CIRCLE,
     InterpolationError,
     NamedValues,
-    names_in,
+    list_names,
     order_keys,
 )
-from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
+from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
-from recipe_lib.config.values import as_written
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import read_text
 
@@ -30,7 +30,7 @@ from recipe_lib.reading import read_text
 
 
 @dataclass
-class TheirFile:
+class TorchtuneFile:
     """A file of torchtune's, read."""
 
     path: Path
@@ -58,9 +58,9 @@ class TheirFile:
         ]
 
 
-def read_their_file(path: str) -> TheirFile:
+def read_torchtune_file(path: str) -> TorchtuneFile:
     """Raise ConfigError, a line a fault, for what is no YAML file with keys."""
-    file = expand(path)
+    file = expand_home(path)
     if file.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
             f"{show(path)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}"
@@ -74,7 +74,7 @@ def read_their_file(path: str) -> TheirFile:
     if document.top.kind != "mapping":
         raise ConfigError(f"{shown}: expected keys with values")
     lines = [line.lstrip(" \t") for line in read_text(file, MAX_BYTES).splitlines()]
-    theirs = TheirFile(
+    theirs = TorchtuneFile(
         file, shown, {}, {}, [line[1:].strip() for line in lines if line.startswith("#")]
     )
     for key, value, line in _leaves("", document.top):
@@ -98,17 +98,17 @@ def _leaves(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
         for number, item in enumerate(node.items):
             yield from _leaves(f"{name}[{number}]", item)
     else:
-        yield name, as_written(node), node.line
+        yield name, read_untyped(node), node.line
 
 
-def _fill_names(theirs: TheirFile) -> None:
+def _fill_names(theirs: TorchtuneFile) -> None:
     """Put the values of other keys into those that name them."""
     values = theirs.values
     texts = {
         key: [text for text in (value if isinstance(value, list) else [value]) if "${" in str(text)]
         for key, value in values.items()
     }
-    names = {key: names_in(inside, key) for key, inside in texts.items() if inside}
+    names = {key: list_names(inside, key) for key, inside in texts.items() if inside}
     if not names:
         return
     try:
@@ -177,7 +177,7 @@ class ConfigImport:
     of a user.
     """
 
-    def __init__(self, theirs: TheirFile, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, theirs: TorchtuneFile, defaults: Mapping[str, Any]) -> None:
         """defaults: what torchtune takes for keys that are absent or null."""
         self.theirs = theirs
         self.defaults = dict(defaults)
@@ -272,7 +272,7 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in (0, "", [], {}, "none", "None")
 
 
-def leave_out(keys: Iterable[str], theirs: TheirFile) -> dict[str, KeyFate]:
+def omit_keys(keys: Iterable[str], theirs: TorchtuneFile) -> dict[str, KeyFate]:
     """Take keys and sections out of the file as the user has asked; return what became of them.
     ConfigError for one that the file does not have.
     """

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.config.check import COMMAND_LINE
-from recipe_lib.config.describe import value_text, write_yaml
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.load import ALTERNATIVES, Loaded, load
+from recipe_lib.config.check_settings import COMMAND_LINE
+from recipe_lib.config.describe import format_settings, format_value
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
-from recipe_lib.config.paths import expand
+from recipe_lib.config.optimizer_precision import describe_stalled_means
+from recipe_lib.config.paths import expand_home
 from recipe_lib.config.recipes import RECIPE_CONFIGS
-from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
@@ -27,10 +27,10 @@ from recipe_lib.config.torchtune.conversion import (
     ConfigImport,
     KeyFate,
     Meaning,
-    TheirFile,
+    TorchtuneFile,
     is_off,
-    leave_out,
-    read_their_file,
+    omit_keys,
+    read_torchtune_file,
 )
 from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
@@ -55,7 +55,7 @@ _LEAST_WIDTH = 20
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedConfig:
     """A config of ours, and what it came of."""
 
     recipe: str
@@ -97,7 +97,7 @@ class Imported:
         return (
             "\n".join(lines)
             + "\n"
-            + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
+            + format_settings(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
         )
 
     def table(self) -> str:
@@ -124,14 +124,14 @@ class Imported:
 
 def import_file(
     path: str, *, overrides: Sequence[str] = (), omitted: Sequence[str] = ()
-) -> Imported:
+) -> ImportedConfig:
     """Return the config of ours that a file of torchtune's asks for.
 
     overrides: of our keys, as on the command line; they win. omitted: keys of the file to do
     without. Raises ConfigError, a line a fault: for a file that no recipe of ours trains, a key
     that cannot be carried, a config that would not run.
     """
-    theirs = read_their_file(path)
+    theirs = read_torchtune_file(path)
     if not any(
         key.rpartition(".")[2] == "_component_" for key in theirs.values
     ):  # torchtune's alone name Python code
@@ -140,7 +140,7 @@ def import_file(
             f" imported; `tune validate {theirs.shown}` checks a config of ours, and has our key"
             " for each of another tool's"
         )
-    left_out = leave_out(omitted, theirs)
+    left_out = omit_keys(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
     given = {word.removeprefix("~").partition("=")[0] for word in overrides}
@@ -148,10 +148,10 @@ def import_file(
     fates = _drop_idle(conversion, loaded, given) | left_out
     settings = _select_settings(loaded, conversion.recipe)
     notes = [f"note: {line}" for line in describe_stalled_means(loaded.cfg)]
-    return Imported(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
+    return ImportedConfig(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
 
 
-def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:
+def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> LoadedConfig:
     """Check the config as `tune validate` does; our keys are handed over as if they had been
     typed.
     """
@@ -160,9 +160,9 @@ def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -
         for one, other in (pair, pair[::-1]):
             if one in given:
                 taken = {name: value for name, value in taken.items() if not name.startswith(other)}
-    words = [f"{name}={value_text(value)}" for name, value in _in_lists(taken).items()]
+    words = [f"{name}={format_value(value)}" for name, value in _in_lists(taken).items()]
     try:
-        return load((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
+        return load_with_origins((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
     except ConfigError as error:
         own = f"{COMMAND_LINE}: "
         theirs = {name: key for key, fate in conversion.fates.items() for name in fate.ours}
@@ -194,7 +194,9 @@ def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dict[str, KeyFate]:
+def _drop_idle(
+    conversion: ConfigImport, loaded: LoadedConfig, given: set[str]
+) -> dict[str, KeyFate]:
     """Return the fates; keys whose counterpart has no effect in this config, or is given by the
     user, are dropped.
     """
@@ -207,7 +209,7 @@ def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dic
     return fates
 
 
-def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
+def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
     """Return our keys that differ from the defaults and have an effect, in the schema's order; of a
     list of sections what differs of each.
     """
@@ -224,7 +226,7 @@ def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
 
 
 def _said(fate: KeyFate) -> str:
-    ours = ", ".join(f"{name}: {value_text(value)}" for name, value in fate.ours.items())
+    ours = ", ".join(f"{name}: {format_value(value)}" for name, value in fate.ours.items())
     return "; ".join(part for part in (f"-> {ours}" if ours else "", fate.why) if part) or "as here"
 
 
@@ -376,7 +378,7 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
     folder = str(c.value(key)).rstrip("/")
     ours = "distill.teacher" if key.startswith("teacher") else "model.path"
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
-    if os.path.isdir(expand(outer)):
+    if os.path.isdir(expand_home(outer)):
         why = "the folder above has the same weights in Hugging Face's layout"
         c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
     elif name := find_hub_name(c.theirs, outer):
@@ -395,7 +397,7 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
         )
 
 
-def find_hub_name(theirs: TheirFile, folder: str) -> str | None:
+def find_hub_name(theirs: TorchtuneFile, folder: str) -> str | None:
     """Return the name on the hub that the comments' `tune download NAME --output-dir FOLDER` brings
     into a folder: into this one, or one that has the model's own name.
     """

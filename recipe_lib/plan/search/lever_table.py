@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.mesh import same_batch_ranks
+from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.trials import (
     CONTEXT_KEY,
@@ -233,7 +233,7 @@ def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
 
 def list_contexts(cfg: Any, ranks: int) -> list[int]:
     """Return the numbers of ranks that could share a sequence: more, up to all of a stage."""
-    together = same_batch_ranks(cfg.parallel)
+    together = count_same_batch_ranks(cfg.parallel)
     data_ranks = ranks // together if ranks % together == 0 else 1
     factors = [times for times in range(2, data_ranks + 1) if data_ranks % times == 0]
     return [cfg.parallel.context * times for times in factors]

@@ -15,9 +15,9 @@ from typing import Any
 
 from recipe_lib.config.mesh import (
     SCHEDULES,
-    fewest_micro_batches,
-    mesh_shape,
-    stage_count,
+    compute_mesh_shape,
+    count_fewest_micro_batches,
+    count_stages,
 )
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.logs import get_logger
@@ -247,8 +247,8 @@ def compute_least_bytes(
         alike: the estimate of a config with the same layers and the same checkpointing; None:
             activations are left out of the bound.
     """
-    mesh = mesh_shape(cfg.parallel, settings.ranks)
-    known_mesh = mesh_shape(known_cfg.parallel, settings.ranks)
+    mesh = compute_mesh_shape(cfg.parallel, settings.ranks)
+    known_mesh = compute_mesh_shape(known_cfg.parallel, settings.ranks)
     parts = mesh["pipeline"] * mesh["data_shard"]
     known_parts = known_mesh["pipeline"] * known_mesh["data_shard"]
     is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
@@ -402,7 +402,7 @@ def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
     if changed_cfg is None:
         return []
-    fewest = fewest_micro_batches(changed_cfg.parallel)
+    fewest = count_fewest_micro_batches(changed_cfg.parallel)
     return [size for size in sizes if sequences // size >= fewest]
 
 
@@ -552,10 +552,10 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     if not list_micro_batch_sizes(cfg, changes):
         return False
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
-    if changed_cfg is None or stage_count(changed_cfg.parallel) > count_layers(changed_cfg):
+    if changed_cfg is None or count_stages(changed_cfg.parallel) > count_layers(changed_cfg):
         return False
     try:
-        mesh_shape(changed_cfg.parallel, settings.ranks)
+        compute_mesh_shape(changed_cfg.parallel, settings.ranks)
     except SetupError:
         return False
     return True

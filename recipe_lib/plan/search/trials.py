@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-from recipe_lib.config.describe import value_text
-from recipe_lib.config.idle import why_idle
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.mesh import micro_batches, same_batch_ranks
-from recipe_lib.config.rules import broken_rules
+from recipe_lib.config.compatibility.table import find_broken_rules
+from recipe_lib.config.describe import format_value
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.key_conditions import explain_idle_key
+from recipe_lib.config.mesh import compute_micro_batches, count_same_batch_ranks
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import count_workers, start_forks
 from recipe_lib.errors import SetupError, UserError
@@ -129,7 +129,9 @@ def estimate_run(
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
         module=rank.peak.module,
-        kept=activations * cfg.parallel.context / micro_batches(cfg)[0] if is_whole else 0.0,
+        kept=activations * cfg.parallel.context / compute_micro_batches(cfg)[0]
+        if is_whole
+        else 0.0,
         least_seconds=least_seconds if is_whole else 0.0,
         sent=sent,
         copied=copied,
@@ -242,7 +244,7 @@ def is_long(cfg: Any) -> bool:
 
 def count_data_ranks(cfg: Any, ranks: int) -> int:
     """Return the number of ranks with different batches."""
-    return max(1, ranks // same_batch_ranks(cfg.parallel))
+    return max(1, ranks // count_same_batch_ranks(cfg.parallel))
 
 
 def apply_changes(cfg: Any, changes: Changes) -> Any | None:
@@ -271,9 +273,9 @@ def _list_refusals(cfg: Any) -> set[Any]:
     idle_keys = {
         name
         for name, key in keys.items()
-        if get_value(cfg, name) != key.default and why_idle(cfg, key)
+        if get_value(cfg, name) != key.default and explain_idle_key(cfg, key)
     }
-    return idle_keys.union(broken_rules(cfg, list(keys)))
+    return idle_keys.union(find_broken_rules(cfg, list(keys)))
 
 
 def set_checkpointing(cfg: Any, kind: str) -> Changes:
@@ -306,7 +308,7 @@ def stream_layers(cfg: Any) -> Changes:
 def format_overrides(changes: Changes) -> str:
     """Return the changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
     return " ".join(
-        f"{key}={value_text(value).replace(', ', ',')}" for key, value in changes.items()
+        f"{key}={format_value(value).replace(', ', ',')}" for key, value in changes.items()
     )
 
 

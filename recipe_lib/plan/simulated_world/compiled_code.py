@@ -33,7 +33,7 @@ from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME
 from recipe_lib.plan.simulated_world.simulated_ranks import dispatch_attention
 from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype
 from recipe_lib.plan.tracing.trace import Op
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
@@ -71,7 +71,7 @@ class CompiledCode:
     def describe(self) -> str:
         """Return a line for a report."""
         kernel = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
-        graphs = counted(self.graphs, "graph")
+        graphs = pluralize(self.graphs, "graph")
         return (
             f"compiled code: {graphs}, fused and with the buffers of inductor's code for a"
             f" CPU{kernel}"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from recipe_lib.config.mesh import micro_batches, padded_multiple
+from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step
@@ -63,7 +63,7 @@ class PlannedData:
 
     def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
         """Yield one step of this rank."""
-        yield self._make_step(*micro_batches(self._cfg))
+        yield self._make_step(*compute_micro_batches(self._cfg))
 
     def validation_batches(self) -> Iterator[StepBatches]:
         """Yield one validation batch of this rank."""
@@ -93,7 +93,7 @@ class PlannedData:
                 batch_size=batch_size,
                 accumulation=accumulation,
                 pad_id=0,
-                multiple=padded_multiple(self._cfg),
+                multiple=compute_padded_multiple(self._cfg),
                 pack_length=pack_length,
                 mismatched=self._cfg.max_seq_len if self._cfg.compares_mismatched else None,
             )

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
-from recipe_lib.config.local_files import cache_root, find_files
-from recipe_lib.config.schema_data import is_hub, resolved_sources
+from recipe_lib.config.local_files import find_files, get_cache_root
+from recipe_lib.config.schema_data import is_hub, resolve_sources
 from recipe_lib.data import (
     DataPlan,
     adapt_to_recipe,
@@ -183,7 +183,7 @@ def _load_few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
     if stored is not None or wait is not None:
         return stored
     try:
-        if sum(map(_count_bytes, resolved_sources(cfg.data))) > FEW_BYTES:
+        if sum(map(_count_bytes, resolve_sources(cfg.data))) > FEW_BYTES:
             return None
     except UserError:  # the data are not on this machine
         return None
@@ -214,7 +214,7 @@ def _load_dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
             return stored, ""
         if wait is not None:
             return None, "they are not tokenized yet"
-        size = sum(map(_count_bytes, resolved_sources(cfg.data)))
+        size = sum(map(_count_bytes, resolve_sources(cfg.data)))
         if size > MAX_BYTES_READ:
             return None, f"{format_bytes(size)} that are not tokenized yet"
     except UserError as error:
@@ -249,7 +249,7 @@ def _load_stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | No
     key = builder.find_key()
     if key is None:
         return None
-    manifest = cache_root(cfg.data.cache_dir) / key / MANIFEST
+    manifest = get_cache_root(cfg.data.cache_dir) / key / MANIFEST
     deadline = time.monotonic() + wait
     while not manifest.is_file():
         if time.monotonic() >= deadline:

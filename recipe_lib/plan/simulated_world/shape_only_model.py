@@ -21,8 +21,8 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from recipe_lib.config.paths import configs_folder, list_presets
-from recipe_lib.config.suggest import nearest, show
+from recipe_lib.config.paths import get_configs_folder, list_presets
+from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.models import read_config, read_preset_config
@@ -94,7 +94,7 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     same_size = [
         known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
     ]
-    like = max(prefixes, key=len, default=nearest(name, same_size, cutoff=0.7))
+    like = max(prefixes, key=len, default=find_nearest(name, same_size, cutoff=0.7))
     hint = (
         f"or plan with {key}={like} if it has the same shape"
         if like
@@ -121,10 +121,10 @@ def list_shipped_shapes() -> dict[str, str]:
     shapes = {}
     for preset in list_presets():
         # `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE; all configs of a size have one model.
-        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[:1]:
+        for file in sorted(get_configs_folder().glob(f"{preset}_*.yaml"))[:1]:
             shapes[_read_yaml(file)["model"]["path"]] = preset
     # A shipped config that starts from a preset leaves a model of that shape in its output_dir.
-    for file in configs_folder().rglob("full.yaml"):
+    for file in get_configs_folder().rglob("full.yaml"):
         config = _read_yaml(file)
         shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
     return shapes

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, stage_count
+from recipe_lib.config.mesh import compute_micro_batches, count_stages
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.search.trials import run_in_processes
@@ -22,7 +22,7 @@ from recipe_lib.plan.streams.code_line import format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall, list_order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.step_time import list_first_ranks
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # that are followed for each stage, at most
@@ -76,8 +76,8 @@ def check_streams(
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
     settings = replace(settings, phases=())
-    count = micro_batches(cfg)[1]
-    traced = min(count, _MICRO_BATCHES * stage_count(cfg.parallel))
+    count = compute_micro_batches(cfg)[1]
+    traced = min(count, _MICRO_BATCHES * count_stages(cfg.parallel))
 
     def follow(rank: int) -> RankCheck:
         checker = StreamChecker(NAME)
@@ -121,7 +121,7 @@ def _limit_layers(cfg: Any) -> tuple[Any, int]:
     num_layers = count_layers(cfg)
     lead, period = find_layer_pattern(cfg)
     few = lead + 2 * max(
-        period, stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
+        period, count_stages(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
     )
     if few >= num_layers or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
         return cfg, num_layers
@@ -148,7 +148,7 @@ def render_check(check: StreamCheck) -> str:
         )
         count = sum(rank.waits.values())
         lines.append(
-            f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a"
+            f"rank {rank.rank}: the host waits for the device {pluralize(count, 'time')} a"
             f" step{verdict}"
         )
         lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]

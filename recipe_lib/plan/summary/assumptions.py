@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
@@ -84,7 +84,7 @@ def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
 
 def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
     """Return what the figures of a pipeline rest on."""
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
         "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"

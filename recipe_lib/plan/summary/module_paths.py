@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 from recipe_lib.plan.plan_schema import LayerRow
-from recipe_lib.units import number_ranges
+from recipe_lib.units import format_ranges
 
 _NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)((?:\..*)?)", re.DOTALL)
 
@@ -31,7 +31,7 @@ def join_numbered(names: Iterable[str]) -> str:
         if number is not None:
             groups[before, after].append(number)
     return ", ".join(
-        f"{before}{number_ranges(numbers)}{after}" for (before, after), numbers in groups.items()
+        f"{before}{format_ranges(numbers)}{after}" for (before, after), numbers in groups.items()
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.mesh import micro_batches, stages_per_rank
+from recipe_lib.config.mesh import compute_micro_batches, count_stages_per_rank
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel.pipeline.schedules import UNITS
 from recipe_lib.parallel.pipeline.simulation import counted_in_flight, simulate
@@ -89,7 +89,7 @@ def build_simulated_step(
         return SimulatedStep(
             pipeline=None, sums=timing, trace=simulated[rank].trace, seconds=timing.step
         )
-    size, count = micro_batches(cfg)
+    size, count = compute_micro_batches(cfg)
     first_ranks: dict[int, int] = {}  # by place
     for rank, simulation in simulated.items():
         first_ranks.setdefault(simulation.coordinates["pipeline"], rank)
@@ -103,7 +103,7 @@ def build_simulated_step(
     )
     plan = PipelinePlan(
         schedule=cfg.parallel.pipeline_schedule,
-        stages_per_rank=stages_per_rank(cfg.parallel),
+        stages_per_rank=count_stages_per_rank(cfg.parallel),
         micro_batches=count,
         micro_batch_size=size,
         places=places,

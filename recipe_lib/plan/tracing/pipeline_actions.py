@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
+from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver
@@ -73,7 +73,7 @@ def count_micro_batches_to_trace(cfg: Any, pipeline_rank: int = 0) -> int:
     Without a pipeline two, or three where the last one is unlike the others. With one, the fewest
     whose actions on this rank of it can stand for those of all (`find_stand_ins`).
     """
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
         return min(ALIKE_FROM + is_last_different(cfg), count)
     return count_pipeline_micro_batches(
@@ -99,7 +99,7 @@ def count_pipeline_micro_batches(
     if parallel.pipeline_schedule == "gpipe":
         return count
     kinds = (True, False) if evaluates else (True,)
-    for fewer in range(1, min(count, _MOST_FOR_A_STAGE * stage_count(parallel))):
+    for fewer in range(1, min(count, _MOST_FOR_A_STAGE * count_stages(parallel))):
         if all(
             find_stand_ins(parallel, pipeline_rank, fewer, count, training=training) is not None
             for training in kinds
@@ -187,7 +187,7 @@ def _find_states(
     # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
     sizes = {
         stage: StageBytes(kept=_BASE**index, deferred=_BASE**index)
-        for index, stage in enumerate(stages_of_rank(parallel, pipeline_rank))
+        for index, stage in enumerate(list_rank_stages(parallel, pipeline_rank))
     }
     last_backwards: dict[int, Action] = {}
     if reduces_once(parallel):

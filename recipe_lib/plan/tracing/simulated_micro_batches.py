@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches
-from recipe_lib.config.registry import loaded_plugins
+from recipe_lib.config.mesh import compute_micro_batches
+from recipe_lib.config.registry import list_loaded_plugins
 from recipe_lib.data import Batch
 from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Trace
@@ -64,14 +64,14 @@ def is_declared_uniform(recipe_class: type) -> bool:
     """Return whether a recipe declares that it treats all layers and micro-batches alike."""
     # A plugin's code may treat any of them differently. `vars`, not `getattr`: the class has to say
     # so itself, as one that inherits from it may have another step.
-    return not loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
+    return not list_loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
 
 
 def count_micro_batches_to_simulate(recipe_class: type, cfg: Any) -> int:
     """Return the micro-batches of a step that a plan goes through at the least."""
     if is_declared_uniform(recipe_class):
         return count_micro_batches_to_trace(cfg)
-    return micro_batches(cfg)[1]
+    return compute_micro_batches(cfg)[1]
 
 
 def compare_micro_batches(

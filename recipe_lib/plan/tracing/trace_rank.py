@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from recipe_lib.adapters import nf4
 from recipe_lib.checkpoint.model_export import find_extra_fault, gather_whole
-from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
+from recipe_lib.config.mesh import add_context_dim, compute_micro_batches, split_context_coordinate
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import ConfigError, lines_in
+from recipe_lib.errors import ConfigError, find_lines_in
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import World
 from recipe_lib.parallel.parallelize import Parallel
@@ -172,7 +172,7 @@ def simulate(
     if traced is not None:
         return run(traced)
     is_uniform = is_declared_uniform(recipe_class)
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     simulated = run(count if not is_uniform and count <= FEW_MICRO_BATCHES else None)
     if simulated.traced == count or (simulated.comparison.alike and is_uniform):
         return simulated
@@ -266,7 +266,7 @@ def _run_phases(
     if traced and not stands_alone:
         _repeat_micro_batches(tracer.trace, cfg, pipeline_rank, traced, marks)
         repeat_last_micro_batch(
-            tracer.trace, mismatched_marks, count=micro_batches(cfg)[1], traced=traced
+            tracer.trace, mismatched_marks, count=compute_micro_batches(cfg)[1], traced=traced
         )
     dims = world.mesh.mesh_dim_names or ()
     coordinates = dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
@@ -276,8 +276,8 @@ def _run_phases(
     return Simulated(
         trace=tracer.trace,
         modules=modules,
-        coordinates=place_with_context(cfg.parallel, coordinates),
-        mesh=with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True))),
+        coordinates=split_context_coordinate(cfg.parallel, coordinates),
+        mesh=add_context_dim(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True))),
         tokens=tokens,
         repeats=step_growth == 0,
         stages=_find_stages(recipe),
@@ -327,7 +327,7 @@ def _repeat_micro_batches(
     trace: Trace, cfg: Any, pipeline_rank: int, traced: int, marks: MicroBatchMarks
 ) -> None:
     """Let the micro-batches that were traced count as often as a step has such ones."""
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     num_different = int(is_last_different(cfg))
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, pipeline_rank=pipeline_rank, traced=traced, count=count)
@@ -422,7 +422,7 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
 
 def _explain_value_read(recipe_class: type, error: Exception) -> ConfigError:
     file = inspect.getfile(recipe_class)
-    lines = lines_in(error, file)
+    lines = find_lines_in(error, file)
     location = f"{file}:{lines[-1]}: " if lines else ""
     return ConfigError(
         f"{location}{recipe_class.__name__}.train_step: reads the value of a tensor"

@@ -15,7 +15,7 @@ from recipe_lib.units import (
     choose_unit,
     count_hundredths,
     format_hundredths,
-    number_ranges,
+    format_ranges,
     share_out,
 )
 
@@ -159,7 +159,7 @@ def _join_alike(branches: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
         joined_name = names[0]
         if len(names) > 1:
             last = joined_name.rpartition(".")[2]
-            numbers = number_ranges(int(name.rpartition(".")[2]) for name in names)
+            numbers = format_ranges(int(name.rpartition(".")[2]) for name in names)
             joined_name = joined_name.removesuffix(last) + numbers
         joined[joined_name] = list(chain.from_iterable(branches[name] for name in names))
     return joined

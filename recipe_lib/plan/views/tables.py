@@ -26,11 +26,11 @@ from recipe_lib.units import (
     Seconds,
     choose_unit,
     count_hundredths,
-    counted,
     format_bytes,
     format_change,
     format_hundredths,
-    number_ranges,
+    format_ranges,
+    pluralize,
     share_out,
 )
 
@@ -275,7 +275,7 @@ def build_communication_table(plan: Plan) -> Table | None:
         return None
     rows = []
     for (dim, _), rows_of_dim in group_by_dim(plan.communication).items():
-        members = " or ".join(dict.fromkeys(number_ranges(row.ranks) for row in rows_of_dim))
+        members = " or ".join(dict.fromkeys(format_ranges(row.ranks) for row in rows_of_dim))
         rows.append(_build_traffic_row(f"{dim}: ranks {members}", rows_of_dim))
         groups: dict[tuple[Any, ...], list[CommunicationRow]] = {}
         for row in rows_of_dim:
@@ -411,7 +411,7 @@ def build_groups_table(plan: Plan) -> Table | None:
         along = ""
         if dimension.along != [dimension.dim]:
             along = f", along {' and '.join(dimension.along)}"
-        title = f"{dimension.dim}: {counted(len(groups), 'group')} of {len(groups[0])}{along}"
+        title = f"{dimension.dim}: {pluralize(len(groups), 'group')} of {len(groups[0])}{along}"
         rows.append([title])
         # A group stays in one line.
         texts = [f"[{_format_members(plan, group)}]".replace(" ", _NO_BREAK) for group in groups]
@@ -452,8 +452,8 @@ def _format_ranges(plan: Plan, ranks: Sequence[int]) -> str:
         gpus.setdefault(rank // per_node, []).append(rank % per_node)
     machines: dict[str, list[int]] = {}  # by their GPUs
     for machine, numbers in gpus.items():
-        machines.setdefault(number_ranges(numbers), []).append(machine)
-    return " ".join(f"n{number_ranges(numbers)}_g{gpu}" for gpu, numbers in machines.items())
+        machines.setdefault(format_ranges(numbers), []).append(machine)
+    return " ".join(f"n{format_ranges(numbers)}_g{gpu}" for gpu, numbers in machines.items())
 
 
 def build_stage_ranks_table(plan: Plan) -> Table | None:
@@ -465,7 +465,7 @@ def build_stage_ranks_table(plan: Plan) -> Table | None:
         for stage, (first, last) in zip(place.stages, place.layers, strict=False):
             layers = str(first) if first == last else f"{first}-{last}"
             rows.append(
-                [stage, layers, _format_ranges(plan, place.ranks), number_ranges(place.ranks)]
+                [stage, layers, _format_ranges(plan, place.ranks), format_ranges(place.ranks)]
             )
     rows.sort(key=lambda row: row[0])
     return Table(

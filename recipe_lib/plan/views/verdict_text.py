@@ -17,12 +17,12 @@ from recipe_lib.plan.plan_schema import (
 from recipe_lib.units import (
     choose_unit,
     count_hundredths,
-    counted,
     format_bytes,
     format_count,
     format_duration,
     format_hundredths,
     format_seconds,
+    pluralize,
 )
 
 _FEW_SECONDS = 1e-3  # batches on their way to the device take less
@@ -150,7 +150,7 @@ def list_run_facts(plan: Plan) -> Facts:
         ("why", explain_verdict(plan)),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
-        ("mesh", f"{mesh} ({counted(plan.ranks, 'rank')})"),
+        ("mesh", f"{mesh} ({pluralize(plan.ranks, 'rank')})"),
         ("sequence length", _format_sequence(plan)),
         (
             "device",
@@ -286,7 +286,7 @@ def list_step_facts(plan: Plan) -> Facts:
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
     """Return its schedule, and how much of it is waiting."""
-    sequences = counted(pipeline.micro_batch_size, "sequence")
+    sequences = pluralize(pipeline.micro_batch_size, "sequence")
     text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
     if pipeline.bubble is not None and pipeline.seconds is not None:
         step = format_duration(pipeline.seconds)
