@@ -40,7 +40,7 @@ from benchmarks.gpu_plan_report import (
     write_pair,
 )
 from benchmarks.longest import Longest, read
-from recipe_lib.errors import ConfigError, exit_code_of
+from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
@@ -123,7 +123,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
-    return exit_code_of(lambda: _run(options, words))
+    return run_for_exit_code(lambda: _run(options, words))
 
 
 def _run(options: argparse.Namespace, words: list[str]) -> int:

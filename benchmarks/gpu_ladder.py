@@ -30,7 +30,7 @@ from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
 from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, rungs
 from benchmarks.gpu_ladder_report import key_of, ladder_markdown, line_text, summary
 from benchmarks.gpu_plan_report import device_word, write_pair
-from recipe_lib.errors import UserError, exit_code_of
+from recipe_lib.errors import UserError, run_for_exit_code
 from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import Hardware, find_hardware
@@ -67,7 +67,7 @@ def main(words: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--output {options.output}: {folder} cannot be made ({error.strerror})")
-    return exit_code_of(lambda: _run(options))
+    return run_for_exit_code(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:

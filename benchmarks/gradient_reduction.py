@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.files import replace_text
-from recipe_lib.units import gib
+from recipe_lib.units import convert_to_gib
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
@@ -86,10 +86,10 @@ def rows(case: Case) -> list[list[str]]:
         step = plan["time"]["step"]
         first = first or step
         cells = [
-            f"{gib(active):.2f}",
+            f"{convert_to_gib(active):.2f}",
             plan["verdict"],
             f"{calls:,}",
-            f"{gib(sent):.2f}",
+            f"{convert_to_gib(sent):.2f}",
             f"{step:.2f}",
         ]
         found.append([name, *cells, f"{first / step:.2f}"])

@@ -9,7 +9,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 
-from recipe_lib.config.rules import RULES
+from recipe_lib.config.compatibility.table import RULES
 from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, refusal
 
 WAITS = Path(__file__).parents[1] / "docs" / "host_waits.json"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipe_lib.config.optimizer_facts import BYTES, state_bytes
+from recipe_lib.config.optimizer_facts import BYTES, compute_state_bytes
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.optim.low_bit_adamw import MASTER, make_code
 from recipe_lib.optim.optimizers import build_optimizer
@@ -62,7 +62,7 @@ class Kind:
         """Return bytes of the states, master weights included, for each weight of a matrix with
         long rows.
         """
-        return state_bytes(replace(BASE, **self.settings), BYTES[self.dtype], in_layer=True)
+        return compute_state_bytes(replace(BASE, **self.settings), BYTES[self.dtype], in_layer=True)
 
 
 KINDS = (

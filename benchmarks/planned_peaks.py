@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = (
     "1"  # sequences are as long as they may be: no dataset is asked for its rows
 )
 
-from recipe_lib.config.paths import configs_folder  # noqa: E402
+from recipe_lib.config.paths import get_configs_folder  # noqa: E402
 from recipe_lib.plan.allocation.untraced_memory import outside_torch  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
 from recipe_lib.units import GIB, format_bytes, format_count  # noqa: E402
@@ -63,8 +63,8 @@ Plans = dict[str, dict[str, int]]
 def names() -> list[str]:
     """The shipped configs."""
     return sorted(
-        path.relative_to(configs_folder()).with_suffix("").as_posix()
-        for path in configs_folder().rglob("*.yaml")
+        path.relative_to(get_configs_folder()).with_suffix("").as_posix()
+        for path in get_configs_folder().rglob("*.yaml")
     )
 
 
@@ -234,7 +234,7 @@ def _total(joined: str, ranks: int) -> str:
 
 def write_header(name: str, plans: Plans) -> None:
     """Writes one config's file anew."""
-    path = configs_folder() / f"{name}.yaml"
+    path = get_configs_folder() / f"{name}.yaml"
     path.write_text(
         header(path.read_text(encoding="utf-8"), plans, read_fastest().get(name)), encoding="utf-8"
     )
@@ -259,7 +259,7 @@ def check(name: str, plans: Plans) -> bool:
 
 def text_of(name: str) -> str:
     """A shipped config's text."""
-    return (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    return (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def read_plans() -> dict[str, Plans]:

@@ -24,7 +24,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
-from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_per_rank  # noqa: E402
+from recipe_lib.config.mesh import SCHEDULES, count_stages, count_stages_per_rank  # noqa: E402
 from recipe_lib.config.schema import ParallelConfig  # noqa: E402
 from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.models import build_meta, init_weights  # noqa: E402
@@ -93,7 +93,7 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
     found = []
     for schedule in schedules:
         cfg = config(schedule, ranks, count, "none")
-        stages = stage_count(cfg.parallel)
+        stages = count_stages(cfg.parallel)
         cfg.parallel.pipeline_layers_per_stage = [1] * stages
         spec = small_spec(stages)
         with start_world(cfg) as world:
@@ -149,7 +149,7 @@ def measure(schedules: Sequence[str], ranks: int, count: int, seconds: float) ->
     found = run_ranks(_run_rank, ranks, schedules, ranks, count, seconds, timeout=1800.0)
     measured = {}
     for number, schedule in enumerate(schedules):
-        own = stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
+        own = count_stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
         work = 3 * own * count * seconds
         steps = [
             bubble_of([rank[number][step] for rank in found], work) for step in range(1, STEPS)
@@ -196,7 +196,7 @@ def page(count: int, seconds: float) -> tuple[str, bool]:
     for ranks in RANKS:
         measured = measure(list(SCHEDULES), ranks, count, seconds)
         for schedule, bubble in measured.items():
-            own = stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
+            own = count_stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
             theory = theoretical_bubble(schedule, ranks, count, own)
             assert theory is not None
             good &= abs(bubble / theory - 1) <= ALLOWED

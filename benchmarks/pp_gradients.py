@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, Part  # noqa: E402
 from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
-from recipe_lib.config.mesh import stage_count, stages_of_rank  # noqa: E402
+from recipe_lib.config.mesh import count_stages, list_rank_stages  # noqa: E402
 from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing  # noqa: E402
 from recipe_lib.models import Decoder, build_meta, init_weights  # noqa: E402
@@ -169,7 +169,10 @@ def _run_stock(situation: Situation, schedule: str) -> Found:
     cfg = _config(situation, schedule)
     with start_world(cfg) as world:
         assert world.pipeline is not None
-        stages, mine = stage_count(cfg.parallel), stages_of_rank(cfg.parallel, world.pipeline.rank)
+        stages, mine = (
+            count_stages(cfg.parallel),
+            list_rank_stages(cfg.parallel, world.pipeline.rank),
+        )
         each, group = LAYERS // stages, world.mesh.get_group("pipeline")
         parts = [
             _part(situation, range(stage * each, (stage + 1) * each), stage, stages, world)

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from benchmarks.pp_traced import Storages, Traced, count_forwards, micro_batches
-from recipe_lib.config.mesh import stage_count, stages_of_rank
+from recipe_lib.config.mesh import count_stages, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights
@@ -67,8 +67,8 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     """A rank's second step, traced; `held` stays empty. The loss is that of whole logits, made in
     forward.
     """
-    stages = stage_count(cfg.parallel)
-    each, mine = spec.num_layers // stages, stages_of_rank(cfg.parallel, rank)
+    stages = count_stages(cfg.parallel)
+    each, mine = spec.num_layers // stages, list_rank_stages(cfg.parallel, rank)
     parts = [
         _part(cfg, spec, stage, range(stage * each, (stage + 1) * each), stages) for stage in mine
     ]

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from benchmarks.pp_stock import SCHEDULE_CLASSES, Part
 from recipe_lib import training
 from recipe_lib.cli.recipes import RecipeFile, load_module
-from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
+from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
 from recipe_lib.data import StepBatches
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
@@ -54,8 +54,8 @@ class _TorchStages:
         """The stages of this rank, layers shared out evenly, and what runs them."""
         cfg, self.parallel, self.losses = self.cfg, Parallel(), []
         stages, mine = (
-            stage_count(cfg.parallel),
-            stages_of_rank(cfg.parallel, self.world.pipeline.rank),
+            count_stages(cfg.parallel),
+            list_rank_stages(cfg.parallel, self.world.pipeline.rank),
         )
         each = self.spec.num_layers // stages
         self.mine, self.last = mine, stages - 1
@@ -68,7 +68,7 @@ class _TorchStages:
         ]
         name = cfg.parallel.pipeline_schedule
         made: Any = wrapped[0] if name in ("gpipe", "1f1b") else wrapped
-        count = micro_batches(cfg)[1]
+        count = compute_micro_batches(cfg)[1]
         self.schedule = SCHEDULE_CLASSES[name](
             made, n_microbatches=count, loss_fn=_loss, scale_grads=False
         )
@@ -82,7 +82,7 @@ class _TorchStages:
 
     def _stage(self, part: Part, stage: int, stages: int) -> PipelineStage:
         """With the shapes given: what torch would otherwise learn by running, and by sending."""
-        shape = (micro_batches(self.cfg)[0], self.cfg.max_seq_len)
+        shape = (compute_micro_batches(self.cfg)[0], self.cfg.max_seq_len)
 
         def made(width: int | None) -> Tensor:
             if width is None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.config.mesh import SCHEDULES, stage_count
+from recipe_lib.config.mesh import SCHEDULES, count_stages
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch
 from recipe_lib.memory import apply_activation_checkpointing
@@ -191,7 +191,7 @@ def config(
 def expected(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> list[Live]:
     """What a rank holds after each action, by theory; layers are even."""
     parallel = cfg.parallel
-    stages, each = stage_count(parallel), spec.num_layers // stage_count(parallel)
+    stages, each = count_stages(parallel), spec.num_layers // count_stages(parallel)
     order, taken = taken_sends(cfg, rank, count)
     splits, mode = SCHEDULES[parallel.pipeline_schedule].splits, cfg.memory.activation_checkpointing
     sizes = {}
@@ -248,7 +248,7 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
     Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients
     are there already.
     """
-    stages = stage_count(cfg.parallel)
+    stages = count_stages(cfg.parallel)
     each = spec.num_layers // stages
     splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
     model = build_meta(spec, torch.float32)
@@ -342,8 +342,8 @@ def run_ours(
     first.
     """
     cfg.parallel.pipeline_layers_per_stage = [
-        spec.num_layers // stage_count(cfg.parallel)
-    ] * stage_count(cfg.parallel)
+        spec.num_layers // count_stages(cfg.parallel)
+    ] * count_stages(cfg.parallel)
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
         pipeline = split_pipeline(model, cfg, world)

@@ -27,7 +27,7 @@ import torch
 from benchmarks.realdata import find_real_data
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.config.paths import configs_folder
+from recipe_lib.config.paths import get_configs_folder
 from recipe_lib.data import build_dataset
 from recipe_lib.data.batches import validation_steps
 from recipe_lib.logs import silence_torchao
@@ -190,7 +190,7 @@ def with_qat(setup: Setup) -> list[str]:
 def config(setup: Setup, seed: int) -> FullFinetuneConfig:
     """Of the runs without rounding."""
     return load_config(
-        configs_folder() / "demo" / "full.yaml", words(setup, seed), FullFinetuneConfig
+        get_configs_folder() / "demo" / "full.yaml", words(setup, seed), FullFinetuneConfig
     )
 
 

@@ -1,7 +1,7 @@
 """Errors that a user can cause, and the exit codes a run ends with.
 
 A user error is one line: the place (file, line or key), what was found, what was expected and what
-to do. `exit_code_of` turns it into standard error and an exit code; anything else is our own bug
+to do. `run_for_exit_code` turns it into standard error and an exit code; anything else is our own bug
 and keeps its traceback.
 """
 
@@ -43,7 +43,7 @@ _SIGNS = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000
 _JOINERS = "\u200c\u200d"
 
 
-def visible(text: str, keep: str = "") -> str:
+def escape_invisible(text: str, keep: str = "") -> str:
     """The text with all that a terminal would obey or not show, except what is in `keep`, written
     out: `\\x1b`, `\\n`.
 
@@ -81,14 +81,14 @@ def _escape(letter: str) -> str:
     return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
 
 
-def first_line(error: BaseException, most: int = 200) -> str:
+def get_first_line(error: BaseException, most: int = 200) -> str:
     """Return the first line of what an error says, so many letters of it; its kind where it says
     nothing.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
-def lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
+def find_lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
     """The lines of a Python file that an error came through, outermost first, however the file's
     path was written.
     """
@@ -110,7 +110,7 @@ class UserError(Exception):
 
     def __init__(self, *faults: str):
         """faults: one line each; several are reported together."""
-        self.faults = [redact(visible(fault)) for fault in faults]
+        self.faults = [redact(escape_invisible(fault)) for fault in faults]
         super().__init__("\n".join(self.faults))
 
 
@@ -163,7 +163,7 @@ def raise_faults(kind: type[UserError], faults: Iterable[str | None]) -> None:
         raise kind(*lines)
 
 
-def exit_code_of(main: Callable[[], int | None]) -> int:
+def run_for_exit_code(main: Callable[[], int | None]) -> int:
     """Runs `main`; user errors become lines on standard error and their exit code, without a
     traceback.
 
@@ -188,7 +188,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
             if len(error.filename) <= 80
             else f"{error.filename[:60]}...{error.filename[-17:]}"
         )
-        _say_once(f"error: {visible(name)}: {error.strerror}; choose another name\n")
+        _say_once(f"error: {escape_invisible(name)}: {error.strerror}; choose another name\n")
         return USER_ERROR
     except SystemExit as error:
         if error.code != STOPPED_AND_SAVED:
@@ -218,7 +218,7 @@ def _show_uncaught_of_thread(failed: threading.ExceptHookArgs) -> None:
 _at_end: list[Callable[[], None]] = []
 
 
-def at_end(callback: Callable[[], None]) -> None:
+def call_at_end(callback: Callable[[], None]) -> None:
     """Has it called when the process ends, by `end_process` or as Python does; not when it is
     killed.
     """
@@ -227,7 +227,7 @@ def at_end(callback: Callable[[], None]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends a rank at once with `code`, its output flushed, what `at_end` was given called.
+    """Ends a rank at once with `code`, its output flushed, what `call_at_end` was given called.
 
     Without Python's own shutdown, during which a thread of gloo may still drop its last tensor, and
     abort.

@@ -65,7 +65,7 @@ class FileRecord:
 
 
 @contextmanager
-def storage_faults() -> Iterator[None]:
+def report_storage_faults() -> Iterator[None]:
     """Turns an operating system's refusal to write into one StorageError line."""
     try:
         yield
@@ -181,7 +181,7 @@ def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     discard_idle(target.parent, target.name)
-    temporary = temporary_path(target)
+    temporary = make_temporary_path(target)
     try:
         yield temporary
         rename(temporary, target, replace=replace)
@@ -198,7 +198,7 @@ def replace_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
 
     replace: as in `write_aside`.
     """
-    with storage_faults(), write_aside(path, replace=replace) as temporary:
+    with report_storage_faults(), write_aside(path, replace=replace) as temporary:
         write_bytes(temporary, data)
 
 
@@ -253,7 +253,7 @@ class LineFile:
         self._file.close()
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """SHA-256 of the file's bytes as they are on the disk now."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -293,7 +293,7 @@ def remove_folder(path: Path) -> None:
     """Removes a published folder: it loses its name first, so that half of it is never taken for
     the whole.
     """
-    temporary = temporary_path(path)
+    temporary = make_temporary_path(path)
     rename(path, temporary)
     remove_temporary(temporary)
 
@@ -326,20 +326,20 @@ def discard(path: Path) -> None:
             )
 
 
-def temporary_path(final: Path) -> Path:
+def make_temporary_path(final: Path) -> Path:
     """A new temporary name next to `final`: `.NAME.<nonce>.tmp`."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
 def is_temporary(path: Path, finals: str, suffix: str = TEMPORARY_SUFFIX) -> bool:
-    """Whether the name is one that `temporary_path` gives for a final name of the pattern `finals`
+    """Whether the name is one that `make_temporary_path` gives for a final name of the pattern `finals`
     (`step_*`).
     """
     found = re.fullmatch(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(suffix)}", path.name)
     return found is not None and fnmatchcase(found[1], finals)
 
 
-def leftovers(parent: Path, finals: str) -> list[Path]:
+def list_leftovers(parent: Path, finals: str) -> list[Path]:
     """What killed processes left in `parent` under temporary names of such finals."""
     if not parent.is_dir():
         return []
@@ -348,7 +348,7 @@ def leftovers(parent: Path, finals: str) -> list[Path]:
 
 def remove_leftovers(parent: Path, finals: str) -> None:
     """Removes them."""
-    for path in leftovers(parent, finals):
+    for path in list_leftovers(parent, finals):
         remove_temporary(path)
 
 
@@ -356,13 +356,13 @@ def discard_idle(parent: Path, finals: str) -> None:
     """Remove what killed processes left of such files; others may be writing theirs at this
     moment.
     """
-    for path in leftovers(parent, finals):
+    for path in list_leftovers(parent, finals):
         with suppress(OSError):  # it has just gone
             if time.time() - path.lstat().st_mtime > IDLE_SECONDS:
                 discard(path)
 
 
-def bytes_in(folder: Path) -> int:
+def count_folder_bytes(folder: Path) -> int:
     """Bytes of the files in a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
@@ -373,7 +373,7 @@ def publish_folder(temporary: Path, final: Path) -> None:
     rename(temporary, final)
 
 
-def exchange(temporary: Path, final: Path) -> Path:
+def exchange_folders(temporary: Path, final: Path) -> Path:
     """Gives a folder the name of another one, in one operation where the system can; returns where
     the other is now.
 
@@ -383,13 +383,13 @@ def exchange(temporary: Path, final: Path) -> Path:
     if _renameat2(temporary, final, _RENAME_EXCHANGE):
         flush_folder(final.parent)
         return temporary
-    old = temporary_path(final).with_suffix(REPLACED_SUFFIX)
+    old = make_temporary_path(final).with_suffix(REPLACED_SUFFIX)
     os.rename(final, old)
     rename(temporary, final)
     return old
 
 
-def replaced(root: Path, name: str) -> list[Path]:
+def list_replaced(root: Path, name: str) -> list[Path]:
     """What an exchange in two operations left of the folder `name`, if a process ended in between
     or after it.
     """
@@ -402,7 +402,7 @@ def restore_replaced(root: Path, name: str) -> None:
     """Gives the former folder its name again, if nothing has it; of one that was replaced only the
     rest is removed.
     """
-    for old in replaced(root, name):
+    for old in list_replaced(root, name):
         if (root / name).exists():
             remove_temporary(old)
         else:

@@ -52,7 +52,7 @@ def _level() -> int:
     return logging.WARNING if is_quiet() else said
 
 
-def wrapped(text: str, columns: int) -> str:
+def wrap_lines(text: str, columns: int) -> str:
     """Lines broken between words for a terminal of so many columns; what a line goes on with is
     indented.
     """
@@ -72,7 +72,7 @@ def print_wrapped(text: str, file: TextIO | None = None) -> None:
     """Print a line, on standard output by default; on a terminal it is broken between words."""
     file = file or sys.stdout
     print(
-        wrapped(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text,
+        wrap_lines(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text,
         file=file,
     )
 
@@ -87,7 +87,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = redact(super().format(record))
         if sys.stderr.isatty() and not hasattr(record, "is_command"):
-            text = wrapped(text, shutil.get_terminal_size((80, 24)).columns)
+            text = wrap_lines(text, shutil.get_terminal_size((80, 24)).columns)
         code = _STYLES.get(getattr(record, "style", record.levelno))
         return f"\x1b[{code}m{text}\x1b[0m" if code and wants_color(sys.stderr) else text
 

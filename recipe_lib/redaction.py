@@ -99,6 +99,6 @@ def redact_values(value: Any) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-def holds_secret(text: str) -> bool:
+def has_secret(text: str) -> bool:
     """Whether `redact` would change the text."""
     return redact(text) != text

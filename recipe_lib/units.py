@@ -11,7 +11,7 @@ MIB = 1024**2
 Unit = tuple[int, str]
 
 
-def gib(num_bytes: float) -> float:
+def convert_to_gib(num_bytes: float) -> float:
     """Bytes as GiB (1024^3)."""
     return num_bytes / GIB
 
@@ -86,7 +86,7 @@ def format_change(change: Any) -> str:
     return f"{'+' if change > 0 else '-'}{type(change)(abs(change))}"
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """`1 sample`, `2 samples`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -105,7 +105,7 @@ def choose_lines(*lines: tuple[object, str]) -> list[str]:
     return [line for count, line in lines if count]
 
 
-def number_ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """`[0, 1, 2, 5]` -> `0-2,5`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):

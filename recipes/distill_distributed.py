@@ -34,7 +34,7 @@ from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.huggingface import check_room
 from recipe_lib.config import DistillFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
-from recipe_lib.errors import end_process, exit_code_of
+from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.models import build_meta
 from recipe_lib.ops.distillation import Distillation, Divergence
 from recipe_lib.parallel import (
@@ -200,4 +200,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    end_process(exit_code_of(main))
+    end_process(run_for_exit_code(main))

@@ -35,7 +35,7 @@ from recipe_lib import training
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
-from recipe_lib.errors import end_process, exit_code_of
+from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import (
     DTYPES,
@@ -169,4 +169,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    end_process(exit_code_of(main))
+    end_process(run_for_exit_code(main))

@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="unknown_key_in_a_section",
-        path="recipe_lib/config/check.py",
+        path="recipe_lib/config/check_settings.py",
         old="        else:\n            unknown_key(checked, source, line, name,",
         new="        elif not section:\n            unknown_key(checked, source, line, name,",
         harm="a misspelled key in a section is ignored without a word",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.errors import USER_ERROR, UserError, exit_code_of, visible
+from recipe_lib.errors import USER_ERROR, UserError, escape_invisible, run_for_exit_code
 from recipe_lib.models import read_config
 from recipe_lib.reading import open_regular, parse_json, read_bytes, read_json
 from recipe_lib.tokenizers import load_tokenizer
@@ -108,7 +108,7 @@ def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("a" * 5000, "File name too long"),
         ("loop", "Too many levels of symbolic links"),
     ):
-        code = exit_code_of(lambda name=name: (tmp_path / name).stat() and None)
+        code = run_for_exit_code(lambda name=name: (tmp_path / name).stat() and None)
         assert code == USER_ERROR
         line = capsys.readouterr().err
         assert (
@@ -156,7 +156,7 @@ def test_json_that_cannot_be_read(text: bytes, said: str):
     ],
 )
 def test_what_would_not_be_seen_is_written_out(text: str, shown: str):
-    assert visible(text) == shown
+    assert escape_invisible(text) == shown
     assert str(UserError(text)) == shown
 
 
@@ -173,8 +173,8 @@ def test_what_would_not_be_seen_is_written_out(text: str, shown: str):
     ],
 )
 def test_what_is_seen_stays(text: str):
-    assert visible(text) == text
+    assert escape_invisible(text) == text
 
 
 def test_what_is_kept():
-    assert visible("a\nb\tc", keep="\n") == "a\nb\\tc"
+    assert escape_invisible("a\nb\tc", keep="\n") == "a\nb\\tc"

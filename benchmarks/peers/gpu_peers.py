@@ -55,7 +55,7 @@ from benchmarks.peers.report import (
     name_of,
     write_peers_report,
 )
-from recipe_lib.errors import ConfigError, SetupError, exit_code_of
+from recipe_lib.errors import ConfigError, SetupError, run_for_exit_code
 from recipe_lib.models import preset_config, spec_from_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     """Runs all sides in turns and writes the report after each; 1 if one failed or did other work,
     2: a mistake.
     """
-    return exit_code_of(lambda: _run(_arguments(argv), argv))
+    return run_for_exit_code(lambda: _run(_arguments(argv), argv))
 
 
 def _run(options: argparse.Namespace, argv: list[str]) -> int:

@@ -17,7 +17,7 @@ import torch
 from recipe_lib.checkpoint.huggingface import find_checkpoint, load_weights
 from recipe_lib.config import load_config
 from recipe_lib.data import render_prompt
-from recipe_lib.errors import exit_code_of
+from recipe_lib.errors import run_for_exit_code
 from recipe_lib.generation.sample import generate
 from recipe_lib.models import (
     Decoder,
@@ -115,4 +115,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    sys.exit(run_for_exit_code(main))

@@ -11,8 +11,8 @@ from recipe_lib.checkpoint.weights_out import check_room, export_model
 from recipe_lib.config.local_files import (
     MODEL_FILES,
     NEVER_DOWNLOADED,
-    model_folder,
-    not_downloaded,
+    describe_missing_model,
+    find_model_folder,
 )
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import show
@@ -34,7 +34,7 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
 
     Nothing is downloaded. Raises CheckpointError if there is no such folder.
     """
-    folder = model_folder(path_or_hub_id)
+    folder = find_model_folder(path_or_hub_id)
     if folder is not None:
         return folder
     name = str(path_or_hub_id)
@@ -48,7 +48,7 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
             )
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(not_downloaded(name)) from error
+        raise CheckpointError(describe_missing_model(name)) from error
 
 
 def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False) -> Path:

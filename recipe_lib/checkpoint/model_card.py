@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from recipe_lib.config.local_files import is_hub_snapshot
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
-from recipe_lib.config.schema_data import HUB, is_hub, resolved_sources
+from recipe_lib.config.schema_data import HUB, is_hub, resolve_sources
 from recipe_lib.redaction import redact
 
 CARD = "README.md"
@@ -44,7 +44,7 @@ def model_card(
     they call BASE. plan, results: rows of the tables of how it was trained and what came of it.
     """
     shown = public_name(base, base_folder)
-    sources = [] if cfg is None else [one.source for one in resolved_sources(cfg.data)]
+    sources = [] if cfg is None else [one.source for one in resolve_sources(cfg.data)]
     data = ModelCardData(
         base_model=base if base_folder is not None and is_hub_snapshot(base_folder, base) else None,
         datasets=sorted(
@@ -90,7 +90,7 @@ def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[
     kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
     if cfg is None:
         return kinds
-    prefers = any(one.format == "preference" for one in resolved_sources(cfg.data))
+    prefers = any(one.format == "preference" for one in resolve_sources(cfg.data))
     return [cfg.recipe.partition("_")[0] if prefers else "sft", *kinds]
 
 
@@ -121,7 +121,7 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
-    for one in resolved_sources(cfg.data):
+    for one in resolve_sources(cfg.data):
         weight = f", weight {one.weight:g}" if one.weight != 1 else ""
         yield f"- `{_without_folders(one.source)}`, format `{one.format}`{weight}"
     if cfg.validation.source:

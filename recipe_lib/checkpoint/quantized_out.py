@@ -25,8 +25,8 @@ from recipe_lib.checkpoint.verify import compute_logits, open_model, quiet_trans
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.checkpoint.weights_out import SideFiles, spell_config, stage_folder
-from recipe_lib.config.local_files import install_line
-from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
+from recipe_lib.config.local_files import format_install_line
+from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_first_line
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import base_config
 from recipe_lib.models import read_config, read_trained_spec
@@ -70,7 +70,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     spec = check_quantizable(folder, kind, group_size)
     tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
-    with files.storage_faults(), quiet_transformers():
+    with files.report_storage_faults(), quiet_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
@@ -127,7 +127,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise SetupError(
-            f"--quantize: found no package transformers; {install_line('transformers')}"
+            f"--quantize: found no package transformers; {format_install_line('transformers')}"
         ) from None
     return transformers
 
@@ -169,7 +169,7 @@ def _opened(folder: Path, **more: Any) -> Any:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
-            f"{folder}: transformers does not open it ({first_line(error)})"
+            f"{folder}: transformers does not open it ({get_first_line(error)})"
         ) from error
 
 

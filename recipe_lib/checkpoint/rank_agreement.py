@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.tensor_files import PlannedTensor, host_bytes, write_tensor_file
 from recipe_lib.errors import StorageError
-from recipe_lib.files import storage_faults
+from recipe_lib.files import report_storage_faults
 from recipe_lib.models.meta_init import persistent_buffers
 
 Result = TypeVar("Result")
@@ -76,7 +76,7 @@ def together(world: RankGroup, action: Callable[[], Result]) -> Result:
     """
 
     def guarded() -> Result:
-        with storage_faults():
+        with report_storage_faults():
             return action()
 
     return world.agree(guarded)

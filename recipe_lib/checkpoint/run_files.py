@@ -24,7 +24,7 @@ from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.files import FileRecord, is_plain_name, sha256_of, write_json
+from recipe_lib.files import FileRecord, compute_sha256, is_plain_name, write_json
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import describe_fault, open_regular, read_json, read_object
 from recipe_lib.report.phases import phase
@@ -161,7 +161,7 @@ def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str
     with phase(f"checking {folder.name}", sum(record.size for record in own), "bytes") as going:
         for record in own:
             try:
-                found = sha256_of(folder / record.name)
+                found = compute_sha256(folder / record.name)
             except OSError as error:
                 return f"{record.name} cannot be read: {error.strerror}"
             if found != record.sha256:
@@ -348,7 +348,7 @@ def publish(temporary: Path, final: Path) -> None:
         record.folders[name] = [new, *(listing for listing in former if listing != new)]
         write_record(root, record)
     if taken:
-        _remove_replaced(files.exchange(temporary, final), former, final)
+        _remove_replaced(files.exchange_folders(temporary, final), former, final)
     else:
         files.rename(temporary, final)
     if record is not None:
@@ -492,7 +492,7 @@ def bring_best(state: Path, root: Path, name: str) -> str:
     if source.parent.resolve() == best.resolve():
         return name
     target = find_free(best / f"{PREFIX}{manifest.step}")
-    temporary = files.temporary_path(target)
+    temporary = files.make_temporary_path(target)
     files.make_folder(temporary)
     for file in (*(record.name for record in manifest.files), MANIFEST):
         files.copy_file(source / file, temporary / file)

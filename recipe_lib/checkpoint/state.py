@@ -75,7 +75,7 @@ from recipe_lib.checkpoint.run_files import (
 )
 from recipe_lib.checkpoint.tensor_files import DTYPES, PlannedTensor, read_header, write_tensor_file
 from recipe_lib.checkpoint.weights_out import whole
-from recipe_lib.config.local_files import no_whole_state
+from recipe_lib.config.local_files import describe_damaged_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
@@ -160,7 +160,7 @@ def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     files.require_space(root, needed, f"the state of step {step}")
     name = find_free(root / f"{PREFIX}{step}").name
     sequence = 1 + max((manifest.sequence for _, manifest in readable_states(root)), default=0)
-    temporary = files.temporary_path(root / name)
+    temporary = files.make_temporary_path(root / name)
     files.make_folder(temporary)
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
 
@@ -246,7 +246,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
         path = Path(resume)
         damage = verify_state(path, world)
         if damage:
-            raise CheckpointError(no_whole_state(resume, damage))
+            raise CheckpointError(describe_damaged_state(resume, damage))
         return path
     names = decide(world, lambda: _candidates(root))
     damages: list[str] = []

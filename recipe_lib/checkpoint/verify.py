@@ -27,9 +27,9 @@ from recipe_lib.checkpoint.adapter_files import (
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import load_weights
-from recipe_lib.config.local_files import has_package, install_line
+from recipe_lib.config.local_files import format_install_line, has_package
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.errors import CheckpointError, first_line
+from recipe_lib.errors import CheckpointError, get_first_line
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.models import Decoder, build_meta, read_config
@@ -213,7 +213,7 @@ def check_with_peft(
         except (ImportError, *_FAULTS) as error:
             return (
                 "note: not opened with PEFT: transformers does not open the base"
-                f" ({first_line(error)})"
+                f" ({get_first_line(error)})"
             )
         if is_resized:  # its new rows have no numbers before PEFT brings them
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
@@ -267,7 +267,7 @@ def check_with_transformers(
                 model = open_model(folder, dtype, device)
             logits = compute_logits(model, trained.shape[-1], spec.max_positions)
         except (ImportError, *_FAULTS) as error:
-            return f"note: not opened with transformers: it says {first_line(error)}"
+            return f"note: not opened with transformers: it says {get_first_line(error)}"
     comparison = compare(trained, logits, before)
     reader = f"transformers {version('transformers')}"
     if not _compare_steady(trained, logits, before, dtype).agrees(dtype):
@@ -318,7 +318,7 @@ def _why_not_opened(
     """Return why the other libraries cannot say anything about a model; None: they can."""
     missing = next((package for package in packages if not has_package(package)), None)
     if missing is not None:
-        return f"found no package {missing}; {install_line(missing)}"
+        return f"found no package {missing}; {format_install_line(missing)}"
     silence_torchao()
     if isinstance(spec, ExternalSpec) and spec.implementation != "transformers":
         return f"the model is one of {spec.implementation}"
@@ -348,11 +348,11 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
                 model, str(adapter.folder), torch_device=str(device)
             ).eval()
     except ImportError as error:  # as of a torchao that it does not go with
-        return f"it says {first_line(error)}"
+        return f"it says {get_first_line(error)}"
     except _FAULTS as error:
         raise CheckpointError(
-            f"{adapter.folder}: PEFT {version('peft')} does not open it ({first_line(error)}); use"
-            f" the merged model (tune export {adapter.folder} --merge)"
+            f"{adapter.folder}: PEFT {version('peft')} does not open it ({get_first_line(error)});"
+            f" use the merged model (tune export {adapter.folder} --merge)"
         ) from error
 
 

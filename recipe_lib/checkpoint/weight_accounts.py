@@ -36,7 +36,7 @@ from recipe_lib.models.weight_names import (
     weight_map,
     why_left_out,
 )
-from recipe_lib.units import counted, format_bytes, name_first
+from recipe_lib.units import format_bytes, name_first, pluralize
 
 EXTRA = (  # metadata of a file: names of those of its tensors that only a recipe's model has
     "tune_extra_parameters"
@@ -235,7 +235,7 @@ def tell_left_out(
             names_by_reason[reason].append(name)
     for reason, names in names_by_reason.items():
         size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
-        named = f"{_shorten(names)} ({counted(len(names), 'tensor')}, {format_bytes(size)})"
+        named = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
         get_logger().info("%s: left out: %s: %s", what, named, reason)
     unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
     if unread:

@@ -138,7 +138,7 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
     def require() -> None:
         folder = next(parent for parent in out.absolute().parents if parent.is_dir())
         cleared = (
-            sum(map(files.bytes_in, files.leftovers(folder, out.name)))
+            sum(map(files.count_folder_bytes, files.list_leftovers(folder, out.name)))
             if folder == out.parent
             else 0
         )
@@ -342,7 +342,7 @@ def _begin_folder(
         weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))
     )  # headers, index, config
     files.require_space(out.parent, needed, f"the model{_beside(out)}")
-    temporary = files.temporary_path(out)
+    temporary = files.make_temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
 

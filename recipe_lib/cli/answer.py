@@ -27,7 +27,7 @@ from recipe_lib.data.messages import check_order, read_turns
 from recipe_lib.data.sample_files import parse_sample
 from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, OutOfMemoryError
-from recipe_lib.files import LineFile, storage_faults
+from recipe_lib.files import LineFile, report_storage_faults
 from recipe_lib.generation.sample import (
     NO_ANSWER,
     Chat,
@@ -250,7 +250,7 @@ class Answers:
             sys.stdout.write(text)
             sys.stdout.flush()
             return
-        with storage_faults():
+        with report_storage_faults():
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = LineFile(self.path, self._size)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import open_config, recipe_for
-from recipe_lib.config.load import Loaded
+from recipe_lib.config.load import LoadedConfig
 from recipe_lib.config.paths import find_config, list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
@@ -63,11 +63,11 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def print_resolved(loaded: Loaded) -> None:
+def print_resolved(loaded: LoadedConfig) -> None:
     """Print a line `key: value  # where` for each key."""
-    from recipe_lib.config.describe import value_text
+    from recipe_lib.config.describe import format_value
 
-    lines = [(f"{key}: {value_text(value)}", where) for key, value, where in loaded.rows]
+    lines = [(f"{key}: {format_value(value)}", where) for key, value, where in loaded.rows]
     width = min(max(len(line) for line, _ in lines), 60)
     for line, where in lines:
         print(f"{line:{width}}  # {where}")

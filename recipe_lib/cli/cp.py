@@ -10,7 +10,7 @@ from recipe_lib.config.paths import (
     find_recipe,
     list_configs,
     list_recipes,
-    nearest_config,
+    suggest_config,
 )
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, StorageError
@@ -70,7 +70,7 @@ def find_source(name: str) -> Path:
         return find_recipe(name)
     if name in configs or name.endswith(CONFIG_SUFFIXES):
         return find_config(name)
-    hint = nearest_config(name, [*recipes, *configs]) or "; `tune ls` lists both"
+    hint = suggest_config(name, [*recipes, *configs]) or "; `tune ls` lists both"
     raise ConfigError(f"{show(name)}: no such recipe or config{hint}")
 
 

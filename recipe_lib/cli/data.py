@@ -21,11 +21,11 @@ from recipe_lib.cli.arguments import (
 )
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_data
-from recipe_lib.config.local_files import downloaded_model, model_folder
+from recipe_lib.config.local_files import find_downloaded_model, find_model_folder
 from recipe_lib.config.suggest import did_you_mean, show
-from recipe_lib.errors import DONE, USER_ERROR, ConfigError, raise_faults, visible
+from recipe_lib.errors import DONE, USER_ERROR, ConfigError, escape_invisible, raise_faults
 from recipe_lib.logs import is_quiet, print_wrapped, wants_color
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 if TYPE_CHECKING:
     from recipe_lib.data.inspect import Shown
@@ -129,7 +129,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
         )
     elif cfg.tokenizer.path is None:
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
-    found = "".join(f"{visible(line)}\n" for line in settle_formats(cfg))
+    found = "".join(f"{escape_invisible(line)}\n" for line in settle_formats(cfg))
     found = "" if arguments.json else found
     sys.stdout.write(found if checks else "")
     tokenizer = load_tokenizer_of(cfg, source)
@@ -141,7 +141,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
 def _without_weights(cfg: Any) -> Path | None:
     """The model's folder, where only its tokenizer was downloaded."""
     name = cfg.model.path
-    folder = (model_folder(name) or downloaded_model(name)) if name else None
+    folder = (find_model_folder(name) or find_downloaded_model(name)) if name else None
     return folder if folder is not None and not any(folder.glob("*.safetensors")) else None
 
 
@@ -234,7 +234,7 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
             line.append("«" if is_trained and not colors else "")
             for piece in pieces:
                 style = COLORS[is_trained, piece.special] if colors else ""
-                line.append(visible(piece.text, keep="\n"), style)
+                line.append(escape_invisible(piece.text, keep="\n"), style)
             line.append("»" if is_trained and not colors else "")
         console.print(line, soft_wrap=True)
     console.print()
@@ -270,7 +270,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     for finding in faults:
         more = [f"  and {finding.more} more"] if finding.more and finding.places else []
         for line in (finding.line, *(f"  {place}" for place in finding.places), *more):
-            print(f"error: {finding.name}: {visible(line)}", file=sys.stderr)
+            print(f"error: {finding.name}: {escape_invisible(line)}", file=sys.stderr)
     return USER_ERROR if faults else DONE
 
 
@@ -278,12 +278,12 @@ def report(found: Any, lines: list[str]) -> None:
     """The counts in words."""
     numbers = found.numbers
     for line in lines:
-        print_wrapped(visible(line))
+        print_wrapped(escape_invisible(line))
     if numbers["sequences"]:
         print_wrapped(
             f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens,"
             f" median {numbers['median_sequence']}; packed into"
-            f" {counted(numbers['packs'], 'sequence')} of {numbers['pack_length']} they fill"
+            f" {pluralize(numbers['packs'], 'sequence')} of {numbers['pack_length']} they fill"
             f" {numbers['packing_efficiency']:.1%} of them"
         )
     if numbers["sequences"] and numbers.get("untrained_tokens") == []:
@@ -291,9 +291,9 @@ def report(found: Any, lines: list[str]) -> None:
     if "validation" in numbers:
         trained, held_out = numbers["overlapping_sequences"], numbers["validation"]
         count = (
-            counted(held_out["pairs"], "pair")
+            pluralize(held_out["pairs"], "pair")
             if held_out["pairs"]
-            else counted(held_out["sequences"], "sequence")
+            else pluralize(held_out["sequences"], "sequence")
         )
         print_wrapped(f"validation: {count}, {trained} of them also trained on")
     print_wrapped(

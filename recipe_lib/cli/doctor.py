@@ -13,7 +13,7 @@ from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers
 from recipe_lib.cli.doctor_probes import Step, run_isolated
 from recipe_lib.cli.launch import cores
-from recipe_lib.config.local_files import cache_root
+from recipe_lib.config.local_files import get_cache_root
 from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
@@ -97,7 +97,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     folders = {
         "output_dir": Path(arguments.output_dir),
         "models": Path(constants.HF_HUB_CACHE),
-        "data.cache_dir": cache_root(None),
+        "data.cache_dir": get_cache_root(None),
     }
     with phase("measuring this machine's device"):
         device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]

@@ -30,7 +30,7 @@ from typing import Any
 
 from recipe_lib.cli.launch import cores, end_with_parent
 from recipe_lib.cli.local_gpus import own_gpus
-from recipe_lib.errors import first_line
+from recipe_lib.errors import get_first_line
 from recipe_lib.units import MIB
 
 GRACE_SECONDS = 3.0  # how long the others may say nothing after one rank has failed
@@ -192,7 +192,7 @@ def describe_torch() -> dict[str, Any]:
     try:
         module.init()
     except (RuntimeError, AssertionError) as error:
-        described["error"] = first_line(error)
+        described["error"] = get_first_line(error)
         return described
     for number in range(module.device_count()):
         free, total = module.mem_get_info(number)
@@ -305,7 +305,7 @@ def _live(
         try:
             pipe.send(("done", name, step()))
         except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be reported)
-            pipe.send(("failed", name, f"{type(error).__name__}: {first_line(error, 300)}"))
+            pipe.send(("failed", name, f"{type(error).__name__}: {get_first_line(error, 300)}"))
             if not goes_on:
                 return
 

@@ -15,7 +15,7 @@ from recipe_lib.report.terminal import (
     text_of,
 )
 from recipe_lib.report.view import Section, Table
-from recipe_lib.units import GIB, MIB, counted, format_bytes, format_duration
+from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 
 # {"name": to look up in docs/doctor.md, "line": what is so, "remedy": what to do about it; each one
 # line}
@@ -133,7 +133,7 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "gpu-unseen",
             (
-                f"the driver lists {counted(len(listed), 'GPU')}, torch {torch['version']} sees"
+                f"the driver lists {pluralize(len(listed), 'GPU')}, torch {torch['version']} sees"
                 f" none; {why}"
             ),
         )

@@ -16,7 +16,7 @@ from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_f
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, StorageError
-from recipe_lib.files import sha256_of
+from recipe_lib.files import compute_sha256
 from recipe_lib.reading import read_bytes, read_text
 from recipe_lib.units import format_bytes
 
@@ -136,7 +136,7 @@ def _is_the_hubs(path: Path, sibling: Any) -> bool:
     if path.stat().st_size != sibling.size:
         return False
     if sibling.lfs is not None:
-        return sha256_of(path) == sibling.lfs.sha256
+        return compute_sha256(path) == sibling.lfs.sha256
     blob = hashlib.sha1(
         f"blob {sibling.size}\0".encode() + read_bytes(path, sibling.size), usedforsecurity=False
     )

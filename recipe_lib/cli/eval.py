@@ -17,8 +17,8 @@ from recipe_lib.cli.arguments import (
 )
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.torchrun_flags import check_launch, take_flags, with_rendezvous
-from recipe_lib.config.local_files import check_model_there
-from recipe_lib.config.registry import load_plugin, names
+from recipe_lib.config.local_files import check_model_present
+from recipe_lib.config.registry import list_names, load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError, raise_faults, send_nowhere
 from recipe_lib.units import choose_lines
@@ -172,11 +172,11 @@ def check(arguments: argparse.Namespace) -> None:
     for plugin in arguments.plugin:
         load_plugin(plugin)
     for name in arguments.metric:
-        if name not in names("metric"):
-            known = names("metric")
+        if name not in list_names("metric"):
+            known = list_names("metric")
             hint = (
                 did_you_mean(name, known)
                 or f"; expected one of {', '.join(known)}, or register it in a --plugin"
             )
             raise ConfigError(f"--metric: unknown metric {show(name)}{hint}")
-    check_model_there(arguments.what)
+    check_model_present(arguments.what)

@@ -18,7 +18,7 @@ from recipe_lib.config import load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import DataConfig, validation_source
+from recipe_lib.config.schema_data import DataConfig, resolve_validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import (
     Dataset,
@@ -336,7 +336,7 @@ def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | Non
                 words.append(f"data.{field.name}={json.dumps(value)}")
         if trained.validation.batch_size is not None:
             words.append(f"validation.batch_size={trained.validation.batch_size}")
-        held = validation_source(trained.data, trained.validation)
+        held = resolve_validation_source(trained.data, trained.validation)
     if arguments.data:
         given = {"source": arguments.data, "format": arguments.format or "auto"}
     elif held is not None:

@@ -51,7 +51,7 @@ from recipe_lib.config.local_files import (
     BEST_FOLDER,
     MODEL_FOLDER,
     STATE_FOLDER,
-    base_name,
+    resolve_base_name,
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
@@ -271,7 +271,7 @@ def _beside_strange_adapter(
     assert found.adapter is not None
     held = read_adapter(found.adapter)
     assert base is not None
-    lora, named = adapter_settings_of(held, spec), base_name(held.config.base, base)
+    lora, named = adapter_settings_of(held, spec), resolve_base_name(held.config.base, base)
     own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
     shown, template = public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
     commands = _list_commands(spec, shown, lora if is_adapter else None, template)
@@ -471,7 +471,7 @@ def _write_adapter(
         spec,
         lora,
         out,
-        base=base_name(name, base),
+        base=resolve_base_name(name, base),
         base_folder=base,
         source_config=config,
         world=SingleRank(),

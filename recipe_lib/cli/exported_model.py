@@ -22,7 +22,13 @@ from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_s
 from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.files import bytes_in, discard, remove_leftovers, storage_faults, temporary_path
+from recipe_lib.files import (
+    count_folder_bytes,
+    discard,
+    make_temporary_path,
+    remove_leftovers,
+    report_storage_faults,
+)
 from recipe_lib.generation.source import choose_dtype, find_source
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import read_config
@@ -98,9 +104,9 @@ def merged_folder(found: ExportedModel, arguments: argparse.Namespace, out: Path
         else choose_dtype("auto", read_config(base))
     )
     final = out.with_name(f"{out.name}.merged")
-    with storage_faults():
+    with report_storage_faults():
         remove_leftovers(out.parent, final.name)
-    temporary = temporary_path(final)
+    temporary = make_temporary_path(final)
     try:
         write_merged(source, base, source.adapter, temporary, dtype, dtype)
         print_wrapped(f"merged: {source.adapter} into its base, for this export alone")
@@ -161,7 +167,7 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     with merged_folder(found, arguments, out) as folder:
         report = write_quantized(folder, out, kind, group_size)
     scales = f"a scale for {group_size} weights" if kind == "int4" else "a scale for each row"
-    print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(bytes_in(out))})")
+    print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(count_folder_bytes(out))})")
     if kind == "int4":
         print_wrapped("note: torchao keeps codes of 4 bits in a byte each where there is no GPU")
     if trained is not None:

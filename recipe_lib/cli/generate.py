@@ -24,7 +24,7 @@ from recipe_lib.cli.arguments import (
     find_low_numbers,
     tell_lone,
 )
-from recipe_lib.config.local_files import check_model_there
+from recipe_lib.config.local_files import check_model_present
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, DataError, raise_faults
 from recipe_lib.logs import print_wrapped
@@ -95,7 +95,7 @@ def run(words: list[str]) -> int:
     arguments = parser().parse(words)
     check(arguments)
     for name in filter(None, (arguments.checkpoint, arguments.base)):
-        check_model_there(name)  # before torch is imported
+        check_model_present(name)  # before torch is imported
 
     from recipe_lib.report.phases import importing
 

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Options, Parser, check_place
-from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
+from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.suggest import show
 from recipe_lib.config.torchtune import Imported, import_file
 from recipe_lib.errors import DONE, ConfigError, say
 from recipe_lib.files import replace_bytes
-from recipe_lib.logs import is_quiet, wrapped
+from recipe_lib.logs import is_quiet, wrap_lines
 
 DESCRIPTION = """Turns a config of torchtune's into one of ours.
 
@@ -63,7 +63,7 @@ def run(words: list[str]) -> int:
 
 
 def _place(name: str) -> Path:
-    path = expand(name)
+    path = expand_home(name)
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
             f"--out: {show(name)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}"
@@ -83,5 +83,5 @@ def _explained(imported: Imported) -> str:
     ]
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size((80, 24)).columns
-        lines = [wrapped(line, columns) for line in lines]
+        lines = [wrap_lines(line, columns) for line in lines]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Options, Parser
-from recipe_lib.config.paths import configs_folder, find_recipe, list_configs, list_recipes
+from recipe_lib.config.paths import find_recipe, get_configs_folder, list_configs, list_recipes
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError
 
@@ -53,7 +53,9 @@ def run(words: list[str]) -> int:
             print()
         print(f"{name}: {first_line(find_recipe(name))}")
         for config in configs:
-            print(f"  {config:{width}}  {planned(configs_folder() / f'{config}.yaml')}".rstrip())
+            print(
+                f"  {config:{width}}  {planned(get_configs_folder() / f'{config}.yaml')}".rstrip()
+            )
     return DONE
 
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from recipe_lib import __version__
-from recipe_lib.errors import DONE, ConfigError, StorageError, exit_code_of, say, send_nowhere
+from recipe_lib.errors import DONE, ConfigError, StorageError, run_for_exit_code, say, send_nowhere
 from recipe_lib.logs import VERBOSITY, set_verbosity
 
 VERBS = {
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     _prepare_output()
     try:
-        return exit_code_of(lambda: _run_to_the_end(words))
+        return run_for_exit_code(lambda: _run_to_the_end(words))
     except KeyboardInterrupt:
         say("interrupted\n")
         return 128 + signal.SIGINT

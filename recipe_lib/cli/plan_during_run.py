@@ -35,9 +35,9 @@ from recipe_lib.cli.plan_request import (
 )
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
-from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
+from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, escape_invisible
 from recipe_lib.files import replace_text
-from recipe_lib.logs import get_logger, wrapped
+from recipe_lib.logs import get_logger, wrap_lines
 from recipe_lib.plan.receipts import describe_run
 from recipe_lib.reading import read_object
 from recipe_lib.report.phases import ERASE
@@ -259,9 +259,9 @@ def _quiet() -> Callable[[str], None]:
     def say(line: str) -> None:
         # On a terminal the run may be drawing rows at this moment: ours takes their place, they are
         # drawn again below.
-        text = visible(line)
+        text = escape_invisible(line)
         if is_terminal:
-            text = ERASE + wrapped(text, os.get_terminal_size(terminal).columns or 80)
+            text = ERASE + wrap_lines(text, os.get_terminal_size(terminal).columns or 80)
         os.write(terminal, f"{text}\n".encode())
 
     return say

@@ -28,7 +28,7 @@ from recipe_lib.plan.receipts import (
     receipts_file,
 )
 from recipe_lib.report.terminal import Table, open_console, put, put_table, terminal_width, text_of
-from recipe_lib.units import counted, format_bytes
+from recipe_lib.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
@@ -105,7 +105,7 @@ def render_receipts(
     unreadable: lines of the file that were passed over. width: columns, by default those of the
     terminal.
     """
-    passed = f"; {counted(unreadable, 'line')} of it cannot be read" if unreadable else ""
+    passed = f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
     if not receipts:
         how = (
             "each `tune run` on a GPU that shows its plan adds one at its end, unless"
@@ -140,7 +140,7 @@ def render_receipts(
     errors = [receipt.errors["reserved"] for receipt in receipts]
     put(
         console,
-        f"{counted(len(receipts), 'receipt')}; error of reserved memory:"
+        f"{pluralize(len(receipts), 'receipt')}; error of reserved memory:"
         f" {fmean(map(abs, errors)):.1%} mean absolute, {max(errors, key=abs):+.1%} worst",
     )
     put(console, f"in {path}, on this machine alone{passed}")

@@ -22,9 +22,9 @@ from recipe_lib.cli.arguments import (
 from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
-from recipe_lib.config.mesh import same_batch_ranks
+from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
-from recipe_lib.errors import ConfigError, UserError, lines_in, raise_faults
+from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
 from recipe_lib.plan.hardware import Hardware, find_hardware, parse_fit
 from recipe_lib.plan.world.sequence_choice import check_choice
 from recipe_lib.units import GIB
@@ -285,7 +285,7 @@ def settings_for(
         from recipe_lib.plan.timing.calibration import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
-    different = max(1, ranks // same_batch_ranks(cfg.parallel))
+    different = max(1, ranks // count_same_batch_ranks(cfg.parallel))
     sequence = planned_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
     settings = PlanSettings(
         hardware=hardware,
@@ -402,7 +402,7 @@ def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
                 f" {type(error).__name__} on the simulated device ({show(said, 160)}); a run may"
                 f" still work; for a plan try another dtype (found dtype={cfg.dtype})"
             ) from error
-        lines = lines_in(error, recipe.path)
+        lines = find_lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"
         if type(error).__name__.startswith("DataDependentOutput"):
             raise ConfigError(

@@ -16,20 +16,20 @@ from typing import Any
 
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
-from recipe_lib.config.load import Loaded, load, refuse_repeated
+from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     RECIPE_CONFIGS,
     find_config,
     find_recipe,
+    get_recipes_folder,
     list_configs,
     list_recipes,
-    nearest_config,
-    recipes_folder,
+    suggest_config,
 )
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, quote, show
-from recipe_lib.errors import ConfigError, exit_code_of
+from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
 from recipe_lib.report.phases import importing
 
@@ -104,7 +104,7 @@ def check_is_known(name: str) -> None:
     """ConfigError for a word that is neither a config nor a recipe, with what it may have meant."""
     known = [*list_recipes(), *(config for found in list_configs().values() for config in found)]
     if name not in (*known, *_ELSEWHERE) and not name.endswith(".py"):
-        hint = nearest_config(name, known) or "; `tune ls` lists them"
+        hint = suggest_config(name, known) or "; `tune ls` lists them"
         raise ConfigError(f"{show(name)}: no such config and no such recipe{hint}")
 
 
@@ -150,7 +150,9 @@ def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> Recip
     return RecipeFile.find(next(iter(RECIPE_CONFIGS)))
 
 
-def open_config(configs: Sequence[str], arguments: argparse.Namespace) -> tuple[RecipeFile, Loaded]:
+def open_config(
+    configs: Sequence[str], arguments: argparse.Namespace
+) -> tuple[RecipeFile, LoadedConfig]:
     """Return the recipe of a verb's configs, and the config that they and its overrides make,
     plugins imported.
 
@@ -160,7 +162,7 @@ def open_config(configs: Sequence[str], arguments: argparse.Namespace) -> tuple[
     for plugin in arguments.plugin:
         load_plugin(plugin)
     recipe = recipe_for(configs, arguments.recipe)
-    return recipe, load(configs, arguments.overrides, recipe.schema())
+    return recipe, load_with_origins(configs, arguments.overrides, recipe.schema())
 
 
 def _find_parsed_class(path: Path) -> str | None:
@@ -199,7 +201,7 @@ def _find_parsed_class(path: Path) -> str | None:
 
 
 def _is_shipped(path: Path) -> bool:
-    return path.resolve().parent == recipes_folder().resolve()
+    return path.resolve().parent == get_recipes_folder().resolve()
 
 
 class _ProgramLoader(SourceFileLoader):
@@ -263,7 +265,7 @@ def load_module(path: Path) -> ModuleType:
 
 def run_recipe(path: Path, argv: list[str]) -> int:
     """Runs a recipe's `main(argv)` in this process; returns its exit code, user errors reported."""
-    return exit_code_of(lambda: _call_main(path, argv))
+    return run_for_exit_code(lambda: _call_main(path, argv))
 
 
 def _call_main(path: Path, argv: list[str]) -> int | None:

@@ -23,14 +23,14 @@ from recipe_lib.config.local_files import (
     check_template,
     check_tracker,
     check_transformers,
-    downloaded_model,
+    describe_damaged_state,
+    describe_missing_model,
+    find_downloaded_model,
+    find_model_folder,
     find_tokenizer,
-    model_folder,
-    no_whole_state,
-    not_downloaded,
 )
-from recipe_lib.config.mesh import mesh_shape, same_batch_ranks
-from recipe_lib.config.schema_data import is_hub, sources_by_section
+from recipe_lib.config.mesh import compute_mesh_shape, count_same_batch_ranks
+from recipe_lib.config.schema_data import is_hub, list_sources_by_section
 from recipe_lib.errors import CheckpointError, ConfigError, UserError, raise_faults
 
 
@@ -56,7 +56,7 @@ def check_start(
         *(partial(check_tracker, name) for name in dict.fromkeys(cfg.log.trackers)),
     ]
     if ranks is not None:
-        looks.append(partial(mesh_shape, cfg.parallel, ranks))
+        looks.append(partial(compute_mesh_shape, cfg.parallel, ranks))
     sources = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
     if plans:
         found = _look(looks)
@@ -108,7 +108,12 @@ def _check_output(cfg: Any) -> None:
 
 def _check_tokenizer_of_model(cfg: Any) -> str | None:
     name = cfg.model.path
-    if cfg.tokenizer.path is not None or not name or model_folder(name) or downloaded_model(name):
+    if (
+        cfg.tokenizer.path is not None
+        or not name
+        or find_model_folder(name)
+        or find_downloaded_model(name)
+    ):
         return None
     files = " ".join(f"'{pattern}'" for pattern in TOKENIZER_PATTERNS)
     return (
@@ -121,7 +126,8 @@ def _sources(cfg: Any) -> dict[str, str]:
     """The sources of samples by the keys that name them; a dataset of the hub once."""
     found: dict[str, str] = {}
     named = {
-        f"{section}.source": one.source for section, one in sources_by_section(cfg.data).items()
+        f"{section}.source": one.source
+        for section, one in list_sources_by_section(cfg.data).items()
     }
     for key, source in (named | {"validation.source": cfg.validation.source}).items():
         if source and not (is_hub(source) and source in found.values()):
@@ -173,9 +179,9 @@ def _check_checkpoint(
             f"{name}: no such folder; expected the model that a run with"
             f" output_dir={Path(name).parent} leaves there"
         )
-    folder = model_folder(name) or downloaded_model(name)
+    folder = find_model_folder(name) or find_downloaded_model(name)
     if folder is None:
-        return not_downloaded(name)
+        return describe_missing_model(name)
     config = read_config(folder)
     if read_spec is not None:
         read_spec(config, str(folder))
@@ -203,7 +209,7 @@ def _is_made_by_a_run(name: str, kind: str) -> bool:
 
 def _check_resume(cfg: Any) -> None:
     if cfg.resume and cfg.resume != "latest" and not os.path.isdir(cfg.resume):
-        raise CheckpointError(no_whole_state(cfg.resume, "no such folder"))
+        raise CheckpointError(describe_damaged_state(cfg.resume, "no such folder"))
 
 
 def _check_text(cfg: Any) -> None:
@@ -222,7 +228,7 @@ def _check_own_tokenizer(cfg: Any) -> str | None:
     if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
         return None
     try:
-        folder = model_folder(name) or downloaded_model(name)
+        folder = find_model_folder(name) or find_downloaded_model(name)
     except CheckpointError:  # told elsewhere
         return None
     if folder is None or not os.path.isfile(folder / "config.json"):
@@ -237,7 +243,7 @@ def _as_note(name: str, look: Callable[[], Any]) -> str | None:
     try:
         look()
     except UserError as error:
-        if model_folder(name) is not None:
+        if find_model_folder(name) is not None:
             raise
         return str(error)
     return None
@@ -247,7 +253,7 @@ def check_shape(cfg: Any) -> None:
     """Whether the ranks of `parallel.tensor`, `context` and `pipeline` can share the model, if its
     shape is known.
     """
-    if same_batch_ranks(cfg.parallel) > 1:
+    if count_same_batch_ranks(cfg.parallel) > 1:
         from recipe_lib.training.resolve_model import (
             validate_parallelism_if_local,  # imports torch, which takes seconds
         )

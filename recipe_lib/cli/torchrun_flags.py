@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from recipe_lib.cli.launch import cores
 from recipe_lib.cli.local_gpus import own_gpus
-from recipe_lib.config.suggest import nearest, show
+from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import ConfigError
 
 # torchrun's flags, spelled with hyphens, so that most command lines are understood without
@@ -83,7 +83,7 @@ def _refuse_unknown(word: str) -> NoReturn:
     flag = name.replace("_", "-")
     known = sorted(WITH_VALUE | WITHOUT_VALUE)
     begun = [full for full in known if len(flag) > 3 and full.startswith(flag)]
-    close = begun[0] if begun else nearest(flag, known, cutoff=0.75)
+    close = begun[0] if begun else find_nearest(flag, known, cutoff=0.75)
     hint = f"did you mean {close}?" if close else "see `torchrun --help`"
     raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; {hint}")
 

@@ -14,9 +14,9 @@ from recipe_lib.cli.arguments import (
     put_json,
     read_numbers,
 )
-from recipe_lib.config.local_files import has_package, install_line, is_hub_id
+from recipe_lib.config.local_files import format_install_line, has_package, is_hub_id
 from recipe_lib.config.paths import list_presets
-from recipe_lib.config.suggest import nearest, show
+from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
 from recipe_lib.external.transformers_config import transformers_config
 from recipe_lib.logs import silence_torchao
@@ -69,7 +69,7 @@ def run(words: list[str]) -> int:
     held = config_of(arguments.model)
     if not has_package("transformers"):
         raise SetupError(
-            f"tune tp-plan: found no package transformers; {install_line('transformers')}"
+            f"tune tp-plan: found no package transformers; {format_install_line('transformers')}"
         )
     silence_torchao()
     from recipe_lib.checkpoint.verify import quiet_transformers
@@ -127,7 +127,7 @@ def config_of(name: str) -> dict[str, Any]:
     cached = in_hub_cache(name)
     if cached is not None:
         return read_config(Path(cached))
-    near = nearest(name, presets)
+    near = find_nearest(name, presets)
     if not near and not is_hub_id(name):
         raise ConfigError(
             f"tune tp-plan: {show(name)}: no such folder; expected a model folder, a preset, or a"

@@ -26,7 +26,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.report import terminal
 from recipe_lib.report.view import Table, show_table
-from recipe_lib.units import Bytes, Count, counted
+from recipe_lib.units import Bytes, Count, pluralize
 
 _MOST_SIZES = 12  # legal ones that are named
 WIDTH = 160  # columns where there is no terminal to ask
@@ -241,7 +241,9 @@ def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
     for phase, title in _PHASES.items():
         if any(total[phase] for total in totals.values()):
             what = ", ".join(
-                counted(count, name) for (of, name), count in sorted(counts.items()) if of == phase
+                pluralize(count, name)
+                for (of, name), count in sorted(counts.items())
+                if of == phase
             )
             rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from recipe_lib.cli.arguments import Options, Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_shape, check_start
+from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.paths import list_recipes
-from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 

@@ -7,9 +7,9 @@ from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
-from recipe_lib.config.registry import register, registered
+from recipe_lib.config.registry import get_registered, register
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import resolve_sources
 
 __all__ = [
     "DistillFinetuneConfig",
@@ -20,6 +20,6 @@ __all__ = [
     "load_config",
     "parse_arguments",
     "register",
-    "registered",
-    "resolved_sources",
+    "get_registered",
+    "resolve_sources",
 ]

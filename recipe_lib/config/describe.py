@@ -13,12 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.idle import Condition, needs_text
-from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
+from recipe_lib.config.compatibility.table import RULES
+from recipe_lib.config.convert_values import describe_expected
+from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
+from recipe_lib.config.key_conditions import Condition, describe_needs
 from recipe_lib.config.paths import RECIPE_CONFIGS
-from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.values import expected
 
 _INTRODUCTION = """\
 # Config reference
@@ -45,7 +45,7 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
-def markdown(*schemas: type) -> str:
+def format_markdown(*schemas: type) -> str:
     """The page `docs/config.md`: the keys of all these config classes; none given: of every shipped
     recipe's.
     """
@@ -77,15 +77,15 @@ def _table(keys: list[Key]) -> str:
         cells = (
             f"`{key.name}`",
             f"`{_default_text(key)}`",
-            expected(key),
-            about(key),
+            describe_expected(key),
+            describe_key(key),
             key.limits.get("known_as", ""),
         )
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def about(key: Key, schema: Schema | None = None) -> str:
+def describe_key(key: Key, schema: Schema | None = None) -> str:
     """The key's line of description, and what it needs to have an effect; not what a recipe's
     schema does not have.
     """
@@ -97,7 +97,7 @@ def about(key: Key, schema: Schema | None = None) -> str:
             for one in each
             if isinstance(one, Condition) or one.partition(" ")[0] in schema.keys
         )
-    return f"{key.help} Only with {needs_text(needs)}." if needs else key.help
+    return f"{key.help} Only with {describe_needs(needs)}." if needs else key.help
 
 
 def _owners(section: str, views: list[Schema]) -> str:
@@ -120,20 +120,20 @@ def describe_text(schema: type = FullFinetuneConfig) -> str:
         if section:
             lines += ["", f"{section}: {title}"]
         for key in keys:
-            lines.append(f"  {key.name} = {_default_text(key)}   ({expected(key)})")
+            lines.append(f"  {key.name} = {_default_text(key)}   ({describe_expected(key)})")
             if key.help:
-                lines.append(f"      {about(key, view)}")
+                lines.append(f"      {describe_key(key, view)}")
     return "\n".join(lines) + "\n"
 
 
-def to_yaml(cfg: Any) -> str:
+def format_config(cfg: Any) -> str:
     """A config object as YAML with every value; `load_config` reads it back as the same object."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
-    return write_yaml({name: attrgetter(name)(cfg) for name in keys}, keys)
+    return format_settings({name: attrgetter(name)(cfg) for name in keys}, keys)
 
 
-def write_yaml(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
+def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
     """Return settings, by dotted key, as a config; those of a section follow each other."""
     lines: list[str] = []
     above: list[str] = []  # sections that are open
@@ -148,7 +148,7 @@ def write_yaml(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
             and value
             and (dataclasses.is_dataclass(value[0]) or isinstance(value[0], dict))
         ):
-            lines += [f"{indent}{word}:", *(f"{indent}  - {value_text(item)}" for item in value)]
+            lines += [f"{indent}{word}:", *(f"{indent}  - {format_value(item)}" for item in value)]
             continue
         # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
         is_word = (
@@ -156,11 +156,11 @@ def write_yaml(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
             and value.lower() == "none"
             and "choices" not in keys[name].limits
         )
-        lines.append(f"{indent}{word}: {json.dumps(value) if is_word else value_text(value)}")
+        lines.append(f"{indent}{word}: {json.dumps(value) if is_word else format_value(value)}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def value_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`, text quoted only where
     it must be.
     """
@@ -169,11 +169,11 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(value_text(item) for item in value)}]"
+        return f"[{', '.join(format_value(item) for item in value)}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{value_text(name)}: {value_text(item)}' for name, item in value.items())}}}"
+        return f"{{{', '.join(f'{format_value(name)}: {format_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, (str, Path)):
         text = str(value)
         plain = _PLAIN_TEXT.fullmatch(text) and text.lower() not in _NOT_TEXT
@@ -182,7 +182,7 @@ def value_text(value: Any) -> str:
 
 
 def _default_text(key: Key) -> str:
-    return "required" if key.required else value_text(key.default)
+    return "required" if key.required else format_value(key.default)
 
 
 def _sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
@@ -194,13 +194,13 @@ def _sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
         yield section, "" if written.startswith(f"{section_class.__name__}(") else written, keys
         for key in keys:
             if key.section_class is not None:
-                inner = item_schema(key, 0)
+                inner = build_item_schema(key, 0)
                 about = (key.section_class.__doc__ or "").strip().partition("\n")[0]
                 yield from ((name, about, list(inner.keys.values())) for name in inner.sections)
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(format_markdown(), end="")
 
 
 # Which keys change the memory of a run.
@@ -225,7 +225,7 @@ NO_LEVERS = (
 )  # fmt: skip
 
 
-def levers_of(cfg: Any) -> dict[str, str]:
+def list_changed_levers(cfg: Any) -> dict[str, str]:
     """Key to value, as a config has it, of those that are not at their defaults."""
     schema: type = type(cfg)
     found = {}
@@ -234,5 +234,5 @@ def levers_of(cfg: Any) -> dict[str, str]:
             continue
         value = attrgetter(name)(cfg)
         if value != key.default:
-            found[name] = value_text(value)
+            found[name] = format_value(value)
     return found

@@ -57,7 +57,9 @@ class NamedValues:
         try:
             if alone := _NAME.fullmatch(text.strip()):
                 return self._find(_complete_name(alone[1], key))
-            return _NAME.sub(lambda name: to_word(self._find(_complete_name(name[1], key))), text)
+            return _NAME.sub(
+                lambda name: format_word(self._find(_complete_name(name[1], key))), text
+            )
         except LookupError as error:
             raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
 
@@ -81,7 +83,7 @@ class NamedValues:
         return conf.to_container(value) if conf.is_config(value) else value
 
 
-def names_in(texts: Iterable[str], key: str) -> list[str]:
+def list_names(texts: Iterable[str], key: str) -> list[str]:
     """Return the names in the texts of a key, complete; of more than can be filled in the first
     ones.
     """
@@ -100,7 +102,7 @@ def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
     return list(TopologicalSorter(graph).static_order())
 
 
-def to_word(value: Any) -> str:
+def format_word(value: Any) -> str:
     """Return a value as configs have it within a text."""
     if value is None:
         return "null"

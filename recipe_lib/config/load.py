@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipe_lib.config.check import (
+from recipe_lib.config.check_settings import (
     COMMAND_LINE,
-    Checked,
+    CollectedSettings,
     Setting,
     Source,
     check_file,
@@ -20,20 +20,20 @@ from recipe_lib.config.check import (
     check_section,
     check_value,
     fill_pending,
-    unknown_key,
+    report_unknown_key,
 )
-from recipe_lib.config.idle import disable_idle
-from recipe_lib.config.keys import item_schema, read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
+from recipe_lib.config.compatibility.table import find_broken_rules
+from recipe_lib.config.convert_values import describe_node
+from recipe_lib.config.flat_schema import build_item_schema, read_schema
+from recipe_lib.config.key_conditions import reset_idle_keys
+from recipe_lib.config.paths import RECIPE_CONFIGS, expand_home, find_config
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
 from recipe_lib.config.registry import load_plugin
-from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
-from recipe_lib.config.values import describe
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
-from recipe_lib.redaction import holds_secret
+from recipe_lib.redaction import has_secret
 
 Sources = str | Path | Sequence[str | Path]
 # Keys for the same thing: what is set later, on the command line or in a later file, takes the
@@ -45,7 +45,7 @@ ALTERNATIVES = (
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """cfg: the config object. rows: (dotted key, value that is used, where it was set), in the
     schema's order; where is `configs/demo/full.yaml:7`, `command line` or `default`. idle: a line
     for each key that was set and has no effect, which is why it has its default in cfg.
@@ -66,7 +66,7 @@ def load_config(
     win. schema: FullFinetuneConfig or a subclass, with additional keys and sections. Raises
     ConfigError with every fault of the files and the overrides, a line each.
     """
-    return load(sources, overrides, schema).cfg
+    return load_with_origins(sources, overrides, schema).cfg
 
 
 def parse_arguments(
@@ -85,7 +85,7 @@ def parse_arguments(
     arguments = _parser().parse_intermixed_args(argv)
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    loaded = load(arguments.config, arguments.overrides, schema)
+    loaded = load_with_origins(arguments.config, arguments.overrides, schema)
     if not quiet:
         for line in loaded.idle:
             get_logger().info(line)
@@ -130,9 +130,9 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {said}{usage}")
 
 
-def load(
+def load_with_origins(
     sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
-) -> Loaded:
+) -> LoadedConfig:
     """As `load_config`, with where each value is from and which have no effect."""
     checked, files = _read(sources, overrides, schema)
     _check_recipe(checked)
@@ -142,25 +142,27 @@ def load(
     return loaded
 
 
-def _finish(checked: Checked, files: list[str]) -> Loaded:
+def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
     """Make the config of what was set, and note what is missing and what does not go together."""
     shown = files[-1] if files else ""
     replaced = _take_later(checked, [*files, COMMAND_LINE])
     check_required(checked, shown)
     cfg = _build(checked, shown)
     idle = [f"{name} has no effect: {why}" for name, (_, why) in replaced.items()]
-    idle += disable_idle(cfg, checked.schema.keys.values(), checked.judged())
-    for rule in broken_rules(cfg, checked.judged()):
+    idle += reset_idle_keys(cfg, checked.schema.keys.values(), checked.judged())
+    for rule in find_broken_rules(cfg, checked.judged()):
         checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
-    return Loaded(cfg, _rows(checked, cfg, idle), idle)
+    return LoadedConfig(cfg, _rows(checked, cfg, idle), idle)
 
 
-def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Checked, list[str]]:
+def _read(
+    sources: Sources, overrides: Sequence[str], schema: type
+) -> tuple[CollectedSettings, list[str]]:
     """What files and overrides set, with their faults, and the files' names in errors. ConfigError
     for no such file.
     """
-    checked, files = Checked(read_schema(schema)), list[str]()
+    checked, files = CollectedSettings(read_schema(schema)), list[str]()
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
         path, start = find_config(source), len(checked.faults)
         shown = _shown(source, path)
@@ -178,7 +180,7 @@ def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Che
     return checked, files
 
 
-def _take_later(checked: Checked, layers: list[str]) -> dict[str, tuple[Setting, str]]:
+def _take_later(checked: CollectedSettings, layers: list[str]) -> dict[str, tuple[Setting, str]]:
     """Takes away the settings whose alternative is set later: (setting, why it has no effect) by
     their names. layers: the files in their order, and the command line.
     """
@@ -274,7 +276,7 @@ def _shown(source: str | Path, path: Path) -> str:
     """The file's name in errors: as the user gave it; of a shipped config, from the working folder
     if it is inside.
     """
-    if path == expand(source):
+    if path == expand_home(source):
         return quote(str(source))[1:-1]
     try:
         return str(path.relative_to(Path.cwd()))
@@ -346,7 +348,7 @@ def _is_secret(name: str, value: Any) -> bool:
     """Whether a value, or anything in it, is a secret; the name is a context, as in `api_key:
     0123...`.
     """
-    return any(holds_secret(f"{inner}={text}") for inner, text in _leaves(name, value))
+    return any(has_secret(f"{inner}={text}") for inner, text in _leaves(name, value))
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -373,7 +375,7 @@ _ITEM = re.compile(r"(.+)\[([0-9]{1,4})\]\.([^.\[\]]+)")
 _OPENS_YAML = ("[", "{", '"', "'")
 
 
-def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
+def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> None:
     """Checks each override and takes its value; later ones win."""
     for override in overrides:
         if checked.full:
@@ -393,7 +395,7 @@ def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
             _set(checked, name, text, source)
 
 
-def _set(checked: Checked, name: str, text: str, source: Source) -> None:
+def _set(checked: CollectedSettings, name: str, text: str, source: Source) -> None:
     schema, place = checked.schema, source.override
     try:
         value = _read_value(checked, text, place)
@@ -424,10 +426,10 @@ def _set(checked: Checked, name: str, text: str, source: Source) -> None:
             f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}",
         )
     else:
-        unknown_key(checked, source, 1, name, value, typed=True)
+        report_unknown_key(checked, source, 1, name, value, typed=True)
 
 
-def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
+def _read_value(checked: CollectedSettings, text: str, place: str) -> YamlNode:
     """A list, mapping or quoted text is read as YAML; all else is one word as it stands, `#`, `*`
     and `: ` included.
     """
@@ -439,20 +441,22 @@ def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
     return document.top if not document.faults else YamlNode("broken", 1)
 
 
-def _set_section(checked: Checked, name: str, value: YamlNode, source: Source) -> None:
+def _set_section(checked: CollectedSettings, name: str, value: YamlNode, source: Source) -> None:
     """`data={source: x}` sets keys of a section one by one; the others stay as they are."""
     if value.kind == "broken":
         checked.doubt(name)
     elif value.kind != "mapping":
         keys = [key for key in checked.schema.children(name) if key in checked.schema.keys]
-        what = f"found {describe(value)}, expected keys of the section, as in {keys[0]}=VALUE"
+        what = f"found {describe_node(value)}, expected keys of the section, as in {keys[0]}=VALUE"
         checked.fault(source.override, "", what)
         checked.doubt(name)
     else:
         check_section(checked, name, value, source)
 
 
-def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, source: Source) -> None:
+def _set_entry(
+    checked: CollectedSettings, outer: str, inner: str, value: YamlNode, source: Source
+) -> None:
     """`data.columns.instruction=question` adds one entry to a mapping."""
     before = checked.settings.get(outer)
     node = YamlNode("mapping", 1, entries={inner: (1, value)})
@@ -468,12 +472,14 @@ def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, source
         checked.set(outer, {**(earlier or {}), **after.value}, where)
 
 
-def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, source: Source) -> None:
+def _set_in_item(
+    checked: CollectedSettings, item: re.Match[str], value: YamlNode, source: Source
+) -> None:
     """`data.sources[1].weight=2` sets one key of one section of a list."""
     name, number, word = item[1], int(item[2]), item[3]
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
-        unknown_key(checked, source, 1, item[0], typed=True)
+        report_unknown_key(checked, source, 1, item[0], typed=True)
         return
     before = checked.settings.get(name)
     items = list(before.value if before else key.default)
@@ -483,11 +489,14 @@ def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, source:
             what = f"{name}[{number}] is not there, {has}; write {name}=[...] for another list"
             checked.fault(source.override, "", what)
         return
-    inner, faults = Checked(item_schema(key, number), faults=checked.faults), len(checked.faults)
+    inner, faults = (
+        CollectedSettings(build_item_schema(key, number), faults=checked.faults),
+        len(checked.faults),
+    )
     if item[0] in inner.schema.keys:
         check_value(inner, inner.schema.keys[item[0]], value, source, typed=True)
     else:
-        unknown_key(inner, source, 1, item[0], typed=True)
+        report_unknown_key(inner, source, 1, item[0], typed=True)
     if len(checked.faults) > faults:
         checked.doubt(name)
         return
@@ -501,7 +510,7 @@ def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, source:
     checked.set(name, items, where)
 
 
-def _reset(checked: Checked, name: str, source: Source) -> None:
+def _reset(checked: CollectedSettings, name: str, source: Source) -> None:
     """`~key` and `~section`: back to the schema's default."""
     schema = checked.schema
     if "=" in name:
@@ -510,7 +519,7 @@ def _reset(checked: Checked, name: str, source: Source) -> None:
             source.override, "", f"~ goes back to the default and takes no value; write ~{bare}"
         )
     elif name not in schema.keys and (name not in schema.sections or not name):
-        unknown_key(checked, source, 1, name, typed=True)
+        report_unknown_key(checked, source, 1, name, typed=True)
     else:
         for values in (checked.settings, checked.pending):
             for key in [key for key in values if key == name or key.startswith(f"{name}.")]:

@@ -42,7 +42,7 @@ NEVER_DOWNLOADED = [
 ]
 
 
-def install_line(extra: str) -> str:
+def format_install_line(extra: str) -> str:
     """`pip install 'datasets<6,>=4' 'pyarrow>=17'`: what an extra of this project asks for, by
     package.
 
@@ -120,7 +120,7 @@ def check_earlier_run(cfg: Any) -> None:
         )
 
 
-def no_whole_state(resume: str, damage: str) -> str:
+def describe_damaged_state(resume: str, damage: str) -> str:
     """The line for a `resume` folder that cannot be gone on from."""
     return (
         f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest"
@@ -148,7 +148,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")  # each the extra of its name
 
 
-def model_folder(path_or_hub_id: str | Path) -> Path | None:
+def find_model_folder(path_or_hub_id: str | Path) -> Path | None:
     """The folder that a path names; None for a hub id. Raises CheckpointError if it can be
     neither.
     """
@@ -172,9 +172,9 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and ".." not in name
 
 
-def downloaded_model(hub_id: str) -> Path | None:
+def find_downloaded_model(hub_id: str) -> Path | None:
     """The newest snapshot of a model in the hub's cache; None if there is none."""
-    folder = hub_cache() / f"models--{hub_id.replace('/', '--')}"
+    folder = get_hub_cache() / f"models--{hub_id.replace('/', '--')}"
     try:
         commit = read_text(folder / "refs" / "main", 4096).strip()
     except (OSError, ValueError):
@@ -188,12 +188,12 @@ def is_hub_snapshot(folder: str | Path, name: str) -> bool:
     return f"models--{name.replace('/', '--')}" in Path(folder).parts
 
 
-def base_name(name: str, folder: str | Path) -> str:
+def resolve_base_name(name: str, folder: str | Path) -> str:
     """What finds a model from any folder: its hub id, or the full path of where it is."""
     return name if is_hub_snapshot(folder, name) else os.path.abspath(folder)
 
 
-def hub_cache() -> Path:
+def get_hub_cache() -> Path:
     """Where huggingface_hub keeps what it has fetched."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
@@ -202,7 +202,7 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
 
 
-def cache_root(folder: str | None) -> Path:
+def get_cache_root(folder: str | None) -> Path:
     """`data.cache_dir`, or its default."""
     if folder is not None:
         return Path(folder).expanduser()
@@ -212,15 +212,15 @@ def cache_root(folder: str | None) -> Path:
     )
 
 
-def check_model_there(path_or_hub_id: str) -> None:
+def check_model_present(path_or_hub_id: str) -> None:
     """CheckpointError for a model that this machine does not have: neither as a folder nor in the
     hub's cache.
     """
-    if model_folder(path_or_hub_id) is None and downloaded_model(path_or_hub_id) is None:
-        raise CheckpointError(not_downloaded(path_or_hub_id))
+    if find_model_folder(path_or_hub_id) is None and find_downloaded_model(path_or_hub_id) is None:
+        raise CheckpointError(describe_missing_model(path_or_hub_id))
 
 
-def not_downloaded(name: str) -> str:
+def describe_missing_model(name: str) -> str:
     """The line for a hub id that is not on this machine."""
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
 
@@ -276,10 +276,10 @@ def check_template(path: Path) -> None:
     try:
         check_regular(path)
     except OSError as error:
-        raise DataError(template_fault(path, error)) from None
+        raise DataError(describe_template_fault(path, error)) from None
 
 
-def template_fault(
+def describe_template_fault(
     path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file"
 ) -> str:
     """The line for a chat template that cannot be read."""
@@ -381,9 +381,9 @@ def has_package(name: str) -> bool:
         return True
 
 
-def no_datasets(source: str, key: str = "data.source") -> str:
+def describe_missing_datasets(source: str, key: str = "data.source") -> str:
     """The line for a hub dataset without the package that reads it."""
-    return f"{key}: {source} needs the package datasets; run `{install_line('datasets')}`"
+    return f"{key}: {source} needs the package datasets; run `{format_install_line('datasets')}`"
 
 
 # Kind of file -> what it is called, the package that reads it, and the extra that brings that.
@@ -393,10 +393,10 @@ _READERS = {
 }
 
 
-def no_reader(path: Path) -> str:
+def describe_missing_reader(path: Path) -> str:
     """The line for a file without the package that reads its kind."""
     kind, package, extra = _READERS[path.suffix]
-    return f"{path}: {kind} needs the package {package}; run `{install_line(extra)}`"
+    return f"{path}: {kind} needs the package {package}; run `{format_install_line(extra)}`"
 
 
 def check_source(source: str, key: str = "data.source") -> str | None:
@@ -407,10 +407,10 @@ def check_source(source: str, key: str = "data.source") -> str | None:
     or no package to read them with.
     """
     if is_hub(source):
-        return None if has_package("datasets") else no_datasets(source, key)
+        return None if has_package("datasets") else describe_missing_datasets(source, key)
     for path in find_files(source, key):
         if path.suffix in _READERS and not has_package(_READERS[path.suffix][1]):
-            raise DataError(no_reader(path))
+            raise DataError(describe_missing_reader(path))
     return None
 
 
@@ -419,14 +419,14 @@ def check_transformers() -> None:
     if not has_package("transformers"):
         raise SetupError(
             "model.implementation=transformers: found no package transformers;"
-            f" {install_line('transformers')}"
+            f" {format_install_line('transformers')}"
         )
 
 
-def no_tracker(package: str, reason: str) -> str:
+def describe_missing_tracker(package: str, reason: str) -> str:
     """The line for a tracker that cannot be imported."""
     return (
-        f"log.trackers: {package} cannot be imported ({reason}); {install_line(package)}, or remove"
+        f"log.trackers: {package} cannot be imported ({reason}); {format_install_line(package)}, or remove"
         f" {package} from log.trackers"
     )
 
@@ -438,7 +438,7 @@ def check_tracker(name: str) -> None:
     if name not in _TRACKER_PACKAGES:
         return
     if not has_package(name):
-        raise ConfigError(no_tracker(name, f"No module named '{name}'"))
+        raise ConfigError(describe_missing_tracker(name, f"No module named '{name}'"))
     if name == "wandb" and not _wandb_can_log():
         raise ConfigError(
             "log.trackers: wandb is not logged in; run `wandb login`, or set WANDB_MODE=offline"

@@ -20,7 +20,7 @@ DATA_DIMS = (
 MODEL_DIMS = ("pipeline", "context", "tensor")  # the keys by which ranks have the same batch
 
 
-def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
+def compute_mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
     """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they
     do not fit.
 
@@ -48,7 +48,7 @@ def _context_dim(parallel: ParallelConfig) -> str:
     return "data_replicate" if parallel.strategy == "ddp" else "data_shard"
 
 
-def with_context(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
+def add_context_dim(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
     """Sizes of the mesh's dimensions with one of its own for the ranks that share a sequence, if
     there are any.
     """
@@ -56,8 +56,8 @@ def with_context(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str
     return _with_context(parallel, {**shape, **parts}, parallel.context)
 
 
-def place_with_context(parallel: ParallelConfig, place: Mapping[str, int]) -> dict[str, int]:
-    """A rank's place along the dimensions of `with_context`, of that along those of the mesh."""
+def split_context_coordinate(parallel: ParallelConfig, place: Mapping[str, int]) -> dict[str, int]:
+    """A rank's place along the dimensions of `add_context_dim`, of that along those of the mesh."""
     other, own = divmod(place[_context_dim(parallel)], parallel.context)
     return _with_context(parallel, {**place, _context_dim(parallel): other}, own)
 
@@ -72,19 +72,19 @@ def _with_context(
     return found | {"context": context} | {name: numbers[name] for name in MESH_DIMS[tensor:]}
 
 
-def same_batch_ranks(parallel: ParallelConfig) -> int:
+def count_same_batch_ranks(parallel: ParallelConfig) -> int:
     """Ranks that have the same batch."""
     return math.prod(getattr(parallel, name) for name in MODEL_DIMS)
 
 
-def token_ranks(parallel: ParallelConfig) -> int:
+def count_token_ranks(parallel: ParallelConfig) -> int:
     """Ranks that share the tokens of a micro-batch between layers."""
     return parallel.context * parallel.tensor
 
 
-def padded_multiple(cfg: Any) -> int:
+def compute_padded_multiple(cfg: Any) -> int:
     """What the length of every padded sequence is a multiple of."""
-    return math.lcm(cfg.data.pad_to_multiple_of, token_ranks(cfg.parallel))
+    return math.lcm(cfg.data.pad_to_multiple_of, count_token_ranks(cfg.parallel))
 
 
 def _dividing(parallel: ParallelConfig) -> list[str]:
@@ -144,33 +144,33 @@ SCHEDULES = {
 }
 
 
-def stages_per_rank(parallel: ParallelConfig) -> int:
+def count_stages_per_rank(parallel: ParallelConfig) -> int:
     """Stages on each rank of a pipeline; 1 without one."""
     if parallel.pipeline == 1:
         return 1
     return SCHEDULES[parallel.pipeline_schedule].stages or parallel.pipeline_stages_per_rank
 
 
-def stage_count(parallel: ParallelConfig) -> int:
+def count_stages(parallel: ParallelConfig) -> int:
     """Stages of the whole pipeline."""
-    return parallel.pipeline * stages_per_rank(parallel)
+    return parallel.pipeline * count_stages_per_rank(parallel)
 
 
-def rank_of_stage(parallel: ParallelConfig, stage: int) -> int:
+def find_stage_rank(parallel: ParallelConfig, stage: int) -> int:
     """The place in its pipeline of the rank that has a stage."""
     turn, place = divmod(stage, parallel.pipeline)
     folded = SCHEDULES[parallel.pipeline_schedule].folded and turn % 2 == 1
     return parallel.pipeline - 1 - place if folded else place
 
 
-def stages_of_rank(parallel: ParallelConfig, rank: int) -> list[int]:
+def list_rank_stages(parallel: ParallelConfig, rank: int) -> list[int]:
     """The stages of a rank by its place in the pipeline, first to last."""
     return [
-        stage for stage in range(stage_count(parallel)) if rank_of_stage(parallel, stage) == rank
+        stage for stage in range(count_stages(parallel)) if find_stage_rank(parallel, stage) == rank
     ]
 
 
-def micro_batches(cfg: Any) -> tuple[int, int]:
+def compute_micro_batches(cfg: Any) -> tuple[int, int]:
     """(sequences of a micro-batch, micro-batches) of a data rank's step; the product is batch_size
     x accumulation.
     """
@@ -181,7 +181,7 @@ def micro_batches(cfg: Any) -> tuple[int, int]:
     return sequences // count, count
 
 
-def fewest_micro_batches(parallel: ParallelConfig) -> int:
+def count_fewest_micro_batches(parallel: ParallelConfig) -> int:
     """The micro-batches a step that a schedule is made for; with fewer, ranks wait even in the
     middle of the step.
     """
@@ -190,7 +190,7 @@ def fewest_micro_batches(parallel: ParallelConfig) -> int:
     return parallel.pipeline
 
 
-def schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
+def find_schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
     """Why so many micro-batches a step are too few for the schedule, as `found .., expected ..;
     remedy`; None: they do.
 
@@ -198,7 +198,7 @@ def schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
     even in the middle of a step, and what an interleaved or zero-bubble schedule is taken for is
     not to be had.
     """
-    fewest = fewest_micro_batches(parallel)
+    fewest = count_fewest_micro_batches(parallel)
     if count >= fewest:
         return None
     return (

@@ -36,7 +36,7 @@ class OptimizerFacts:
     states_need: str | None = None
     torch_class: str | None = None
 
-    def states_of(self, cfg: Any, *, layer_matrix: bool) -> tuple[str, ...]:
+    def list_states(self, cfg: Any, *, layer_matrix: bool) -> tuple[str, ...]:
         """The names of the states kept of a parameter. cfg: the section `optimizer`."""
         if self.states_need is not None and not getattr(cfg, self.states_need):
             return ()
@@ -46,16 +46,16 @@ class OptimizerFacts:
             else self.layer_matrix_states
         )
 
-    def state_bits(self, cfg: Any) -> int | None:
+    def get_state_bits(self, cfg: Any) -> int | None:
         """Bits of a state's numbers; None: those of the parameter."""
-        return kept_bits(cfg) if "state_bits" in self.keys else None
+        return resolve_state_bits(cfg) if "state_bits" in self.keys else None
 
-    def keeps_master(self, cfg: Any) -> bool:
+    def has_master_weights(self, cfg: Any) -> bool:
         """Whether the weights are also kept in fp32."""
         return "master_weights" in self.keys and bool(cfg.master_weights)
 
 
-def kept_bits(cfg: Any) -> int | None:
+def resolve_state_bits(cfg: Any) -> int | None:
     """Return the bits of a state's numbers that a section `optimizer` asks for; None: those of the
     parameter.
 
@@ -66,7 +66,7 @@ def kept_bits(cfg: Any) -> int | None:
 
 
 @cache
-def built_in_optimizers() -> dict[str, OptimizerFacts]:
+def read_built_in_optimizers() -> dict[str, OptimizerFacts]:
     """The optimizers that ship, by name, in the order of the alphabet."""
     return {path.stem: _read(path) for path in sorted(ALGORITHMS.glob("[!_]*.py"))}
 
@@ -74,12 +74,12 @@ def built_in_optimizers() -> dict[str, OptimizerFacts]:
 _of_plugins: dict[str, OptimizerFacts] = {}
 
 
-def optimizer_facts(name: str) -> OptimizerFacts | None:
+def find_optimizer_facts(name: str) -> OptimizerFacts | None:
     """What is known of an optimizer; None: of one that a plugin registered without facts."""
-    return built_in_optimizers().get(name) or _of_plugins.get(name)
+    return read_built_in_optimizers().get(name) or _of_plugins.get(name)
 
 
-def state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
+def compute_state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
     """Return bytes of the states, master weights included, for one number of a matrix with long
     rows.
 
@@ -87,16 +87,16 @@ def state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
     Muon keeps one state, not of embedding or head. None, and an optimizer that is not known: two
     states of the number's type.
     """
-    facts = None if optimizer is None else optimizer_facts(optimizer.name)
+    facts = None if optimizer is None else find_optimizer_facts(optimizer.name)
     if facts is None:
         return 2 * width
-    bits = facts.state_bits(optimizer)
+    bits = facts.get_state_bits(optimizer)
     each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
-    count = len(facts.states_of(optimizer, layer_matrix=in_layer))
-    return count * each + (4 if facts.keeps_master(optimizer) else 0)
+    count = len(facts.list_states(optimizer, layer_matrix=in_layer))
+    return count * each + (4 if facts.has_master_weights(optimizer) else 0)
 
 
-def keep_facts(name: str, facts: OptimizerFacts) -> None:
+def register_facts(name: str, facts: OptimizerFacts) -> None:
     """Makes known what a plugin says of its optimizer."""
     _of_plugins[name] = facts
 

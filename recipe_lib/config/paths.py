@@ -19,17 +19,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _RECIPE_LINE = re.compile(r"^recipe:[ \t]*(\w+)", re.MULTILINE)
 
 
-def recipes_folder() -> Path:
+def get_recipes_folder() -> Path:
     """The folder of the shipped recipes."""
     return _shipped_folder("recipes")
 
 
-def configs_folder() -> Path:
+def get_configs_folder() -> Path:
     """The folder of the shipped configs."""
     return _shipped_folder("configs")
 
 
-def example_file(path: str) -> str:
+def find_example_file(path: str) -> str:
     """The path; for one of `examples/` that is not there, as outside of a clone, where the
     installed package has it.
     """
@@ -40,7 +40,7 @@ def example_file(path: str) -> str:
     return str(shipped) if shipped.exists() else path
 
 
-def presets_folder() -> Path:
+def get_presets_folder() -> Path:
     """The folder of the shipped architectures (a config.json each)."""
     return _PACKAGE / "models" / "presets"
 
@@ -56,14 +56,14 @@ def find_recipe(name_or_path: str | Path) -> Path:
     """The Python file that a recipe's name or a path stands for; ConfigError with the nearest name
     if none.
     """
-    files = {name: recipes_folder() / f"{name}.py" for name in list_recipes()}
+    files = {name: get_recipes_folder() / f"{name}.py" for name in list_recipes()}
     return _find(name_or_path, "recipe", files, (".py",))
 
 
 def list_recipes() -> list[str]:
     """Names of the shipped recipes."""
     return sorted(
-        path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_")
+        path.stem for path in get_recipes_folder().glob("*.py") if not path.stem.startswith("_")
     )
 
 
@@ -92,10 +92,12 @@ def _family_and_size(config: str) -> tuple[str, float, str]:
 
 def list_presets() -> list[str]:
     """Names of the shipped architectures (`llama3/8B`), for `model.preset`."""
-    return sorted(_name_in(presets_folder(), path) for path in presets_folder().rglob("*.json"))
+    return sorted(
+        _name_in(get_presets_folder(), path) for path in get_presets_folder().rglob("*.json")
+    )
 
 
-def expand(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """A user's path with `~` filled in. Like os.path.isfile and unlike pathlib, it refuses no
     text.
     """
@@ -103,7 +105,7 @@ def expand(path: str | Path) -> Path:
 
 
 def _config_files() -> dict[str, Path]:
-    folder = configs_folder()
+    folder = get_configs_folder()
     return {_name_in(folder, path): path for path in folder.rglob("*.yaml")}
 
 
@@ -126,7 +128,7 @@ def _find(
         return shipped[text]
     if not text or not text.isprintable():
         raise ConfigError(f"{what} {quote(text)}: expected a name (`tune ls` lists them) or a path")
-    path = expand(text)
+    path = expand_home(text)
     if os.path.isfile(path):
         if path.suffix not in suffixes:
             raise ConfigError(
@@ -138,14 +140,14 @@ def _find(
             f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}"
         )
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
-    hint = "" if text.startswith("/") else nearest_config(name.removeprefix(f"{what}s/"), shipped)
+    hint = "" if text.startswith("/") else suggest_config(name.removeprefix(f"{what}s/"), shipped)
     raise ConfigError(
         f"{show(text)}: no such"
         f" {what}{hint or '; `tune ls` lists the names, or give a path to a file'}"
     )
 
 
-def nearest_config(name: str, shipped: Iterable[str]) -> str:
+def suggest_config(name: str, shipped: Iterable[str]) -> str:
     """`; did you mean X?`; for a family, or a size of one, that there are several configs of, how
     to list them.
     """

@@ -21,8 +21,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from recipe_lib.config.optimizer_facts import OptimizerFacts, built_in_optimizers, keep_facts
-from recipe_lib.config.paths import expand
+from recipe_lib.config.optimizer_facts import (
+    OptimizerFacts,
+    read_built_in_optimizers,
+    register_facts,
+)
+from recipe_lib.config.paths import expand_home
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.reading import TEXT_LIMIT
@@ -44,7 +48,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
             "classification",
         ),
     ),
-    "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
+    "optimizer.name": ("recipe_lib.optim.algorithms", tuple(read_built_in_optimizers())),
     "loss": ("recipe_lib.ops.chunked_heads", ("cross_entropy",)),
     "metric": ("recipe_lib.generation.answer_questions", ("exact_match",)),
     "log.trackers": ("recipe_lib.training.run_log", ("tensorboard", "wandb", "trackio")),
@@ -78,13 +82,13 @@ def register(
             )
         _components[kind][name] = component
         if facts is not None:
-            keep_facts(name, facts)
+            register_facts(name, facts)
         return component
 
     return add
 
 
-def registered(kind: str, name: str) -> Callable[..., Any]:
+def get_registered(kind: str, name: str) -> Callable[..., Any]:
     """The component that was registered as `name`; imports the owner of a built-in one on first
     use.
 
@@ -92,9 +96,9 @@ def registered(kind: str, name: str) -> Callable[..., Any]:
     """
     _check_kind(kind)
     if name in BUILT_IN[kind][1] and name not in _components[kind]:
-        owner(kind)
+        import_owner(kind)
     if name not in _components[kind]:
-        known = names(kind)
+        known = list_names(kind)
         raise ConfigError(
             f"{kind}: found {name!r}, expected one of"
             f" {', '.join(known)}{did_you_mean(str(name), known)}"
@@ -102,14 +106,14 @@ def registered(kind: str, name: str) -> Callable[..., Any]:
     return _components[kind][name]
 
 
-def owner(kind: str) -> ModuleType:
+def import_owner(kind: str) -> ModuleType:
     """The module that registers the built-in names of a kind, imported with the first of them that
     is asked for.
     """
     return importlib.import_module(BUILT_IN[kind][0])
 
 
-def names(kind: str) -> list[str]:
+def list_names(kind: str) -> list[str]:
     """Every name of a kind, the built-in ones first; imports nothing."""
     _check_kind(kind)
     built_in = BUILT_IN[kind][1]
@@ -133,7 +137,7 @@ def load_plugin(path: str | Path) -> None:
     Raises ConfigError with the file's line if it cannot be found or raises while it is imported.
     """
     shown = show(str(path))
-    file = expand(path)
+    file = expand_home(path)
     if file.suffix != ".py" or not os.path.isfile(file):
         raise ConfigError(f"--plugin {quote(str(path))}: expected the path of an existing .py file")
     if os.path.getsize(file) > TEXT_LIMIT:
@@ -164,7 +168,7 @@ def load_plugin(path: str | Path) -> None:
     _loaded.add(file)
 
 
-def loaded_plugins() -> list[Path]:
+def list_loaded_plugins() -> list[Path]:
     """The files that were imported, links followed."""
     return sorted(_loaded)
 

@@ -7,8 +7,8 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from recipe_lib.config import idle
-from recipe_lib.config.keys import key
+from recipe_lib.config import key_conditions
+from recipe_lib.config.flat_schema import key
 from recipe_lib.config.schema_data import (
     DataConfig,
     ModelConfig,
@@ -141,18 +141,22 @@ class OptimizerConfig:
         minimum=0,
         below=1,
         length=2,
-        needs=idle.read_by_optimizer("betas"),
+        needs=key_conditions.require_optimizer_key("betas"),
         known_as="torch betas",
     )
     eps: float = key(
-        1e-8, "AdamW's epsilon.", above=0, needs=idle.read_by_optimizer("eps"), known_as="torch eps"
+        1e-8,
+        "AdamW's epsilon.",
+        above=0,
+        needs=key_conditions.require_optimizer_key("eps"),
+        known_as="torch eps",
     )
     momentum: float | None = key(
         None,
         "Momentum; null: for sgd 0, for muon 0.95.",
         minimum=0,
         below=1,
-        needs=idle.read_by_optimizer("momentum"),
+        needs=key_conditions.require_optimizer_key("momentum"),
         known_as="torch SGD momentum",
     )
     state_bits: int | None = key(
@@ -161,21 +165,24 @@ class OptimizerConfig:
         " which 4 train little but the largest numbers; null: those of dtype, beside"
         " master_weights 32.",
         choices=(4, 8, 16, 32),
-        needs=idle.read_by_optimizer("state_bits"),
+        needs=key_conditions.require_optimizer_key("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
         "Also keep the weights in fp32, which the steps add up in, and unless state_bits says"
         " otherwise the states; dtype=bf16 is what is computed with.",
-        needs=(idle.read_by_optimizer("master_weights"), idle.trains_bf16),
+        needs=(key_conditions.require_optimizer_key("master_weights"), key_conditions.TRAINS_BF16),
         known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
         "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes"
         " smaller than bf16's resolution add up.",
-        needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
+        needs=(
+            key_conditions.require_optimizer_key("stochastic_rounding"),
+            key_conditions.TRAINS_BF16,
+        ),
         known_as="torchao bf16_stochastic_round",
     )
     implementation: str = key(
@@ -184,7 +191,7 @@ class OptimizerConfig:
         " `auto`: fused where torch has such a kernel and it is right (for SGD neither with FSDP"
         " nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
-        needs=idle.steps_with_torch,
+        needs=key_conditions.STEPS_WITH_TORCH,
         known_as="torchtitan optimizer.implementation",
     )
 
@@ -394,7 +401,7 @@ class FullFinetuneConfig(RecipeFacts):
         "cross_entropy",
         "The loss.",
         kind="loss",
-        needs=idle.sums_over_tokens,
+        needs=key_conditions.SUMS_OVER_TOKENS,
         known_as="torchtune loss",
     )
     router_aux_loss_coef: float = key(
@@ -497,14 +504,14 @@ class LoraConfig:
         "Rank of the two matrices.",
         minimum=1,
         most=2**16,
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT r; torchtune lora_rank",
     )
     alpha: float = key(
         32.0,
         "The product is multiplied by alpha / rank.",
         above=0,
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT lora_alpha",
     )
     dropout: float = key(
@@ -512,7 +519,7 @@ class LoraConfig:
         "Share of the adapter's inputs set to zero in training.",
         minimum=0,
         below=1,
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT lora_dropout",
     )
     target_modules: list[str] = key(
@@ -522,46 +529,46 @@ class LoraConfig:
         " (each expert's factors are its own), `all-linear`: every linear of the layers, which"
         " routers and experts are not; of a model that is not native, ends of its linears' names,"
         " as `c_attn`.",
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT target_modules",
     )
     rslora: bool = key(
         False,
         "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).",
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT use_rslora",
     )
     dora: bool = key(
         False,
         "Also train the length of each output's weights (DoRA, arXiv 2402.09353).",
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT use_dora",
     )
     quantize_base: str = key(
         "none",
         "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="torchtune quantize_base; HF load_in_4bit",
     )
     dtype: str | None = key(
         None,
         "Type of the adapters' weights; null: dtype.",
         choices=("fp32", "bf16"),
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT autocast_adapter_dtype",
     )
     adapter_path: str | None = key(
         None,
         "Folder of a PEFT adapter to go on training; null: a new one.",
         path=True,
-        needs=idle.trains_adapters,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="Axolotl lora_model_dir; LLaMA-Factory adapter_name_or_path",
     )
     merge_on_save: bool = key(
         False,
         "At the end also write the model with the adapter merged in, as output_dir/model.",
-        needs=(idle.trains_adapters, "checkpoint.save_model"),
+        needs=(key_conditions.TRAINS_ADAPTERS, "checkpoint.save_model"),
         known_as="PEFT merge_and_unload",
     )
 

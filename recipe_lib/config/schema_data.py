@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from recipe_lib.config import idle
-from recipe_lib.config.keys import key
+from recipe_lib.config import key_conditions
+from recipe_lib.config.flat_schema import key
 
 
 @dataclass
@@ -107,7 +107,10 @@ class DataConfig:
         known_as="LLaMA-Factory formatting; Axolotl type",
     )
     split: str = key(
-        "train", "Split of a hub dataset.", needs=idle.reads_hub, known_as="HF load_dataset split"
+        "train",
+        "Split of a hub dataset.",
+        needs=key_conditions.READS_HUB,
+        known_as="HF load_dataset split",
     )
     columns: dict[str, str] = key(
         {},
@@ -126,7 +129,7 @@ class DataConfig:
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one,"
         " `auto` chat if any.",
         choices=("auto", "chat", "plain"),
-        needs=idle.has_turns,
+        needs=key_conditions.HAS_TURNS,
         known_as="LLaMA-Factory template",
     )
     train_on: str | list[str] = key(
@@ -135,7 +138,7 @@ class DataConfig:
         " roles; a message's own `train: false` takes it out.",
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
-        needs=idle.chooses_labels,
+        needs=key_conditions.LABELS_ARE_OPEN,
         known_as="Axolotl roles_to_train; TRL assistant_only_loss",
     )
     history: str = key(
@@ -145,7 +148,7 @@ class DataConfig:
         " when generating; `split`: each answer gets its own; `refuse`: such a sample is a bad"
         " one.",
         choices=("auto", "split", "refuse"),
-        needs=(idle.has_earlier_answers, "data.train_on != all"),
+        needs=(key_conditions.HAS_EARLIER_ANSWERS, "data.train_on != all"),
         known_as="none has it: others train all answers of one rendering, or the last one",
     )
     check_label_mask: bool = key(
@@ -180,7 +183,7 @@ class DataConfig:
         True,
         "End each `text`, each completion and each answer that is rendered already with EOS, unless"
         " an end token ends it.",
-        needs=idle.ends_texts,
+        needs=key_conditions.HAS_TEXTS,
         known_as="torchtune add_eos; Axolotl, TRL and LLaMA-Factory always do",
     )
     parse_special_tokens: bool | None = key(
@@ -188,7 +191,7 @@ class DataConfig:
         "Special tokens that samples spell out become tokens; false: they stay text. null: by"
         " format: in the texts of `text`, `prompt_completion`, `preference`, `kto` and"
         " `classification`, and not in messages.",
-        needs=idle.parses_otherwise,
+        needs=key_conditions.PARSES_UNLIKE_FORMAT,
         known_as="LLaMA-Factory split_special_tokens; HF has it too: its opposite",
     )
     max_samples: int | None = key(
@@ -214,7 +217,7 @@ class DataConfig:
         "truncate",
         "What a sequence over max_seq_len tokens does.",
         choices=("truncate", "drop", "error"),
-        needs=idle.may_exceed_length,
+        needs=key_conditions.MAY_EXCEED_LENGTH,
         known_as="Axolotl excess_length_strategy",
     )
     num_proc: int | None = key(
@@ -266,7 +269,7 @@ class ValidationConfig:
     split: str | None = key(
         None,
         "Like data.split, such as test, or train[:5%]; null: the same.",
-        needs=idle.validates_on_hub,
+        needs=key_conditions.VALIDATES_ON_HUB,
         known_as="HF load_dataset split; TRL dataset_test_split",
     )
     every_n_steps: int | None = key(
@@ -306,7 +309,7 @@ class ValidationConfig:
         "Tokens of an answer that is generated for a plugin's metric.",
         minimum=1,
         most=2**20,
-        needs=idle.generates_in_validation,
+        needs=key_conditions.GENERATES_IN_VALIDATION,
         known_as="HF generation_max_length",
     )
     patience: int | None = key(
@@ -328,7 +331,7 @@ class ValidationConfig:
 HUB = "hub:"
 
 
-def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
+def resolve_sources(cfg: DataConfig) -> list[SourceConfig]:
     """Every source of training data, what it leaves null filled in from the section `data`.
 
     `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not
@@ -339,13 +342,13 @@ def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
     return [] if cfg.source is None else [_filled(SourceConfig(cfg.source), cfg)]
 
 
-def sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
-    """`resolved_sources` by the section of the config that each is from: `data`, or
+def list_sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
+    """`resolve_sources` by the section of the config that each is from: `data`, or
     `data.sources[0]`, ...
 
     The key that names the source is `SECTION.source`.
     """
-    sources = resolved_sources(data)
+    sources = resolve_sources(data)
     return {
         f"data.sources[{number}]" if data.sources else "data": one
         for number, one in enumerate(sources)
@@ -364,7 +367,9 @@ def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
     )
 
 
-def validation_source(data: DataConfig, validation: "ValidationConfig") -> SourceConfig | None:
+def resolve_validation_source(
+    data: DataConfig, validation: "ValidationConfig"
+) -> SourceConfig | None:
     """The source of validation data, what it leaves null filled in from the section `data`; None:
     no validation.
     """

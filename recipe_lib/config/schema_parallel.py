@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config.idle import trains_bf16
-from recipe_lib.config.keys import key
+from recipe_lib.config.flat_schema import key
+from recipe_lib.config.key_conditions import TRAINS_BF16
 
 
 @dataclass
@@ -163,7 +163,7 @@ class ParallelConfig:
         False,
         "Add up the micro-batches' gradients of bf16 weights in fp32, rounded once at the end; on"
         " one device too.",
-        needs=(trains_bf16, "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
+        needs=(TRAINS_BF16, "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
         known_as="Megatron accumulate_allreduce_grads_in_fp32; nanotron accumulate_grad_in_fp32",
     )
     heartbeat_timeout_seconds: float = key(

@@ -8,7 +8,7 @@ from recipe_lib.redaction import redact
 CLOSE_ENOUGH = 0.6  # difflib ratio; below it a suggestion misleads more often than it helps
 
 
-def nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -> str | None:
+def find_nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -> str | None:
     """The member of `valid` that is most like `found`, upper and lower case alike; None if none is
     close.
     """
@@ -19,7 +19,7 @@ def nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -
 
 def did_you_mean(found: str, valid: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing when no valid name is close."""
-    name = nearest(found, valid)
+    name = find_nearest(found, valid)
     return f"; did you mean {name}?" if name else ""
 
 

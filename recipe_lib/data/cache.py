@@ -33,7 +33,7 @@ from recipe_lib.data.encoding import Chunk, SourceEncoder
 from recipe_lib.data.sample_files import hash_of
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.errors import UserError
-from recipe_lib.files import flush_folder, sha256_of, write_bytes
+from recipe_lib.files import compute_sha256, flush_folder, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
 from recipe_lib.tokenizers import Tokenizer
@@ -229,7 +229,8 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
         content = manifest["content"]
         checksums = content["checksums"] | {MANIFEST: manifest["sha256"]}
         found = {
-            name: sha256_of(folder / name) if (folder / name).is_file() else None for name in ARRAYS
+            name: compute_sha256(folder / name) if (folder / name).is_file() else None
+            for name in ARRAYS
         }
         found[MANIFEST] = _checksum(content)
         wrong = next(

@@ -20,7 +20,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 # The arrays that a dataset is stored as, one file each, and the type of their numbers.
 ARRAYS = {
@@ -578,11 +578,13 @@ class DataPlan:
         if slots >= self.slots_per_step:
             return
         if self._capacity:
-            found = f"data.packing: found {counted(slots, 'pack')} of up to {self._capacity} tokens"
+            found = (
+                f"data.packing: found {pluralize(slots, 'pack')} of up to {self._capacity} tokens"
+            )
         else:
             kind = "sequence" if self._group == 1 else "pair"
             by_weight = " an epoch by the weights" if set(self._weights) != {1} else ""
-            found = f"data.source: found {counted(slots, f'usable {kind}')}{by_weight}"
+            found = f"data.source: found {pluralize(slots, f'usable {kind}')}{by_weight}"
         raise DataError(
             f"{found}, expected at least {self.slots_per_step} for one step (batch_size x"
             " gradient_accumulation_steps x ranks); lower batch_size or"

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipe_lib.data.escaping import SpecialCounts
 from recipe_lib.errors import DataError
-from recipe_lib.units import choose_lines, counted
+from recipe_lib.units import choose_lines, pluralize
 
 MOST_BAD_LINES = 20  # bad samples that an error names one by one
 PLACES = 5  # bad samples of one cause whose places are kept in any case
@@ -254,7 +254,7 @@ class DataReport:
             ("no label token", "answers"),
         )
         found, wanted = every if trained else none
-        sequences = counted(self.sequences, "sequence")
+        sequences = pluralize(self.sequences, "sequence")
         return (
             f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or"
             " data.train_on"
@@ -301,10 +301,12 @@ class DataReport:
     def _counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
         kind = (
-            counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
+            pluralize(self.pairs, "pair")
+            if self.preferences
+            else pluralize(self.sequences, "sequence")
         )
         if self.texts and not self._others:
-            return f"{kind} cut from {counted(self.texts, 'text')}"
+            return f"{kind} cut from {pluralize(self.texts, 'text')}"
         texts = (
             f", {self.texts} of them {'a text' if self.texts == 1 else 'texts'},"
             if self.texts
@@ -312,7 +314,7 @@ class DataReport:
         )
         if self.split_sequences:
             return f"{kind} from the {self.samples_read} samples{texts}"
-        return f"{kind} of {counted(self.samples_read, 'sample')}{texts}"
+        return f"{kind} of {pluralize(self.samples_read, 'sample')}{texts}"
 
     @property
     def _others(self) -> int:
@@ -370,7 +372,7 @@ class DataReport:
         empty = ""
         if self.emptied_sequences:
             empty = f", {self.emptied_sequences} of them left out because no answer was left"
-        of = f"{counted(self.items_made, self.noun)} ({_percent(long / max(1, self.items_made))})"
+        of = f"{pluralize(self.items_made, self.noun)} ({_percent(long / max(1, self.items_made))})"
         return choose_lines(
             (
                 long,
@@ -412,15 +414,15 @@ class DataReport:
             (
                 self.openings,
                 (
-                    f"data: in {counted(self.openings, 'conversation')} the assistant begins; no"
+                    f"data: in {pluralize(self.openings, 'conversation')} the assistant begins; no"
                     " prompt asks for that message, so it is not trained"
                 ),
             ),
             (
                 self.endings,
                 (
-                    f"data: in {counted(self.endings, 'conversation')} messages follow the last one"
-                    " that is trained; they are left out"
+                    f"data: in {pluralize(self.endings, 'conversation')} messages follow the last"
+                    " one that is trained; they are left out"
                 ),
             ),
             (
@@ -443,8 +445,8 @@ class DataReport:
             (
                 self.margins,
                 (
-                    f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed"
-                    " alone reads"
+                    f"data: {pluralize(self.margins, 'pair')} with a margin, which"
+                    " reward_distributed alone reads"
                 ),
             ),
             (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),
@@ -461,14 +463,14 @@ class DataReport:
             (
                 self.duplicate_sequences,
                 (
-                    f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an"
+                    f"data: {pluralize(self.duplicate_sequences, self.noun)} {are} the same as an"
                     f" earlier one, and kept all the same (first: {first})"
                 ),
             ),
             (
                 bad,
                 (
-                    f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {were} left"
+                    f"warning: data: {bad} of {pluralize(self.samples_read, 'sample')} {were} left"
                     f" out: {causes}"
                 ),
             ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import date, time
 from typing import Any, NamedTuple
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.answers import pick_trained
@@ -124,7 +124,7 @@ class SourceEncoder:
         self.cfg, self.source, self.encoder, self.max_seq_len = cfg, source, encoder, max_seq_len
         self.section = section
         self.format, self.columns = source.format or cfg.format, source.columns or {}
-        self.read = registered("data.format", self.format)
+        self.read = get_registered("data.format", self.format)
         self.unread = UnreadNames(self.format, cfg.ignore_columns, encoder.fields)
         self.names = find_columns(self.format)
         known = self.names.known

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from recipe_lib.data.samples import Message, SampleFault
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
-from recipe_lib.units import choose_lines, counted
+from recipe_lib.units import choose_lines, pluralize
 
 # Counts the special tokens that the samples of a dataset spell out, and writes the lines for the
 # log.
@@ -89,7 +89,7 @@ class SpecialCounts:
                 self.rendered,
                 (
                     f"{'warning: data' if chats else 'data'}: {self.rendered} of"
-                    f" {counted(self.rendered + chats, 'sample')} hold a chat template's special"
+                    f" {pluralize(self.rendered + chats, 'sample')} hold a chat template's special"
                     " tokens: their texts are taken as rendered already, and no template is"
                     " applied"
                 ),
@@ -113,8 +113,8 @@ class SpecialCounts:
                 "template writes, or the model whose template wrote these"
             )
         return (
-            f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
-            f" pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
+            f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut"
+            f" into pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
         )
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.registry import BUILT_IN, names, registered
+from recipe_lib.config.local_files import get_cache_root
+from recipe_lib.config.registry import BUILT_IN, get_registered, list_names
 from recipe_lib.config.schema import SAMPLES, FullFinetuneConfig, SourceConfig
-from recipe_lib.config.schema_data import resolved_sources, validation_source
+from recipe_lib.config.schema_data import resolve_sources, resolve_validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (
     OTHER_NAMES,
@@ -54,7 +54,7 @@ def fitting(
     `data.columns`. samples: see RecipeFacts.
     """
     plugin_formats = [
-        name for name in names("data.format") if name not in BUILT_IN["data.format"][1]
+        name for name in list_names("data.format") if name not in BUILT_IN["data.format"][1]
     ]
     fitting_formats = list[str]()
     other_formats = list[str]()
@@ -98,11 +98,11 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     what they are.
     """
     data, validation, lines = cfg.data, cfg.validation, []
-    held_out = validation_source(data, validation)
+    held_out = resolve_validation_source(data, validation)
     finds_validation = (
         held_out is not None and held_out.format == AUTO
     )  # before those of training are found
-    for number, source in enumerate(resolved_sources(data)):
+    for number, source in enumerate(resolve_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
             section.format = _settled(
@@ -113,7 +113,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
     if held_out is not None and finds_validation:
         validation.format = _settled(cfg, held_out, "validation")
-        if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
+        if validation.format not in {AUTO, *(one.format for one in resolve_sources(data))}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
             )
@@ -122,7 +122,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
 
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """Return the format of a source; `auto` where none of its samples can be read."""
-    files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
+    files = open_sources(source, cache=get_cache_root(cfg.data.cache_dir), section=section)
     format_key = f"{section}.format"
     section = columns_section(section)
     found = find_format(
@@ -227,7 +227,7 @@ def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
 
 def _check_names(columns: Mapping[str, str], section: str) -> None:
     """Raise DataError for a column that no format has."""
-    known = {name for form in names("data.format") for name in find_columns(form).known}
+    known = {name for form in list_names("data.format") for name in find_columns(form).known}
     for name in columns:
         if name not in known:
             hint = (
@@ -283,7 +283,7 @@ def _can_read(
     right kind.
     """
     try:
-        registered("data.format", name)(
+        get_registered("data.format", name)(
             Renamed(sample, renamed, section, find_columns(name).required)
         )
     except SampleFault as fault:

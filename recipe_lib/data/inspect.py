@@ -11,7 +11,7 @@ import numpy as np
 from recipe_lib.data.dataset import Dataset, TokenSequence, overlap, pack
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 SHOWN = 5  # places that a finding names
 NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
@@ -135,7 +135,10 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
         _placed(
-            "bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause)
+            "bad-samples",
+            f"{pluralize(count, 'bad sample')}: {cause}",
+            count,
+            report.places(cause),
         )
         for cause, count in report.bad_samples.most_common()
     ]
@@ -158,21 +161,21 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
         _placed(
             "generation-marks",
-            f"in {counted(report.marks_differing, 'answer')} the chat template marks something else"
-            " than what is generated",
+            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something"
+            " else than what is generated",
             report.marks_differing,
             [report.first_mark],
         ),
         Finding(
             "unseen-messages",
-            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's"
-            " or user's message",
+            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a"
+            " system's or user's message",
             report.unseen_samples,
         ),
         _placed("split-special-tokens", special.split_line(), special.samples, special.places),
         _placed(
             "control-characters",
-            f"in {counted(report.control_characters, 'sample')} a text holds a control character"
+            f"in {pluralize(report.control_characters, 'sample')} a text holds a control character"
             " (JSON reads \\b as one; a backslash is two there)",
             report.control_characters,
             [report.first_control],
@@ -200,7 +203,7 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
 
 def _said(count: int, noun: str, one: str, several: str) -> str:
     """`1 pair repeats`, `2 pairs repeat`."""
-    return f"{counted(count, noun)} {one if count == 1 else several}"
+    return f"{pluralize(count, noun)} {one if count == 1 else several}"
 
 
 def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import resolve_sources
 from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import Conversation, Message, SampleFault
 from recipe_lib.errors import DataError
@@ -517,7 +517,7 @@ def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int =
     tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: how
     many samples a template wrote, where that is known; else their formats decide.
     """
-    if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
+    if not chats and all(source.format in WITHOUT_TURNS for source in resolve_sources(cfg.data)):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
         return plain_jinja(eos_text(tokenizer), bos_text(tokenizer, cfg.data.add_bos))

@@ -11,8 +11,8 @@ from functools import lru_cache
 from numbers import Number
 from typing import Any, NamedTuple, TypeGuard
 
-from recipe_lib.config.registry import registered
-from recipe_lib.errors import visible
+from recipe_lib.config.registry import get_registered
+from recipe_lib.errors import escape_invisible
 from recipe_lib.reading import parse_json
 
 Message = Mapping[
@@ -165,8 +165,8 @@ class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, tu
     """
 
     def __init__(self, cause: str, detail: str) -> None:
-        self.cause = visible(cause)
-        super().__init__(visible(detail))
+        self.cause = escape_invisible(cause)
+        super().__init__(escape_invisible(detail))
 
 
 def kind_of(value: Any) -> str:
@@ -280,7 +280,7 @@ class Columns:
 
 def find_columns(form: str) -> Columns:
     """Return the columns that a format reads, by its name."""
-    return getattr(registered("data.format", form), "columns", Columns())
+    return getattr(get_registered("data.format", form), "columns", Columns())
 
 
 def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:

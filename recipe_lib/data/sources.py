@@ -19,7 +19,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from huggingface_hub.errors import HTTPError
 
-from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_datasets, no_reader
+from recipe_lib.config.local_files import (
+    COMPRESSED,
+    describe_missing_datasets,
+    describe_missing_reader,
+    find_files,
+    get_cache_root,
+)
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.data.sample_files import (
@@ -37,7 +43,7 @@ from recipe_lib.data.sample_files import (
     opened,
 )
 from recipe_lib.data.samples import SampleFault, is_idle_beside, kind_of, says_nothing
-from recipe_lib.errors import DataError, StorageError, first_line
+from recipe_lib.errors import DataError, StorageError, get_first_line
 from recipe_lib.files import discard_idle, write_aside
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
@@ -270,7 +276,7 @@ class ParquetFile(LocalFile):
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(no_reader(path)) from None
+            raise DataError(describe_missing_reader(path)) from None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -383,8 +389,8 @@ def _parquet(path: Path) -> Iterator[Any]:
             yield file
     except (ArrowException, OSError) as error:
         raise DataError(
-            f"{path}: the Parquet file cannot be read ({first_line(error)}); write or download it"
-            " again"
+            f"{path}: the Parquet file cannot be read ({get_first_line(error)}); write or download"
+            " it again"
         ) from None
 
 
@@ -427,7 +433,7 @@ class HubSamples(SampleFile):
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(no_datasets(source, key)) from None
+            raise DataError(describe_missing_datasets(source, key)) from None
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -465,7 +471,8 @@ class HubSamples(SampleFile):
             return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             raise DataError(
-                f"data.source: {self.place}: the hub dataset cannot be loaded ({first_line(error)})"
+                f"data.source: {self.place}: the hub dataset cannot be loaded"
+                f" ({get_first_line(error)})"
             ) from None
 
 
@@ -496,7 +503,9 @@ def open_sources(
         return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
     files = list[SampleFile]()
     for path in find_files(cfg.source, f"{section}.source"):
-        inside = unpacked(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
+        inside = (
+            unpacked(path, cache or get_cache_root(None)) if path.suffix in COMPRESSED else path
+        )
         files.append(_KINDS[inside.suffix](inside, sample_limit, str(path)))
     return files
 
@@ -590,7 +599,7 @@ def _zstd_blocks(path: Path) -> Generator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise DataError(no_reader(path)) from None
+        raise DataError(describe_missing_reader(path)) from None
     frame = None
     with open_regular(path) as source:
         while block := source.read(_BLOCK):

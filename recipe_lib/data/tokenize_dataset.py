@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from recipe_lib.config.local_files import cache_root
+from recipe_lib.config.local_files import get_cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
-from recipe_lib.config.schema_data import sources_by_section, validation_source
+from recipe_lib.config.schema_data import list_sources_by_section, resolve_validation_source
 from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
@@ -68,7 +68,7 @@ def build_validation_dataset(
     """The samples of `validation.source`; None: no validation. may_be_empty, raises: as
     `build_dataset`.
     """
-    source = validation_source(cfg.data, cfg.validation)
+    source = resolve_validation_source(cfg.data, cfg.validation)
     if source is None:
         return None
     return build_dataset(
@@ -118,7 +118,9 @@ class DatasetBuilder:
 
         validation, may_be_empty: as `build_dataset` has them.
         """
-        sources = {"validation": validation} if validation is not None else sources_by_section(cfg)
+        sources = (
+            {"validation": validation} if validation is not None else list_sources_by_section(cfg)
+        )
         if not sources:
             raise DataError(
                 "data.source: is not set; set it to a file or folder of samples, or to"
@@ -130,7 +132,7 @@ class DatasetBuilder:
             max_seq_len,
             may_be_empty,
         )
-        limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
+        limit, cache = int(cfg.max_sample_mib * MIB), get_cache_root(cfg.cache_dir)
         opened = [
             open_sources(source, limit, cache, section) for section, source in sources.items()
         ]
@@ -170,7 +172,7 @@ class DatasetBuilder:
 
     def build(self) -> Dataset:
         """Return it out of the cache, or made. Raises DataError."""
-        stored = load_or_make(cache_root(self.cfg.cache_dir), self.find_key(), self._make)
+        stored = load_or_make(get_cache_root(self.cfg.cache_dir), self.find_key(), self._make)
         arrays, report = stored.arrays, stored.report
         if self.cfg.check_label_mask:
             report.check_share()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from recipe_lib.config.local_files import install_line
+from recipe_lib.config.local_files import format_install_line
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.generation.sample import generate_batch
@@ -86,7 +86,7 @@ def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
         from lm_eval.api.model import TemplateLM
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"--lm-eval: lm-evaluation-harness is not installed; {install_line('eval')}"
+            f"--lm-eval: lm-evaluation-harness is not installed; {format_install_line('eval')}"
         ) from error
 
     class HarnessModel(HarnessMethods, TemplateLM):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from recipe_lib import files
-from recipe_lib.config.mesh import padded_multiple
+from recipe_lib.config.mesh import compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Dataset, validation_steps
 from recipe_lib.generation.answer_questions import Question
@@ -83,7 +83,7 @@ def score_sequences(
         world.data_ranks,
         batch_size,
         pad_id,
-        multiple=padded_multiple(cfg),
+        multiple=compute_padded_multiple(cfg),
     )
     own: list[tuple[int, float, int, int]] = []
     for batches in steps:
@@ -167,7 +167,7 @@ class Evaluation:
         examples = [
             self.example(number) for number in sorted(next(iter(self.models.values())).scores)
         ]
-        with files.storage_faults():
+        with files.report_storage_faults():
             folder.mkdir(parents=True, exist_ok=True)
             lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
             files.replace_text(folder / EXAMPLES_FILE, redact(lines))

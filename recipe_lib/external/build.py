@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.config.registry import register, registered
+from recipe_lib.config.registry import get_registered, register
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import (
     embedding_and_head,
@@ -467,7 +467,7 @@ class ModuleSource:
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The module as its class makes it, parameters on meta, with the class' own forward."""
     with parameters_on_meta():
-        make, config = registered("model", source.implementation), dict(source.config)
+        make, config = get_registered("model", source.implementation), dict(source.config)
         own = source.implementation == TRANSFORMERS
         model = make(config, source.attention, dtype) if own else make(config)
     if not isinstance(model, nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.config.registry import register, registered
+from recipe_lib.config.registry import get_registered, register
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset
 from recipe_lib.errors import ConfigError
@@ -94,7 +94,7 @@ def metric_of_answers(
     """A registered metric's number of each answer. ConfigError for one that raises, or gives no
     number.
     """
-    metric, numbers = registered("metric", name), {}
+    metric, numbers = get_registered("metric", name), {}
     for at, question in questions.items():
         texts = [
             tokenizer.decode(ids, skip_special=True)

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from recipe_lib.config.mesh import micro_batches, padded_multiple
+from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.budget import (
     ATTENTION,
@@ -132,9 +132,9 @@ def _choose(
 ) -> BudgetChoice:
     """What each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
-    rows, count = micro_batches(cfg)
+    rows, count = compute_micro_batches(cfg)
     rows *= cfg.sequences_per_item
-    multiple = padded_multiple(cfg)
+    multiple = compute_padded_multiple(cfg)
     length = -(-cfg.max_seq_len // multiple) * multiple
     costs = layer_costs(
         model,

@@ -37,7 +37,7 @@ from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
-from recipe_lib.units import counted, format_bytes
+from recipe_lib.units import format_bytes, pluralize
 
 EXPERTS = "experts"  # value of the key that streams these alone
 
@@ -148,7 +148,7 @@ class LayerStream:
     def describe(self) -> str:
         """For the log, after the units of FSDP."""
         others = [unit.name for unit in self.units if not unit.is_layer]
-        layers = counted(len(self.units) - len(others), "layer")
+        layers = pluralize(len(self.units) - len(others), "layer")
         *first, last = [f"{self._what} of {layers}" if self._what else layers, *others]
         what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""

@@ -12,7 +12,7 @@ from typing import TypedDict
 
 import torch
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import OutOfMemoryError, SetupError
 from recipe_lib.units import GIB, format_bytes
@@ -114,7 +114,7 @@ def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory)
 def levers(cfg: FullFinetuneConfig) -> list[str]:
     """The config keys that would still lower the peak, the cheapest first."""
     memory, parallel = cfg.memory, cfg.parallel
-    rows, count = micro_batches(cfg)
+    rows, count = compute_micro_batches(cfg)
     cuts = parallel.pipeline_microbatches is not None
     helps = {
         # In a pipeline smaller micro-batches, a schedule that keeps fewer, layers divided by

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, TypeGuard
 
-from recipe_lib.config.registry import owner
+from recipe_lib.config.registry import import_owner
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_fields import (
@@ -42,7 +42,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
     """
     if implementation == "native":
         return spec_from_config(config, where)
-    spec: ExternalSpec = owner("model").read_spec(config, where, implementation)
+    spec: ExternalSpec = import_owner("model").read_spec(config, where, implementation)
     return spec
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from recipe_lib.config.card_limits import VARLEN_CAPABILITY
+from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
 from recipe_lib.ops.device import capability_of, kernels_of
 from recipe_lib.ops.fused_kernels import GradientNode, follows_from_shapes, fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens

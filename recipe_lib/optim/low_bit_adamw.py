@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
-from recipe_lib.config.optimizer_facts import kept_bits
+from recipe_lib.config.optimizer_facts import resolve_state_bits
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.dtensor_shards import local_of, local_part
@@ -460,9 +460,9 @@ class ChunkedOptimizer(Optimizer):
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
         # The last two say of a saved state what it is made of; what counts is the config.
-        made_of = {"state_bits": kept_bits(cfg), "master_weights": cfg.master_weights}
+        made_of = {"state_bits": resolve_state_bits(cfg), "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
-        self.state_bits = kept_bits(cfg)
+        self.state_bits = resolve_state_bits(cfg)
         self._codes: dict[tuple[torch.device, bool], Code] = {}  # tables, where they are asked for
         super().__init__(
             list(params) or [{"params": []}],

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from recipe_lib.config.optimizer_facts import optimizer_facts
-from recipe_lib.config.registry import registered
+from recipe_lib.config.optimizer_facts import find_optimizer_facts
+from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import LrSchedulerConfig, MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.device import has_host, kernels_of
@@ -54,8 +54,8 @@ def build_optimizer(
     moment once a step, the others twice, and `foreach` on a CPU takes the betas in bf16 too: with
     betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones, with 0.999 they stand
     still at different values, for a gradient of 1 at 0.25 and 0.5
-    (`recipe_lib/config/stalled_means.py` tells of it). ConfigError when there is nothing to train,
-    for Muon without names, for a fused SGD that torch lacks or has wrong, and where ranks share a
+    (`recipe_lib/config/optimizer_precision.py` tells of it). ConfigError when there is nothing to
+    train, for Muon without names, for a fused SGD that torch lacks or has wrong, and where ranks share a
     matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
     nothing, if others do.
     """
@@ -69,7 +69,7 @@ def build_optimizer(
     trained = Trained(
         list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn
     )
-    build: Builder = registered("optimizer.name", cfg.name)
+    build: Builder = get_registered("optimizer.name", cfg.name)
     kernels = cfg.implementation
     if kernels == "auto":
         kernels = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
@@ -108,7 +108,7 @@ def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     The learning rate is set before every step. Of a plugin's optimizer without facts nothing is
     touched: what its groups hold may be what it has learned.
     """
-    facts = optimizer_facts(cfg.name)
+    facts = find_optimizer_facts(cfg.name)
     read = (*facts.keys, "weight_decay") if facts is not None else ()
     numbers = {key: optimizer.defaults[key] for key in read if key in optimizer.defaults}
     for group in optimizer.param_groups:
@@ -136,16 +136,16 @@ def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int]
     and scales; and master weights. None: not known, as for an optimizer of a plugin that gives no
     facts.
     """
-    facts = optimizer_facts(cfg.name)
+    facts = find_optimizer_facts(cfg.name)
     if facts is None:
         return None
     found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
     trained = {parameter: name for name, parameter in found if parameter.requires_grad}
     kept = {
-        parameter: facts.states_of(cfg, layer_matrix=is_layer_matrix(parameter, name))
+        parameter: facts.list_states(cfg, layer_matrix=is_layer_matrix(parameter, name))
         for parameter, name in trained.items()
     }
-    made_of = facts.state_bits(cfg), facts.keeps_master(cfg)
+    made_of = facts.get_state_bits(cfg), facts.has_master_weights(cfg)
     return [
         size
         for parameter, names in kept.items()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
-from recipe_lib.config.suggest import did_you_mean, nearest, quote
+from recipe_lib.config.suggest import did_you_mean, find_nearest, quote
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.memory.layer_stream import streamed_parameters
 from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
@@ -184,7 +184,7 @@ def _matches_nothing(pattern: str, model: nn.Module) -> str:
     are.
     """
     templates = _templates(model)
-    best = nearest(pattern, templates)
+    best = find_nearest(pattern, templates)
     existing = ([best] if best else []) + [name for name in templates if name != best]
     return (
         f"parallel.fsdp_wrap_policy: pattern {quote(pattern)} matches no unit; "

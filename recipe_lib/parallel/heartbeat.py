@@ -483,7 +483,7 @@ class Heartbeat:
             return Failure(self._rank, list(error.faults), nodes=[self._node], code=error.exit_code)
         line = (
             f"rank {self._rank} failed in {self._phase}: {type(error).__name__}:"
-            f" {errors.first_line(error)}"
+            f" {errors.get_first_line(error)}"
         )
         code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
         return Failure(self._rank, [line], nodes=[self._node] if self._folder else [], code=code)
@@ -499,7 +499,7 @@ class Heartbeat:
         elif self._lost:
             text = "the process that holds the rendezvous store (rank 0 or its launcher) is gone"
         nodes = {beat.node for beat in gone.values()} if self._folder else set()
-        line = f"{text}; {self._describe_own_wait()} ({errors.first_line(error)})"
+        line = f"{text}; {self._describe_own_wait()} ({errors.get_first_line(error)})"
         return Failure(self._rank, [line], nodes=sorted(nodes))
 
     def _find_gone(self) -> dict[int, Beat]:
@@ -536,7 +536,9 @@ class Heartbeat:
         timer.start()
         if self._node not in failure.nodes and self._is_first_to_say():
             sys.stderr.write(
-                "".join(f"error: {redact(errors.visible(line))}\n" for line in failure.lines)
+                "".join(
+                    f"error: {redact(errors.escape_invisible(line))}\n" for line in failure.lines
+                )
             )
             sys.stderr.flush()
         errors.end_process(failure.code)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_of_rank, token_ranks
+from recipe_lib.config.mesh import SCHEDULES, count_stages, count_token_ranks, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
@@ -106,7 +106,7 @@ def parallelize(
         accumulation=accumulation,
         balance=_balance(model, cfg, world) if for_training else None,
         data_ranks=world.data_ranks,
-        token_ranks=token_ranks(cfg.parallel),
+        token_ranks=count_token_ranks(cfg.parallel),
     )
 
 
@@ -237,11 +237,11 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     parallel, spec, parts = cfg.parallel, model.spec, model.stage_parts()
     layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
     refuse_for_pipeline(model, layers)
-    mine = stages_of_rank(parallel, world.pipeline.rank)
+    mine = list_rank_stages(parallel, world.pipeline.rank)
     # That the model was built with; adapters and stored weights have others.
     dtype = next(model.get_submodule(parts.last[0]).parameters()).dtype
     kept = {number for stage in mine for number in layers[stage]}
-    model.keep_stages(kept, first=0 in mine, last=stage_count(parallel) - 1 in mine)
+    model.keep_stages(kept, first=0 in mine, last=count_stages(parallel) - 1 in mine)
     if SCHEDULES[parallel.pipeline_schedule].splits:
         for module in model.modules():
             if type(module) is nn.Linear:

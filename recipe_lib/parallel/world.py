@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from recipe_lib import errors
-from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
+from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
@@ -350,7 +350,7 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     Raises SetupError where mesh and ranks differ.
     """
     device = join_group(cfg, ranks)
-    shape = tuple(mesh_shape(cfg.parallel, ranks.size).values())
+    shape = tuple(compute_mesh_shape(cfg.parallel, ranks.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if ranks.store is not None:
         for group in list(
@@ -414,7 +414,7 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     too. The ranks of a pipeline have none of their own: they exchange by twos, and sum over all
     ranks.
     """
-    shape = mesh_shape(parallel, size)
+    shape = compute_mesh_shape(parallel, size)
     groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
     sequences = [parallel.context] * (parallel.context > 1)
     if parallel.pipeline == 1 and len(groups) < 2:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import recipe_lib
-from recipe_lib.config.card_limits import card_faults
-from recipe_lib.config.mesh import DATA_DIMS, micro_batches
-from recipe_lib.config.stalled_means import describe_stalled_means
+from recipe_lib.config.compute_capability import find_capability_faults
+from recipe_lib.config.mesh import DATA_DIMS, compute_micro_batches
+from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
@@ -213,7 +213,7 @@ def make_plan(
             found.mesh,
             dict(sorted(places.items())),
             STEADY,
-            micro_batches(cfg)[1],
+            compute_micro_batches(cfg)[1],
             once_a_step(cfg.parallel),
         ),
         notes=large_tensor_notes(found.trace, DTYPES[cfg.dtype].itemsize),
@@ -248,7 +248,7 @@ def simulate_rank(
             "matmul_dtype: found fp8 for cpu, expected a GPU; choose int8, or remove matmul_dtype"
         )
     if hardware.capability is not None and (
-        faults := card_faults(cfg, hardware.name, hardware.capability)
+        faults := find_capability_faults(cfg, hardware.name, hardware.capability)
     ):
         raise ConfigError(*faults)
 

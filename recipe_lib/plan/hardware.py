@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from recipe_lib.config.suggest import nearest, quote
+from recipe_lib.config.suggest import find_nearest, quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.units import GIB
 
@@ -304,7 +304,7 @@ def find_hardware(name: str) -> Hardware:
     if found:
         return found
     plain = _plain(name)
-    close = nearest(plain, [_plain(spelling) for spelling in HARDWARE])
+    close = find_nearest(plain, [_plain(spelling) for spelling in HARDWARE])
     likely = [card for card in HARDWARE if plain and _plain(card).startswith(plain)]
     likely = likely or [card for card in HARDWARE if _plain(card) == close]
     meant = f"; did you mean {' or '.join(likely)}?" if likely else ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, stages_per_rank
+from recipe_lib.config.mesh import compute_micro_batches, count_stages_per_rank
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel.pipeline.schedules import UNITS
 from recipe_lib.parallel.pipeline.simulation import counted_in_flight, simulate
@@ -220,7 +220,7 @@ def simulated_step(
             return SimulatedStep(None)
         ((rank, timing),) = timings.items()
         return SimulatedStep(None, timing, simulated[rank].trace, timing.step)
-    size, count = micro_batches(cfg)
+    size, count = compute_micro_batches(cfg)
     firsts: dict[int, int] = {}  # by place, the first rank simulated
     for rank, found in simulated.items():
         firsts.setdefault(found.coordinates["pipeline"], rank)
@@ -230,7 +230,7 @@ def simulated_step(
     ]
     plan = PipelinePlan(
         schedule=cfg.parallel.pipeline_schedule,
-        stages_per_rank=stages_per_rank(cfg.parallel),
+        stages_per_rank=count_stages_per_rank(cfg.parallel),
         micro_batches=count,
         micro_batch_size=size,
         places=places,
@@ -294,7 +294,7 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
 
 def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     """What the figures of a pipeline rest on. ranks: simulated."""
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
         "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.describe import levers_of
-from recipe_lib.config.mesh import mesh_shape, with_context
+from recipe_lib.config.describe import list_changed_levers
+from recipe_lib.config.mesh import add_context_dim, compute_mesh_shape
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import open_to_append
 from recipe_lib.plan.result import read_typed
@@ -170,8 +170,8 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
 
 def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     """Return the run of a config. shaped: what is planned of it, with its strategy chosen."""
-    mesh = with_context(shaped.parallel, mesh_shape(shaped.parallel, settings.ranks))
-    levers = levers_of(shaped)
+    mesh = add_context_dim(shaped.parallel, compute_mesh_shape(shaped.parallel, settings.ranks))
+    levers = list_changed_levers(shaped)
     if settings.ranks == 1:  # which shards nothing
         levers.pop("parallel.strategy", None)
     described = {

@@ -26,11 +26,11 @@ from recipe_lib.units import (
     Seconds,
     choose_unit,
     count_hundredths,
-    counted,
     format_bytes,
     format_change,
     format_hundredths,
-    number_ranges,
+    format_ranges,
+    pluralize,
     share_out,
 )
 
@@ -313,7 +313,7 @@ def communication_table(plan: Plan) -> Table | None:
         return None
     rows = []
     for (dim, _), inside in group_by_dim(plan.communication).items():
-        members = " or ".join(dict.fromkeys(number_ranges(row.ranks) for row in inside))
+        members = " or ".join(dict.fromkeys(format_ranges(row.ranks) for row in inside))
         rows.append(_traffic_row(f"{dim}: ranks {members}", inside))
         alike: dict[tuple[Any, ...], list[CommunicationRow]] = {}
         for row in inside:
@@ -450,7 +450,7 @@ def groups_table(plan: Plan) -> Table | None:
             "" if dimension.along == [dimension.dim] else f", along {' and '.join(dimension.along)}"
         )
         rows.append(
-            [f"{dimension.dim}: {counted(len(dimension.groups), 'group')} of {size}{along}"]
+            [f"{dimension.dim}: {pluralize(len(dimension.groups), 'group')} of {size}{along}"]
         )
         # A group stays in one line.
         texts = [
@@ -487,8 +487,8 @@ def _ranges_text(plan: Plan, ranks: Sequence[int]) -> str:
         gpus.setdefault(rank // each, []).append(rank % each)
     machines: dict[str, list[int]] = {}
     for machine, numbers in gpus.items():
-        machines.setdefault(number_ranges(numbers), []).append(machine)
-    return " ".join(f"n{number_ranges(numbers)}_g{gpu}" for gpu, numbers in machines.items())
+        machines.setdefault(format_ranges(numbers), []).append(machine)
+    return " ".join(f"n{format_ranges(numbers)}_g{gpu}" for gpu, numbers in machines.items())
 
 
 def stage_ranks_table(plan: Plan) -> Table | None:
@@ -500,7 +500,7 @@ def stage_ranks_table(plan: Plan) -> Table | None:
         for stage, (first, last) in zip(place.stages, place.layers, strict=False):
             layers = str(first) if first == last else f"{first}-{last}"
             rows.append(
-                [stage, layers, _ranges_text(plan, place.ranks), number_ranges(place.ranks)]
+                [stage, layers, _ranges_text(plan, place.ranks), format_ranges(place.ranks)]
             )
     rows.sort(key=lambda row: row[0])
     header = ["stage", "layers", "GPUs", "ranks"]
@@ -607,7 +607,7 @@ def join_numbered(names: Iterable[str]) -> str:
         if number is not None:
             groups[before, after].append(number)
     return ", ".join(
-        f"{before}{number_ranges(numbers)}{after}" for (before, after), numbers in groups.items()
+        f"{before}{format_ranges(numbers)}{after}" for (before, after), numbers in groups.items()
     )
 
 
@@ -666,7 +666,7 @@ def _alike(inside: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
     for names in groups.values():
         last = names[0].rpartition(".")[2]
         numbers = (
-            number_ranges(int(name.rpartition(".")[2]) for name in names)
+            format_ranges(int(name.rpartition(".")[2]) for name in names)
             if len(names) > 1
             else last
         )

@@ -7,12 +7,12 @@ from recipe_lib.plan.result import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, 
 from recipe_lib.units import (
     choose_unit,
     count_hundredths,
-    counted,
     format_bytes,
     format_count,
     format_duration,
     format_hundredths,
     format_seconds,
+    pluralize,
 )
 
 HOST_ALLOWS = (  # how an assumption begins that says whether it is enough
@@ -144,7 +144,7 @@ def run_facts(plan: Plan) -> Facts:
         ("why", reason_text(plan)),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
-        ("mesh", f"{mesh} ({counted(plan.ranks, 'rank')})"),
+        ("mesh", f"{mesh} ({pluralize(plan.ranks, 'rank')})"),
         ("sequence length", _sequence_text(plan)),
         (
             "device",
@@ -267,7 +267,7 @@ def step_facts(plan: Plan) -> Facts:
 
 def _pipeline_text(pipeline: PipelinePlan) -> str:
     """Return its schedule, and how much of it is waiting."""
-    sequences = counted(pipeline.micro_batch_size, "sequence")
+    sequences = pluralize(pipeline.micro_batch_size, "sequence")
     text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
     if pipeline.bubble is not None and pipeline.seconds is not None:
         step = format_duration(pipeline.seconds)

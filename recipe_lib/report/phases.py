@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TextIO
 
 from rich.text import Text
 
-from recipe_lib.errors import at_end, end_process
+from recipe_lib.errors import call_at_end, end_process
 from recipe_lib.logs import get_logger, is_quiet, is_verbose
 from recipe_lib.report.terminal import SOFT, open_console, text_of, wants_color
 from recipe_lib.units import format_bytes, format_clock, format_seconds
@@ -169,7 +169,7 @@ def _close() -> None:
         _screen.erase()
 
 
-at_end(_close)
+call_at_end(_close)
 
 
 def can_draw() -> bool:

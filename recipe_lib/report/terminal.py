@@ -1,8 +1,8 @@
 """The sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if
 asked for.
 
-Everything that is shown goes through `visible`: control characters of a user's files are written
-out.
+Everything that is shown goes through `escape_invisible`: control characters of a user's files are
+written out.
 """
 
 import io
@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from recipe_lib.errors import visible
+from recipe_lib.errors import escape_invisible
 from recipe_lib.logs import wants_color as wants_color
 from recipe_lib.report.view import Section, Table, TreeLine
 
@@ -64,9 +64,9 @@ def put(
 ) -> None:
     """A paragraph; unwrapped what people copy."""
     if wrap:
-        console.print(_indented(Text(visible(text), style), indent))
+        console.print(_indented(Text(escape_invisible(text), style), indent))
     else:
-        console.print(Text(" " * indent + visible(text), style), soft_wrap=True)
+        console.print(Text(" " * indent + escape_invisible(text), style), soft_wrap=True)
 
 
 def heading(console: Console, text: str) -> None:
@@ -81,7 +81,7 @@ def put_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in pairs:
-        grid.add_row(Text(visible(name)), Text(visible(value)))
+        grid.add_row(Text(escape_invisible(name)), Text(escape_invisible(value)))
     console.print(_indented(grid, 2))
 
 
@@ -89,7 +89,7 @@ def put_list(console: Console, sentences: Iterable[str]) -> None:
     """A sentence a line, with a dash before it."""
     grid = rich_table.Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
-        grid.add_row("-", Text(visible(sentence)))
+        grid.add_row("-", Text(escape_invisible(sentence)))
     console.print(_indented(grid, 2))
 
 
@@ -153,13 +153,13 @@ def put_table(console: Console, table: Table) -> None:
     for at in shown:
         side: Literal["left", "right"] = "left" if table.header[at] in table.left else "right"
         grid.add_column(
-            visible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold"
+            escape_invisible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold"
         )
     overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
         grid.add_row(
             *(
-                Text(visible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
+                Text(escape_invisible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
                 for at in shown
             )
         )
@@ -179,7 +179,8 @@ def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
     """Places of the columns that are shown; of those that may be cut."""
     places, optional = list(range(len(table.header))), list(table.optional)
     widths = [
-        max(cell_len(visible(str(row[at]))) for row in [table.header, *table.rows]) for at in places
+        max(cell_len(escape_invisible(str(row[at]))) for row in [table.header, *table.rows])
+        for at in places
     ]
     while (over := sum(widths[at] + _GAP for at in places) - _GAP - room) > 0 and optional:
         last = places[-1]

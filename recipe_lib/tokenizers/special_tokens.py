@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib import reading
-from recipe_lib.config.local_files import OTHER_TEMPLATE, template_fault
+from recipe_lib.config.local_files import OTHER_TEMPLATE, describe_template_fault
 from recipe_lib.errors import DataError
 
 MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
@@ -164,6 +164,6 @@ def read_template(path: Path, remedy: str = "set tokenizer.chat_template to a Ji
     try:
         return reading.read_text(path, TEMPLATE_LIMIT)
     except OSError as error:
-        raise DataError(template_fault(path, error, remedy)) from None
+        raise DataError(describe_template_fault(path, error, remedy)) from None
     except ValueError as error:
         raise DataError(f"{path}: found {error}, expected a Jinja text") from None

@@ -24,7 +24,7 @@ import tiktoken
 import tokenizers
 from sentencepiece import SentencePieceProcessor
 
-from recipe_lib.errors import DataError, first_line
+from recipe_lib.errors import DataError, get_first_line
 from recipe_lib.reading import parse_json
 from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
@@ -89,7 +89,7 @@ class SentencePieceVocabulary(Vocabulary):
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            said = first_line(error, 160)
+            said = get_first_line(error, 160)
             raise DataError(
                 f"{path}: found no sentencepiece model ({said}); copy the file again"
             ) from None
@@ -199,7 +199,7 @@ class JsonVocabulary(Vocabulary):
             raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(
-                f"{path}: found no tokenizer ({first_line(error, 160)}); copy the file again"
+                f"{path}: found no tokenizer ({get_first_line(error, 160)}); copy the file again"
             ) from None
         self.added = tuple(
             AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or []
@@ -390,7 +390,7 @@ def _no_panic(path: Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(
-            f"{path}: the tokenizers library gave up on it ({first_line(error, 160)}); copy the"
+            f"{path}: the tokenizers library gave up on it ({get_first_line(error, 160)}); copy the"
             " file again"
         ) from None
 

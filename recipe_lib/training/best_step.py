@@ -24,7 +24,7 @@ from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 _LOWER = ("loss", "perplexity", "error")  # at the end of a name: less is better
 _COUNTS = ("_tokens", "_pairs")  # how much was measured
@@ -230,7 +230,7 @@ def describe_best(cfg: FullFinetuneConfig) -> list[str]:
     if cfg.validation.patience is not None:
         by = f" by more than {cfg.validation.min_delta:g}" if cfg.validation.min_delta else ""
         parts.append(
-            f"the run stops after {counted(cfg.validation.patience, 'validation')} without"
+            f"the run stops after {pluralize(cfg.validation.patience, 'validation')} without"
             f" improvement{by}; the learning rate is scheduled over all steps all the same"
         )
     return ["; ".join(parts)]

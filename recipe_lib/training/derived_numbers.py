@@ -5,9 +5,9 @@ data.
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.config.mesh import micro_batches, stage_count, with_context
+from recipe_lib.config.mesh import add_context_dim, compute_micro_batches, count_stages
+from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
@@ -17,7 +17,7 @@ from recipe_lib.parallel.world import World
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.training.best_step import describe_best
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.units import counted, format_bytes, format_count
+from recipe_lib.units import format_bytes, format_count, pluralize
 
 
 def derived_numbers(
@@ -56,7 +56,7 @@ def _devices(cfg: FullFinetuneConfig, world: World) -> str:
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
     shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-    sizes = with_context(cfg.parallel, shape).items()
+    sizes = add_context_dim(cfg.parallel, shape).items()
     dims = [f"{name} {size}" for name, size in sizes if size > 1 or name.startswith("data")]
     undecided = cfg.parallel.strategy == "auto" and world.data_ranks * cfg.parallel.context > 1
     auto = (
@@ -98,15 +98,15 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
     pipeline = parallel.pipeline
     if pipeline is None:
         return []
-    batch_size, count = micro_batches(cfg)
-    stages = stage_count(cfg.parallel)
+    batch_size, count = compute_micro_batches(cfg)
+    stages = count_stages(cfg.parallel)
     here = " and ".join(
         f"stage {stage}"
         f" (layer{f's {of.start} to {of.stop - 1}' if len(of) > 1 else f' {of.start}'})"
         for stage, of in pipeline.layers.items()
     )
     return [
-        f"pipeline: {count} micro-batches of {counted(batch_size, 'sequence')} through "
+        f"pipeline: {count} micro-batches of {pluralize(batch_size, 'sequence')} through "
         f"{stages} stages, {cfg.parallel.pipeline_schedule}; here {here}"
     ]
 

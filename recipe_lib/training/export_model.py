@@ -13,7 +13,7 @@ from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.model_card import model_card, public_name
 from recipe_lib.checkpoint.weight_accounts import tell_left_out
-from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, base_name
+from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, resolve_base_name
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import trained_template
@@ -224,7 +224,7 @@ def run_card(
     return model_card(
         cfg,
         base=(
-            base_name(cfg.model.path, base_folder)
+            resolve_base_name(cfg.model.path, base_folder)
             if cfg.model.path and base_folder
             else cfg.model.preset or ""
         ),

@@ -7,7 +7,7 @@ import os
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.config.mesh import micro_batches, token_ranks
+from recipe_lib.config.mesh import compute_micro_batches, count_token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.layer_stream import streamed_parameters
@@ -43,10 +43,10 @@ def check_host_memory(
     if parallel.levers.offload is not None:
         calls = calls_at_once(parallel, cfg, parallel.levers.offload)
         longest = (
-            micro_batches(cfg)[0]
+            compute_micro_batches(cfg)[0]
             * cfg.sequences_per_item
             * cfg.max_seq_len
-            // token_ranks(cfg.parallel)
+            // count_token_ranks(cfg.parallel)
         )
 
         def judge(num_bytes: int, tokens: int) -> None:
@@ -98,7 +98,7 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
     pinned = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
     if cfg.memory.optimizer_in_backward:
         return max(pinned, default=0)
-    if reduces_once(cfg.parallel) or micro_batches(cfg)[1] == 1:
+    if reduces_once(cfg.parallel) or compute_micro_batches(cfg)[1] == 1:
         return sum(pinned)
     if cfg.parallel.accumulate_grad_in_fp32:
         return sum(pinned) + 2 * local_bytes(trained)  # of bf16
@@ -118,7 +118,7 @@ def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -
     pipeline = parallel.pipeline
     if pipeline is None:
         return max(window.sent, 0)
-    moments = pipeline.in_flight(micro_batches(cfg)[1])
+    moments = pipeline.in_flight(compute_micro_batches(cfg)[1])
     return max(
         sum(count * len(pipeline.layers[stage]) for stage, count in moment.items())
         for moment in moments

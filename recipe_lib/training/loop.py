@@ -27,7 +27,7 @@ from recipe_lib.errors import (
     ConfigError,
     DivergedError,
     StoppedAndSaved,
-    first_line,
+    get_first_line,
 )
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
@@ -48,7 +48,7 @@ from recipe_lib.training.output import check_same_data
 from recipe_lib.training.run import check_same_batches
 from recipe_lib.training.run_log import STOPPED_EARLY, RunLog, data_facts
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.units import gib
+from recipe_lib.units import convert_to_gib
 
 
 @dataclass
@@ -313,7 +313,7 @@ def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]
     places: dict[str, float] = {}
     for place, peaks in gathered:
         name = f"peak_memory_allocated_gib_pipeline_{place}"
-        places[name] = max(places.get(name, 0.0), gib(peaks["allocated"]))
+        places[name] = max(places.get(name, 0.0), convert_to_gib(peaks["allocated"]))
     return max((peaks for _, peaks in gathered), key=lambda peaks: peaks["reserved"]), places
 
 
@@ -516,7 +516,7 @@ class CommunicationProbe:
             )
             profiler.__enter__()
         except Exception as error:  # noqa: BLE001
-            _say_none(first_line(error))
+            _say_none(get_first_line(error))
             return
         self._profiler = profiler
 
@@ -529,7 +529,7 @@ class CommunicationProbe:
             profiler.__exit__(None, None, None)
             communication, computation = spans_of(profiler.kineto_results.events(), self._device)
         except Exception as error:  # noqa: BLE001
-            _say_none(first_line(error))
+            _say_none(get_first_line(error))
             return {}
         if not computation:  # no permission to look at the device, say
             _say_none("the profiler saw nothing run")

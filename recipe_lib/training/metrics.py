@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import recipe_lib
-from recipe_lib.files import LineFile, replace_text, storage_faults
+from recipe_lib.files import LineFile, replace_text, report_storage_faults
 from recipe_lib.reading import parse_json, read_bytes
 from recipe_lib.redaction import redact
-from recipe_lib.units import gib
+from recipe_lib.units import convert_to_gib
 
 METRICS_FILE = "metrics.jsonl"
 METRICS_LIMIT = 2**31  # bytes; a step has some 500
@@ -55,7 +55,7 @@ def step_metrics(
         "label_tokens": label_tokens,
         "label_token_fraction": label_tokens / total_tokens if total_tokens else 0.0,
         **{
-            f"peak_memory_{name}_gib": gib(peak[name])
+            f"peak_memory_{name}_gib": convert_to_gib(peak[name])
             for name in ("active", "allocated", "reserved")
         },
         "memory_kind": peak["kind"],
@@ -79,7 +79,7 @@ class MetricsFile:
         StorageError when the disk refuses it.
         """
         data = (_to_json(line) + "\n").encode()
-        with storage_faults():
+        with report_storage_faults():
             if self._file is None:
                 self._file = LineFile(self.path)
             self._file.append(data)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.ops.head_losses import CrossEntropy
@@ -21,7 +21,7 @@ def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
     The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels
     [m]) -> sum`. ConfigError with the nearest name if no loss of that name is registered.
     """
-    return CrossEntropy(cfg.memory.loss_chunks, registered("loss", cfg.loss))
+    return CrossEntropy(cfg.memory.loss_chunks, get_registered("loss", cfg.loss))
 
 
 def sum_gradients(

@@ -34,8 +34,8 @@ from recipe_lib.checkpoint.run_files import (
     unrecorded_states,
     write_record,
 )
-from recipe_lib.config.describe import to_yaml
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.describe import format_config
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.load import check_no_secrets
 from recipe_lib.config.local_files import (
     ADAPTER_FOLDER,
@@ -46,7 +46,7 @@ from recipe_lib.config.local_files import (
     check_earlier_run,
     check_folder,
 )
-from recipe_lib.config.registry import loaded_plugins
+from recipe_lib.config.registry import list_loaded_plugins
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -111,7 +111,7 @@ def lock_output(cfg: FullFinetuneConfig) -> int | None:
     ConfigError if another run is in it. StorageError.
     """
     folder = Path(cfg.output_dir)
-    with files.storage_faults():
+    with files.report_storage_faults():
         folder.mkdir(parents=True, exist_ok=True)
     return _lock(folder, fcntl.LOCK_EX)
 
@@ -149,14 +149,14 @@ def open_output(cfg: FullFinetuneConfig) -> None:
     The run that `overwrite_output_dir` replaces stays, out of the way, until `drop_earlier`.
     """
     folder = Path(cfg.output_dir)
-    with files.storage_faults():
+    with files.report_storage_faults():
         folder.mkdir(parents=True, exist_ok=True)
         _check_ours(cfg, folder)  # again, now that nobody else is in the folder
         remove_leftovers(folder)
         begin_record(folder)
         if cfg.overwrite_output_dir:
             keep_earlier(folder)
-        text = to_yaml(
+        text = format_config(
             dataclasses.replace(cfg, overwrite_output_dir=False, resume=None)
         )  # those are of this start only
         files.replace_text(folder / CONFIG_FILE, text)
@@ -231,7 +231,7 @@ def input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
                 )
         elif name not in _NOT_READ and value and (key.limits.get("path") or name == "model.preset"):
             yield name, str(value)
-    yield from (("--plugin", str(path)) for path in loaded_plugins())
+    yield from (("--plugin", str(path)) for path in list_loaded_plugins())
 
 
 def _read_through(key: str, path: str) -> Iterator[Path]:
@@ -406,7 +406,7 @@ def keep_earlier(root: Path) -> None:
 
 
 def _copy_records(root: Path, folder: Path) -> None:
-    temporary = files.temporary_path(folder)
+    temporary = files.make_temporary_path(folder)
     files.make_folder(temporary)
     for name in FILES:
         if (root / name).is_file():

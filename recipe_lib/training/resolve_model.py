@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.adapters import add_adapters
 from recipe_lib.adapters.peft_names import adapted_modules
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
-from recipe_lib.config.local_files import ADAPTER_CONFIG, base_name, downloaded_model
+from recipe_lib.config.local_files import ADAPTER_CONFIG, find_downloaded_model, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, preset_config, read_config, read_spec
@@ -57,7 +57,7 @@ def resolve_model(
         spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
-    return ResolvedModel(base_name(name, folder) if folder else name, folder, config, spec)
+    return ResolvedModel(resolve_base_name(name, folder) if folder else name, folder, config, spec)
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
@@ -86,7 +86,9 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
     if cfg.model.implementation != "native":
         return
     named = Path(cfg.model.path).expanduser() if cfg.model.path else None
-    folder = named if named is None or named.is_dir() else downloaded_model(str(cfg.model.path))
+    folder = (
+        named if named is None or named.is_dir() else find_downloaded_model(str(cfg.model.path))
+    )
     if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
         return
     config = read_config(folder) if folder else preset_config(cfg.model.preset or "")

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from recipe_lib.config.card_limits import card_faults
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.compute_capability import find_capability_faults
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import PreparedData, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
@@ -119,7 +119,7 @@ def check_card(cfg: FullFinetuneConfig, world: World) -> None:
     if capability is None:
         return
     name = torch.get_device_module(world.device).get_device_name(world.device)
-    if faults := card_faults(cfg, name, capability):
+    if faults := find_capability_faults(cfg, name, capability):
         raise ConfigError(*faults)
 
 

@@ -16,14 +16,14 @@ from typing import Any, Protocol, Self
 
 from rich.text import Text
 
-from recipe_lib.config.describe import value_text
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.local_files import no_tracker
-from recipe_lib.config.registry import register, registered
+from recipe_lib.config.describe import format_value
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.local_files import describe_missing_tracker
+from recipe_lib.config.registry import get_registered, register
 from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.files import storage_faults
+from recipe_lib.files import report_storage_faults
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.parallel.world import World
 from recipe_lib.redaction import redact_values
@@ -136,7 +136,7 @@ class RunLog:
             report = write_report(self._folder)
             if status != "failed":  # there the error is what is to be read
                 get_logger().info("report: %s", report)
-            with storage_faults():
+            with report_storage_faults():
                 note_written(self._folder)
                 if status in ("done", STOPPED_EARLY):
                     drop_earlier(self._folder)
@@ -339,8 +339,8 @@ def changed_settings(cfg: Any) -> dict[str, list[str]]:
         value = reduce(getattr, name.split("."), cfg)
         if key.required or value != key.default:
             found[name] = [
-                value_text(value),
-                "required" if key.required else value_text(key.default),
+                format_value(value),
+                "required" if key.required else format_value(key.default),
             ]
     return found
 
@@ -370,7 +370,7 @@ def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     folder = Path(cfg.output_dir)
     run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
     settings = redact_values(dataclasses.asdict(cfg))
-    builders: list[Builder] = [registered("log.trackers", name) for name in cfg.log.trackers]
+    builders: list[Builder] = [get_registered("log.trackers", name) for name in cfg.log.trackers]
     return [build(cfg.log.project, run_name, folder / "trackers", settings) for build in builders]
 
 
@@ -440,4 +440,4 @@ def _require(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(no_tracker(package, str(error))) from error
+        raise ConfigError(describe_missing_tracker(package, str(error))) from error

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.idle import SCORED_METRICS, generated_metrics
-from recipe_lib.config.mesh import micro_batches, padded_multiple
+from recipe_lib.config.key_conditions import SCORED_METRICS, list_generated_metrics
+from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
     DataPlan,
@@ -105,7 +105,7 @@ class TrainingData:
     @property
     def generated_metrics(self) -> list[str]:
         """Of `validation.metrics` those of generated answers."""
-        return generated_metrics(self._cfg)
+        return list_generated_metrics(self._cfg)
 
     def generation_options(self) -> dict[str, Any]:
         """How validation generates answers, for `generate_answers`: the likeliest tokens."""
@@ -130,7 +130,7 @@ class TrainingData:
     def batches(self, first_step: int) -> Iterator[StepBatches]:
         """This rank's micro-batches of each step from `first_step` (from 0) on, on the device."""
         cfg, world = self._cfg, self._world
-        batch_size, count = micro_batches(cfg)
+        batch_size, count = compute_micro_batches(cfg)
         return step_batches(
             self.dataset,
             self.plan,
@@ -141,7 +141,7 @@ class TrainingData:
             batch_size=batch_size,
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
-            multiple=padded_multiple(cfg),
+            multiple=compute_padded_multiple(cfg),
             mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
             workers=cfg.data.num_workers,
             device=world.device,
@@ -158,7 +158,7 @@ class TrainingData:
             world.data_ranks,
             cfg.validation.batch_size or cfg.batch_size,
             self.tokenizer.pad_id,
-            multiple=padded_multiple(cfg),
+            multiple=compute_padded_multiple(cfg),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
             mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
         ):

@@ -10,13 +10,13 @@ import pytest
 
 from recipe_lib.checkpoint import run_files
 from recipe_lib.checkpoint.run_files import MANIFEST, DamagedState, check_presence, write_manifest
-from recipe_lib.files import FileRecord, sha256_of
+from recipe_lib.files import FileRecord, compute_sha256
 
 
 def state(folder: Path, **changes: Any) -> Path:
     """A state of one file whose manifest is changed and sealed again."""
     (folder / "shard-0").write_text("x")
-    write_manifest(folder, 3, 1, 1, [FileRecord("shard-0", 1, sha256_of(folder / "shard-0"))])
+    write_manifest(folder, 3, 1, 1, [FileRecord("shard-0", 1, compute_sha256(folder / "shard-0"))])
     fields = json.loads((folder / MANIFEST).read_text()) | changes
     fields.pop("manifest_sha256")
     (folder / MANIFEST).write_text(

@@ -18,7 +18,7 @@ from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.checkpoint.state import save_state
 from recipe_lib.checkpoint.verify import compare
 from recipe_lib.cli import export_trained, main
-from recipe_lib.config.describe import to_yaml
+from recipe_lib.config.describe import format_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, LoraConfig, ModelConfig
 from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, theirs, with_peft
@@ -54,7 +54,7 @@ def make_run(
         output_dir=str(folder),
         **more,
     )
-    (folder / "config.yaml").write_text(to_yaml(cfg))
+    (folder / "config.yaml").write_text(format_config(cfg))
     model = ours(base, lora)
     optimizer = torch.optim.SGD(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
@@ -173,7 +173,7 @@ def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.Capt
     cfg = FullFinetuneConfig(
         model=ModelConfig(path=str(base)), data=DataConfig(source="rows.jsonl"), dtype="fp32"
     )
-    (folder / "config.yaml").write_text(to_yaml(cfg))
+    (folder / "config.yaml").write_text(format_config(cfg))
     model = plain(base)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.25)

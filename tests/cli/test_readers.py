@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import VERBS, main, module_of
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.data import sample_files
 from tests.forked import call_forked

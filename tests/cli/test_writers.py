@@ -277,7 +277,7 @@ def test_what_a_killed_start_left_goes(
 ) -> None:
     """Unless somebody may still be writing it."""
     out = out_folder / f"out{writer.ending}"
-    left = [files.temporary_path(out) for _ in range(2)]
+    left = [files.make_temporary_path(out) for _ in range(2)]
     for path in left:
         path.write_bytes(b"half")
     os.utime(left[0], (0, 0))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.config.load import ALTERNATIVES, load
+from recipe_lib.config.load import ALTERNATIVES, load_with_origins
 from recipe_lib.errors import ConfigError
 
 BASE = "model: {preset: demo/0.5M}\ntokenizer: {path: t}\n"
@@ -45,7 +45,7 @@ def write(tmp_path: Path):
 def test_the_command_line_takes_the_place_of_the_file(
     first: str, override: str, taken: str, kept: str, write
 ):
-    loaded = load(write("c.yaml", BASE + first), [override])
+    loaded = load_with_origins(write("c.yaml", BASE + first), [override])
     assert loaded.idle == [f"{taken} has no effect: {kept} takes its place (command line)"]
     rows = {name: (value, where) for name, value, where in loaded.rows}
     assert rows[kept][1] == "command line"
@@ -57,10 +57,10 @@ def test_the_command_line_takes_the_place_of_the_file(
 
 def test_a_later_file_takes_the_place_of_an_earlier_one(write):
     files = [write("a.yaml", BASE + ONE + RATIO), write("b.yaml", STEPS + SEVERAL)]
-    cfg = load(files).cfg
+    cfg = load_with_origins(files).cfg
     assert (cfg.lr_scheduler.warmup_ratio, cfg.lr_scheduler.warmup_steps) == (None, 7)
     assert cfg.data.source is None and [one.source for one in cfg.data.sources] == ["b.jsonl"]
-    cfg = load([files[1], files[0]]).cfg
+    cfg = load_with_origins([files[1], files[0]]).cfg
     assert (cfg.lr_scheduler.warmup_ratio, cfg.lr_scheduler.warmup_steps) == (0.1, 0)
     assert cfg.data.source == "a.jsonl" and cfg.data.sources == []
 
@@ -68,8 +68,8 @@ def test_a_later_file_takes_the_place_of_an_earlier_one(write):
 def test_both_in_one_place_are_refused(write):
     path = write("c.yaml", BASE + "data: {source: a.jsonl, sources: [{source: b.jsonl}]}\n")
     with pytest.raises(ConfigError, match="both are set"):
-        load(path)
+        load_with_origins(path)
     with pytest.raises(ConfigError, match="both are set"):
-        load(
+        load_with_origins(
             write("d.yaml", BASE + ONE), ["data.source=x.jsonl", "data.sources=[{source: y.jsonl}]"]
         )

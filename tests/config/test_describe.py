@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, load_config
-from recipe_lib.config.describe import describe_text, markdown, to_yaml, value_text
-from recipe_lib.config.keys import item_schema, read_schema
-from recipe_lib.config.load import load
+from recipe_lib.config.compatibility.table import RULES
+from recipe_lib.config.describe import describe_text, format_config, format_markdown, format_value
+from recipe_lib.config.flat_schema import build_item_schema, read_schema
+from recipe_lib.config.load import load_with_origins
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_configs
-from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import SourceConfig, key
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_is_up_to_date():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == markdown(), "run `python -m recipe_lib.config.describe > docs/config.md`"
+    assert page == format_markdown(), "run `python -m recipe_lib.config.describe > docs/config.md`"
 
 
 def test_every_key_and_combination_is_described():
-    page, text = markdown(), describe_text(DpoFinetuneConfig)
-    inner = item_schema(read_schema(FullFinetuneConfig).keys["data.sources"], 0).keys
+    page, text = format_markdown(), describe_text(DpoFinetuneConfig)
+    inner = build_item_schema(read_schema(FullFinetuneConfig).keys["data.sources"], 0).keys
     for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():
         assert described.help.endswith("."), f"{name}: a line of description ends with a full stop"
         assert f"| `{name}` |" in page
@@ -41,7 +41,7 @@ def test_every_key_has_its_name_elsewhere():
     none has one.
     """
     page, tools = (
-        markdown(),
+        format_markdown(),
         (
             "torch",
             "HF",
@@ -55,7 +55,7 @@ def test_every_key_has_its_name_elsewhere():
             "Soup",
         ),
     )
-    inner = item_schema(read_schema(DpoFinetuneConfig).keys["data.sources"], 0).keys
+    inner = build_item_schema(read_schema(DpoFinetuneConfig).keys["data.sources"], 0).keys
     for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():
         known = described.limits.get("known_as", "")
         assert known.startswith(("none has it: ", "as data.")) or known.startswith(tools), (
@@ -65,7 +65,7 @@ def test_every_key_has_its_name_elsewhere():
 
 
 def test_every_row_has_five_cells():
-    for line in markdown().splitlines():
+    for line in format_markdown().splitlines():
         if line.startswith("| `") and "." in line.split("|")[1]:
             assert line.replace("\\|", "").count("|") in (4, 6)
 
@@ -78,14 +78,14 @@ def test_own_keys_are_described():
 
     assert (
         "| `noise` | `0.5` | a number >= 0 and < 1 | Share of tokens \\| replaced. |"
-        in markdown(Mine)
+        in format_markdown(Mine)
     )
     assert "  bare = 3   (an integer)\n" in describe_text(Mine)
 
 
 def test_resolved(write):
     path = write("model:\n  path: x\ndata: {source: y}\noptimizer:\n  lr: 1e-4\n")
-    rows = load(path, ["epochs=2", "data.columns.a=b", "~seed"]).rows
+    rows = load_with_origins(path, ["epochs=2", "data.columns.a=b", "~seed"]).rows
     assert [name for name, _, _ in rows] == list(read_schema(FullFinetuneConfig).keys)
     told = {name: (value, where) for name, value, where in rows}
     assert told["model.path"] == ("x", f"{path}:2")
@@ -104,7 +104,10 @@ def test_resolved(write):
 
 def test_resolved_names_both_places_of_a_mapping(write):
     path = write("model: {path: x}\ndata:\n  source: y\n  columns: {a: b}\n")
-    told = {name: (value, where) for name, value, where in load(path, ["data.columns.c=d"]).rows}
+    told = {
+        name: (value, where)
+        for name, value, where in load_with_origins(path, ["data.columns.c=d"]).rows
+    }
     assert told["data.columns"] == ({"a": "b", "c": "d"}, f"{path}:4, command line")
 
 
@@ -117,7 +120,7 @@ SHIPPED = [(recipe, name) for recipe, names in list_configs().items() for name i
 def test_yaml_of_a_shipped_config_reads_back(write, recipe, name):
     schema = RECIPE_CONFIGS[recipe]
     cfg = load_config(name, (), schema)
-    assert load_config(write(to_yaml(cfg)), (), schema) == cfg
+    assert load_config(write(format_config(cfg)), (), schema) == cfg
 
 
 def test_yaml_of_sources_reads_back(write):
@@ -127,7 +130,7 @@ def test_yaml_of_sources_reads_back(write):
         SourceConfig("a: b", 0.5),
         SourceConfig("hub:a/b", columns={"x": "true"}, format="text"),
     ]
-    written = to_yaml(cfg)
+    written = format_config(cfg)
     assert (
         '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_samples:'
         " null}\n" in written
@@ -153,7 +156,7 @@ def test_yaml_of_any_text_reads_back(write, text):
     cfg.parallel.fsdp_wrap_policy = [text, text]
     cfg.data.columns = {text: text}
     cfg.optimizer.lr, cfg.optimizer.eps = 1e-300, 123456789.123456789
-    written = to_yaml(cfg)
+    written = format_config(cfg)
     assert load_config(write(written)) == cfg
     if not set(text) & {"\\"}:
         assert yaml.safe_load(written)["data"]["columns"] == {
@@ -167,4 +170,4 @@ def test_yaml_of_any_text_reads_back(write, text):
      ("none", "none"), (Path("/a/b"), "/a/b"), ("a b", '"a b"'), ([], "[]"), ({}, "{}")],
 )  # fmt: skip
 def test_value_text(value, text):
-    assert value_text(value) == text
+    assert format_value(value) == text

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.config.describe import to_yaml
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.describe import format_config
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.errors import ConfigError
 
 BASE = """\
@@ -115,7 +115,7 @@ def test_mutated_files(path, text):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     cfg = outcome(path, [])
     if cfg is not None:  # what is accepted can be written down and read again
-        path.write_text(to_yaml(cfg))
+        path.write_text(format_config(cfg))
         assert load_config(path) == cfg
 
 

@@ -15,9 +15,9 @@ from recipe_lib.config import (
     RewardFinetuneConfig,
     load_config,
 )
-from recipe_lib.config.idle import needs_text, why_idle
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.load import load as load_all
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.key_conditions import describe_needs, explain_idle_key
+from recipe_lib.config.load import load_with_origins as load_all
 from recipe_lib.config.mesh import SCHEDULES
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
@@ -156,7 +156,7 @@ def test_conditions_name_keys_that_stand_before(write):
         order = list(keys)
         for name, key in keys.items():
             if needs := key.limits.get("needs"):
-                assert needs_text(needs)
+                assert describe_needs(needs)
                 conditions = needs if isinstance(needs, tuple) else (needs,)
                 for one in (
                     part
@@ -236,10 +236,10 @@ def test_a_wrong_value_of_an_idle_key_is_a_fault(faults):
 
 def test_a_loss_of_tokens_has_no_use_for_pairs():
     keys = read_schema(DPO).keys
-    assert why_idle(DPO(), keys["loss"]) == "the loss of pairs is dpo.loss, sigmoid"
+    assert explain_idle_key(DPO(), keys["loss"]) == "the loss of pairs is dpo.loss, sigmoid"
     expected = "the loss is distillation, distill.divergence forward_kl"
-    assert why_idle(DISTILL(), keys["loss"]) == expected
-    assert why_idle(FullFinetuneConfig(), keys["loss"]) is None
+    assert explain_idle_key(DISTILL(), keys["loss"]) == expected
+    assert explain_idle_key(FullFinetuneConfig(), keys["loss"]) is None
 
 
 def test_validate_says_so_and_ends_well(capsys, tmp_path):

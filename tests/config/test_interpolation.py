@@ -5,7 +5,7 @@ is one line.
 import pytest
 
 from recipe_lib.cli.main import main
-from recipe_lib.config.load import load as load_all
+from recipe_lib.config.load import load_with_origins as load_all
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 

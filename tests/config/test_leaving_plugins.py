@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main
-from recipe_lib.errors import STOPPED_AND_SAVED, USER_ERROR, exit_code_of
+from recipe_lib.errors import STOPPED_AND_SAVED, USER_ERROR, run_for_exit_code
 
 BAD = {
     "raise SystemExit(3)\n": "raised SystemExit: 3",
@@ -35,7 +35,7 @@ def test_the_code_of_a_saved_run_is_of_a_saved_run(capsys: pytest.CaptureFixture
     def leave() -> int:
         raise SystemExit(STOPPED_AND_SAVED)
 
-    assert exit_code_of(leave) == USER_ERROR
+    assert run_for_exit_code(leave) == USER_ERROR
     assert (
         capsys.readouterr().err
         == "error: a part of the run called SystemExit(3), the code of a run that has stopped and"

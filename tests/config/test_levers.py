@@ -1,8 +1,8 @@
 """Keys that change a run's memory."""
 
 from recipe_lib.config import load_config
-from recipe_lib.config.describe import LEVER_SECTIONS, LEVERS, NO_LEVERS, levers_of
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.describe import LEVER_SECTIONS, LEVERS, NO_LEVERS, list_changed_levers
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
@@ -28,6 +28,8 @@ def test_what_is_not_at_its_default():
         "data.packing=false",
         "optimizer.lr=1",
     ]
-    before = levers_of(load_config("llama3/8B_lora", ["data.packing=false"], LoraFinetuneConfig))
-    found = levers_of(load_config("llama3/8B_lora", words, LoraFinetuneConfig))
+    before = list_changed_levers(
+        load_config("llama3/8B_lora", ["data.packing=false"], LoraFinetuneConfig)
+    )
+    found = list_changed_levers(load_config("llama3/8B_lora", words, LoraFinetuneConfig))
     assert found == before | {"lora.rank": "8", "compile": "true"}

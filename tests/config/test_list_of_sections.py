@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from recipe_lib.config import FullFinetuneConfig, load_config, resolved_sources
-from recipe_lib.config.load import load
+from recipe_lib.config import FullFinetuneConfig, load_config, resolve_sources
+from recipe_lib.config.load import load_with_origins
 from recipe_lib.config.schema import DataConfig, SourceConfig, key
 from recipe_lib.errors import ConfigError
 
@@ -45,7 +45,10 @@ def test_one_key_of_one_section(write):
         ["data.sources[1].weight=0.5", "data.sources[0].format=text", "data.sources[1].split=null"],
     )
     assert cfg.data.sources == [SourceConfig("a.jsonl", 2.0, "text"), SourceConfig("hub:a/b", 0.5)]
-    told = {name: where for name, _, where in load(path, ["data.sources[1].weight=0.5"]).rows}
+    told = {
+        name: where
+        for name, _, where in load_with_origins(path, ["data.sources[1].weight=0.5"]).rows
+    }
     assert told["data.sources"] == f"{path}:3, command line"
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["data.sources[2].weight=1", "data.sources[0].wieght=1", "data.sources[0].weight=x",
@@ -172,9 +175,9 @@ def test_sections_inside_the_sections_of_a_list_are_refused(write):
 
 
 def test_resolved_sources():
-    assert resolved_sources(DataConfig()) == []
+    assert resolve_sources(DataConfig()) == []
     one = DataConfig(source="a", format="text", split="x", columns={"text": "t"}, max_samples=3)
-    assert resolved_sources(one) == [SourceConfig("a", 1.0, "text", "x", {"text": "t"}, 3)]
+    assert resolve_sources(one) == [SourceConfig("a", 1.0, "text", "x", {"text": "t"}, 3)]
     several = DataConfig(
         sources=[
             SourceConfig("a", 2.0, "messages"),
@@ -183,7 +186,7 @@ def test_resolved_sources():
         columns={"output": "answer"},
         max_samples=5,
     )
-    assert resolved_sources(several) == [
+    assert resolve_sources(several) == [
         SourceConfig("a", 2.0, "messages", "train", {"output": "answer"}, 5),
         SourceConfig("b", 1.0, "auto", "y", {}, 7),
     ]

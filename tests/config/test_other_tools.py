@@ -8,8 +8,8 @@ import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
-from recipe_lib.config.check import hint_for, meant_by, near
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.check_settings import find_hint, find_meant_keys, find_misspelled_name
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 
 SCHEMA = read_schema(DpoFinetuneConfig)
@@ -125,7 +125,7 @@ KEYS = [
 
 @pytest.mark.parametrize(("name", "ours"), KEYS)
 def test_another_tools_key(name: str, ours: str | None) -> None:
-    assert meant_by(name, SCHEMA) == ([] if ours is None else [ours])
+    assert find_meant_keys(name, SCHEMA) == ([] if ours is None else [ours])
 
 
 def test_there_are_many() -> None:
@@ -146,7 +146,7 @@ def test_an_unknown_section_says_what_is_there(faults) -> None:
 @pytest.mark.parametrize("found", ["tp_size", "eval_size", "group_size", "save_policy", "val_batches", "num_heads",
                                    "warmup", "log_level", "hub_token", "step_size", "min_size"])  # fmt: skip
 def test_what_is_far_is_not_near(found: str) -> None:
-    assert near(found, [key.rpartition(".")[2] for key in SCHEMA.keys]) is None
+    assert find_misspelled_name(found, [key.rpartition(".")[2] for key in SCHEMA.keys]) is None
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_is_far_is_not_near(found: str) -> None:
      ("label_smoothing", ""), ("finetuning_type", ""), ("ref_model", "")],
 )  # fmt: skip
 def test_keys_of_another_recipe(name: str, found: str) -> None:
-    hint, _ = hint_for(name, read_schema(FullFinetuneConfig))
+    hint, _ = find_hint(name, read_schema(FullFinetuneConfig))
     assert (
         hint.startswith(f"; {found} is a key of the recipe lora_finetune_distributed")
         if found
@@ -179,7 +179,7 @@ def test_names_of_the_reference_are_known() -> None:
                     if re.fullmatch(r"[a-z_0-9.]+", word) and "_" in word
                 ]
                 for word in words if tool in TOOLS else []:
-                    if meant_by(word, read_schema(schema)) != [key.name]:
+                    if find_meant_keys(word, read_schema(schema)) != [key.name]:
                         missing[word] = key.name
     assert missing == OTHERWISE
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.load import load as load_all
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.load import load_with_origins as load_all
 from recipe_lib.config.schema import DataConfig, OptimizerConfig, key
 from recipe_lib.errors import ConfigError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config, paths
-from recipe_lib.config.load import load
+from recipe_lib.config.load import load_with_origins
 from recipe_lib.errors import ConfigError
 
 GOOD = "recipe: full_finetune_distributed\nmodel: {path: x}\ndata: {source: y}\n"
@@ -114,11 +114,11 @@ def test_no_such_recipe(checkout):
 
 def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(checkout)
-    rows = {name: where for name, _, where in load("llama3/8B_full", ["seed=3"]).rows}
+    rows = {name: where for name, _, where in load_with_origins("llama3/8B_full", ["seed=3"]).rows}
     assert rows["model.path"] == "configs/llama3/8B_full.yaml:4"
     assert (rows["seed"], rows["epochs"]) == ("command line", "default")
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    rows = {name: where for name, _, where in load("llama3/8B_full").rows}
+    rows = {name: where for name, _, where in load_with_origins("llama3/8B_full").rows}
     assert rows["model.path"] == f"{checkout}/configs/llama3/8B_full.yaml:4"
 
 
@@ -146,11 +146,11 @@ def test_every_shipped_config_loads(name):
 def test_a_shipped_config_holds_only_what_differs(name):
     recipe = next(recipe for recipe, names in paths.list_configs().items() if name in names)
     schema = paths.RECIPE_CONFIGS[recipe]
-    from recipe_lib.config.keys import read_schema
+    from recipe_lib.config.flat_schema import read_schema
 
     keys = read_schema(schema).keys
     same = [
-        key for key, value, where in load(name, (), schema).rows
+        key for key, value, where in load_with_origins(name, (), schema).rows
         if where != "default" and value == keys[key].default and key != "recipe"
     ]  # fmt: skip
     assert same == []
@@ -159,4 +159,6 @@ def test_a_shipped_config_holds_only_what_differs(name):
 def test_there_are_shipped_configs_and_presets():
     assert len(SHIPPED) > 10
     assert "llama3/8B" in paths.list_presets()
-    assert all((paths.presets_folder() / f"{name}.json").is_file() for name in paths.list_presets())
+    assert all(
+        (paths.get_presets_folder() / f"{name}.json").is_file() for name in paths.list_presets()
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.config import load_config, parse_arguments, register, registered, registry
+from recipe_lib.config import get_registered, load_config, parse_arguments, register, registry
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops import fused_kernels
@@ -30,8 +30,8 @@ def test_a_name_of_ones_own():
     def squared(logits, labels):
         return logits, labels
 
-    assert registered("loss", "squared") is squared
-    assert registry.names("loss") == ["cross_entropy", "squared"]
+    assert get_registered("loss", "squared") is squared
+    assert registry.list_names("loss") == ["cross_entropy", "squared"]
 
 
 def test_a_class_registers_too():
@@ -39,7 +39,7 @@ def test_a_class_registers_too():
     class Lion:
         """An optimizer."""
 
-    assert registered("optimizer.name", "lion") is Lion
+    assert get_registered("optimizer.name", "lion") is Lion
 
 
 def test_a_name_is_taken_once():
@@ -69,15 +69,15 @@ def test_unknown_kind_and_name():
     kinds = "data.format, optimizer.name, loss, metric, log.trackers, model"
     for ask in (
         lambda: register("lost", "x"),
-        lambda: registered("lost", "x"),
-        lambda: registry.names("lost"),
+        lambda: get_registered("lost", "x"),
+        lambda: registry.list_names("lost"),
     ):
         with pytest.raises(
             ConfigError, match=f"^register: found the kind 'lost', expected one of {kinds}$"
         ):
             ask()
     with pytest.raises(ConfigError) as caught:
-        registered("optimizer.name", "adamv")
+        get_registered("optimizer.name", "adamv")
     assert (
         str(caught.value)
         == "optimizer.name: found 'adamv', expected one of adamw, muon, sgd; did you mean adamw?"
@@ -96,7 +96,7 @@ def register_anew(kind: str) -> list[str]:
     registry._components[kind].clear()
     for name in [name for name in sys.modules if name in modules or name.startswith(module)]:
         del sys.modules[name]
-    assert all(callable(registered(kind, name)) for name in built_in)
+    assert all(callable(get_registered(kind, name)) for name in built_in)
     return sorted(registry._components[kind])
 
 
@@ -126,7 +126,7 @@ def test_a_plugins_name_is_legal_in_a_config(write, tmp_path):
     plugin = write_plugin(tmp_path, REGISTERS)
     cfg = parse_arguments(["--plugin", str(plugin), "--config", path, "epochs=2"])
     assert (cfg.loss, cfg.epochs) == ("squared", 2)
-    assert registered("loss", "squared")(1, 2) == 1
+    assert get_registered("loss", "squared")(1, 2) == 1
     parse_arguments(
         ["--config", path, "--plugin", str(plugin)]
     )  # a second time in the process: nothing is taken twice

@@ -13,9 +13,9 @@ from recipe_lib.config import (
     load_config,
     register,
 )
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.compatibility.table import RULES, find_broken_rules
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
-from recipe_lib.config.rules import RULES, broken_rules
 from recipe_lib.errors import ConfigError
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
@@ -81,7 +81,9 @@ def test_predicates_read_objects_too():
     """The table also serves code that holds a finished config object."""
     cfg = FullFinetuneConfig()
     cfg.resume, cfg.overwrite_output_dir = "latest", True
-    assert [entry.keys for entry in broken_rules(cfg, read_schema(FullFinetuneConfig).keys)] == [
+    assert [
+        entry.keys for entry in find_broken_rules(cfg, read_schema(FullFinetuneConfig).keys)
+    ] == [
         ("model.path", "model.preset"),
         ("resume", "overwrite_output_dir"),
         ("data.source", "data.sources"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from recipe_lib.cli.main import main
 from recipe_lib.config import load_config
-from recipe_lib.errors import ConfigError, UserError, exit_code_of
+from recipe_lib.errors import ConfigError, UserError, run_for_exit_code
 from recipe_lib.logs import redact
 
 WORDS = [
@@ -215,7 +215,7 @@ def test_tracebacks_hold_no_secret(
             raise ValueError("bad") from error
 
     with pytest.raises(ValueError) as caught:
-        exit_code_of(fail)
+        run_for_exit_code(fail)
     sys.excepthook(caught.type, caught.value, caught.tb)
     said = capsys.readouterr().err
     assert "OSError: https://[secret]@host refused [secret]" in said and "ValueError: bad" in said

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from recipe_lib.cli.main import main
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.load import load_config
-from recipe_lib.config.optimizer_facts import built_in_optimizers
-from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means
+from recipe_lib.config.optimizer_facts import read_built_in_optimizers
+from recipe_lib.config.optimizer_precision import FARTHEST, describe_stalled_means
 from recipe_lib.optim.optimizers import build_optimizer
 from tests.cli.commands import ROOT, tune_forked
 from tests.selection import slow_but
@@ -153,7 +153,7 @@ def test_a_config_is_told_exactly_where_its_optimizer_stands_still(
     dtype: str, settings: dict[str, Any], adapters: bool
 ) -> None:
     """Every decay of every optimizer in every kind of state, by steps of the optimizer itself."""
-    facts = built_in_optimizers()[settings.get("name", "adamw")]
+    facts = read_built_in_optimizers()[settings.get("name", "adamw")]
     means = {
         "exp_avg": ("betas", 0),
         "exp_avg_sq": ("betas", 1),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from tests.house.files import ROOT

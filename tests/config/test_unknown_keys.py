@@ -4,9 +4,9 @@ import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import CHOICE_ALIASES, KEY_ALIASES
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
-from recipe_lib.config.registry import names
+from recipe_lib.config.registry import list_names
 from recipe_lib.config.schema import LINEARS
 
 ALL = "; `tune cat CONFIG --describe` lists all keys"
@@ -108,7 +108,7 @@ def test_aliases_lead_to_keys_that_exist():
     }
     assert {meant.split(" with ")[0] for meant in CHOICE_ALIASES.values()} <= {
         *choices,
-        *names("data.format"),
+        *list_names("data.format"),
         "adamw",
     }
 

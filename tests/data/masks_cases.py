@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.data.samples import Preference, Sample, SampleFault
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.tokenizers import load_tokenizer
@@ -177,7 +177,7 @@ def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
 def sample_of(column: str) -> Sample:
     """A row of the table as its format reads it."""
     name, row = ROWS[column]
-    return registered("data.format", name)(row)
+    return get_registered("data.format", name)(row)
 
 
 def trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipe_lib.config.local_files import cache_root
+from recipe_lib.config.local_files import get_cache_root
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import build_dataset, build_datasets
@@ -425,12 +425,12 @@ def test_faults_are_raised_where_rows_are_prepared(chatml, rows_file):
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_root(None) == tmp_path / "xdg/tune-recipes"
+    assert get_cache_root(None) == tmp_path / "xdg/tune-recipes"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root(None) == tmp_path / ".cache/tune-recipes"
-    assert cache_root("~/mine") == tmp_path / "mine"
-    assert cache_root("/data/cache") == Path("/data/cache")
+    assert get_cache_root(None) == tmp_path / ".cache/tune-recipes"
+    assert get_cache_root("~/mine") == tmp_path / "mine"
+    assert get_cache_root("/data/cache") == Path("/data/cache")
 
 
 def test_the_manifest_holds_no_more_than_numbers_and_lines(chatml, root, rows_file):

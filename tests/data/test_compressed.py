@@ -11,7 +11,7 @@ from recipe_lib.config.schema import SourceConfig
 from recipe_lib.data import sources
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
-from recipe_lib.files import temporary_path
+from recipe_lib.files import make_temporary_path
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -35,7 +35,7 @@ def test_what_a_killed_process_left_goes(is_there: bool, tmp_path: Path) -> None
     if is_there:
         open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")
     folder.mkdir(parents=True, exist_ok=True)
-    left = [temporary_path(folder / f"{number}.jsonl") for number in range(2)]
+    left = [make_temporary_path(folder / f"{number}.jsonl") for number in range(2)]
     for part in left:
         part.write_bytes(CONTENT[:HALF])
     os.utime(left[0], (0, 0))

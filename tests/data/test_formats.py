@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from recipe_lib.config.registry import BUILT_IN, registered
+from recipe_lib.config.registry import BUILT_IN, get_registered
 from recipe_lib.data.samples import Completion, Conversation, Document, SampleFault, find_columns
 
 
 def read(name: str, row: dict):
-    return registered("data.format", name)(row)
+    return get_registered("data.format", name)(row)
 
 
 def roles(sample: Conversation) -> list[tuple[str, str]]:
@@ -19,7 +19,7 @@ def roles(sample: Conversation) -> list[tuple[str, str]]:
 
 def test_every_declared_format_is_registered():
     for name in BUILT_IN["data.format"][1]:
-        assert callable(registered("data.format", name)) and find_columns(name).required
+        assert callable(get_registered("data.format", name)) and find_columns(name).required
 
 
 def test_alpaca():

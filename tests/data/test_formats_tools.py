@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.data.samples import SampleFault
 
 
 def read(name, row):
-    return registered("data.format", name)(row)
+    return get_registered("data.format", name)(row)
 
 
 def turns(*pairs, **more):

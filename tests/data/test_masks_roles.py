@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.data.formats import conversation
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.data.templates import Encoded, Encoder
@@ -171,7 +171,7 @@ def test_a_bare_call_is_written_as_transformers_writes_it(real_folder):
     for arguments in ({"x": 1}, '{"x": 1}'):
         call = {"name": "f", "arguments": arguments}
         row = [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
-        sample = registered("data.format", "messages")({"messages": row})
+        sample = get_registered("data.format", "messages")({"messages": row})
         given = [row[0], row[1] | {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}]
         expected = reference.apply_chat_template(given, tokenize=False)
         assert tokenizer.decode(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import get_registered
 from recipe_lib.data.formats import conversation
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.templates import Encoder
@@ -124,9 +124,9 @@ def test_the_line_of_one_that_is_left_out(tmp_path: Path) -> None:
         " at most, as the first message; set tokenizer.chat_template to one that writes others"
     )
     with pytest.raises(SampleFault, match=re.escape(line)):
-        encoder.encode_sample(registered("data.format", "messages")(row))
+        encoder.encode_sample(get_registered("data.format", "messages")(row))
     assert encoder.encode_sample(
-        registered("data.format", "messages")({"messages": row["messages"][:3]})
+        get_registered("data.format", "messages")({"messages": row["messages"][:3]})
     ).sequences
 
 
@@ -135,7 +135,7 @@ def test_a_column_and_a_turn_of_the_system() -> None:
         "system": "system",
         "conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")],
     }
-    read = registered("data.format", "sharegpt")
+    read = get_registered("data.format", "sharegpt")
     sample = read(row)
     assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]
     assert [place.path for place in sample.places.messages] == [

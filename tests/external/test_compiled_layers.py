@@ -14,7 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from recipe_lib.config.registry import names as names_of
+from recipe_lib.config.registry import list_names as names_of
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError

@@ -7,8 +7,8 @@ import pytest
 
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config as load_any
+from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, list_configs
-from recipe_lib.config.stalled_means import describe_stalled_means
 from tests.house.files import ROOT
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -53,13 +53,13 @@ def test_header_says_how_to_run(path: Path):
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 def test_holds_only_what_differs(path: Path):
     """A key that repeats the default would hide a later change of it."""
-    from recipe_lib.config.load import load
+    from recipe_lib.config.load import load_with_origins
 
     cfg_class = RECIPE_CONFIGS[recipe_of(path) or ""]
     defaults = flatten(cfg_class())
     repeated = [
         key
-        for key, value, where in load(str(path), (), cfg_class).rows
+        for key, value, where in load_with_origins(str(path), (), cfg_class).rows
         if where.startswith(str(path)) or path.name in where
         if key != "recipe" and defaults[key] == value
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.cli.recipes import recipe_of
-from recipe_lib.config import load_config, registered
+from recipe_lib.config import get_registered, load_config
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfig
@@ -22,7 +22,7 @@ from recipe_lib.data.encoding import UnreadNames, collect_texts
 from recipe_lib.data.rendering import TemplateFields
 from recipe_lib.data.samples import Renamed, Sample
 from recipe_lib.models import preset_config, spec_from_config
-from recipe_lib.units import gib
+from recipe_lib.units import convert_to_gib
 from tests.house.documents import blocks, documents, links
 from tests.house.files import ROOT, python_files
 from tests.house.test_configs import NAMES, flatten
@@ -61,7 +61,7 @@ def test_rows_can_be_read(path: Path):
 
 def read_whole(form: str, row: dict[str, Any]) -> Sample:
     """What a row becomes; nothing of it may be left over."""
-    reader = registered("data.format", form)
+    reader = get_registered("data.format", form)
     names = UnreadNames(form, (), TemplateFields(None))
     renamed = Renamed(row, {}, "data")
     names.tidy(renamed)
@@ -153,8 +153,16 @@ def test_readme_arithmetic():
     d, f, v, layers, s = spec.width, spec.mlp_width, spec.vocab_size, spec.num_layers, 4096
     layer = 2 * d * d + 2 * d * spec.num_kv_heads * spec.head_width + 3 * d * f + 2 * d
     count = layers * layer + 2 * v * d + d
-    sharded, kept, own = gib(8 * count / 4), gib(2 * layers * s * d), gib(2 * s * (3 * f + 8 * d))
-    gathered, vocabulary, logits = gib(2 * 2 * layer), gib(2 * v * d), gib(4 * s * v)
+    sharded, kept, own = (
+        convert_to_gib(8 * count / 4),
+        convert_to_gib(2 * layers * s * d),
+        convert_to_gib(2 * s * (3 * f + 8 * d)),
+    )
+    gathered, vocabulary, logits = (
+        convert_to_gib(2 * 2 * layer),
+        convert_to_gib(2 * v * d),
+        convert_to_gib(4 * s * v),
+    )
     common = sharded + kept + own + gathered
     for figure in (f"{count:,}", f"{layer:,}", f"{v:,}", f"{d:,}", f"{f:,}"):
         assert figure in text, figure
@@ -170,7 +178,7 @@ def test_readme_arithmetic():
         logits / 16,
     ):
         assert f"{amount:.2f}" in text, amount
-    assert f"{vocabulary:.2f} GiB against {gib(2 * layer):.2f}" in text
+    assert f"{vocabulary:.2f} GiB against {convert_to_gib(2 * layer):.2f}" in text
     assert f"That is {common:.2f} GiB" in text
     assert f"= {common + 4 * vocabulary + 3 * logits:.2f} GiB on the one hand" in text
     assert f"one chunk of logits: {common + 2 * vocabulary + logits / 16:.2f} GiB" in text

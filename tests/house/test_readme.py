@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from benchmarks import fit
 from recipe_lib.cli import plan as plan_verb
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
@@ -27,7 +27,7 @@ from recipe_lib.models.config_fields import read_codes
 from recipe_lib.parallel.context import check_context
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import Plan
-from recipe_lib.units import GIB, gib
+from recipe_lib.units import GIB, convert_to_gib
 from tests.house.documents import blocks
 from tests.house.files import ROOT
 from tests.parallel.small_models import small_spec
@@ -129,7 +129,7 @@ def four_cards() -> None:
     to spare.
     """
     (total,) = re.findall(r"one chunk of logits: ([\d.]+) GiB", TEXT)
-    assert float(total) + 1 < gib(find_hardware("24GB").memory) - 688 / 1024 - 600 / 1024
+    assert float(total) + 1 < convert_to_gib(find_hardware("24GB").memory) - 688 / 1024 - 600 / 1024
     assert plan_of(
         command(
             "--nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090"
@@ -223,8 +223,11 @@ def adapters_of_8b() -> None:
     linears = spec.num_layers * sum(wide * high for wide, high in shapes)
     total = linears + 2 * spec.vocab_size * d + (2 * spec.num_layers + 1) * d
     assert f"that is {trained:,} parameters" in TEXT
-    assert f"2 N bytes in bf16 ({gib(2 * total):.2f} GiB)" in TEXT
-    assert f"2 for the rest ({gib(0.516 * linears + 2 * (total - linears)):.2f} GiB)" in TEXT
+    assert f"2 N bytes in bf16 ({convert_to_gib(2 * total):.2f} GiB)" in TEXT
+    assert (
+        f"2 for the rest ({convert_to_gib(0.516 * linears + 2 * (total - linears)):.2f} GiB)"
+        in TEXT
+    )
 
 
 def state_bytes_of_adamw() -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from recipe_lib.cli.main import VERBS, module_of
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training.output import _NOT_READ
 from tests.cli.writers import NOT_IN_THE_TABLE, WRITERS

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.config.mesh import stage_count, stages_of_rank
+from recipe_lib.config.mesh import count_stages, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
@@ -242,9 +242,9 @@ def test_what_a_pipeline_may_keep_at_once(schedule: str) -> None:
     parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
     if schedule.startswith("interleaved"):
         parallel.pipeline_stages_per_rank = 2
-    per_rank = stage_count(parallel) // ranks
+    per_rank = count_stages(parallel) // ranks
     for rank in range(ranks):
-        layers = {stage: range(1) for stage in stages_of_rank(parallel, rank)}
+        layers = {stage: range(1) for stage in list_rank_stages(parallel, rank)}
         moments = Pipeline.in_flight(
             SimpleNamespace(layers=layers, _parallel=parallel, _place=rank), count
         )  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from benchmarks.planned_peaks import (
     read_plans,
     total_bytes,
 )
-from recipe_lib.config.paths import configs_folder
+from recipe_lib.config.paths import get_configs_folder
 from recipe_lib.units import GIB, MIB
 from tests.house.files import ROOT
 from tests.plan.apart import apart, settings
@@ -46,7 +46,7 @@ def plan_active(name):
     """Active bytes of a config at its peak; or what went wrong."""
     from recipe_lib.plan.build_plan import make_plan
 
-    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     try:
         recipe_class, cfg, wanted = settings(name, int(PEAK.search(text)[5]), device=DEVICE)
         return (
@@ -70,7 +70,7 @@ def planned_now(request):
 
 @pytest.mark.parametrize("name", names())
 def test_a_header_says_a_peak(name):
-    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     assert PEAK.search(text), (
         f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
     )
@@ -81,7 +81,7 @@ def test_the_peak_in_the_header_is_the_planned_one(planned_now, config):
     """The plan that is kept is the one of today; that the header is made of it is the next
     tests'.
     """
-    text = (configs_folder() / f"{config}.yaml").read_text(encoding="utf-8")
+    text = (get_configs_folder() / f"{config}.yaml").read_text(encoding="utf-8")
     planned = PLANS[config][PEAK.search(text)[5]]["active"]
     found = planned_now[config]
     assert isinstance(found, int), found
@@ -101,7 +101,7 @@ def test_every_config_says_the_fastest_settings_that_fit():
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_a_header_is_what_the_plans_make_of_it(name):
     """Card and ranks that it is meant for, others that it fits, its peak and its command."""
-    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     assert header(text, PLANS[name], FASTEST.get(name)) == text, (
         f"python benchmarks/planned_peaks.py {name}"
     )
@@ -112,7 +112,7 @@ def test_no_fewer_cards_would_do(name):
     """Half of the ranks were planned and do not fit, or do not hold even what the header says the
     model takes.
     """
-    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     total = total_bytes(text)
     said = {
         size: ranks
@@ -152,7 +152,7 @@ def test_adapters_have_whole_models_where_they_fit():
     """
     auto = set()
     for name in PLANS:
-        text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
         if re.search(r"^parallel:\n  strategy: auto$", text, re.MULTILINE):
             auto.add(name)
     shipped = {name for name in PLANS if not name.startswith("demo/")}

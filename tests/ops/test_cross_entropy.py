@@ -234,9 +234,9 @@ def test_a_custom_loss_equals_the_same_loss_on_full_logits(softcap: float | None
 
 
 def test_the_registered_loss_is_the_built_in_one() -> None:
-    from recipe_lib.config.registry import registered
+    from recipe_lib.config.registry import get_registered
 
-    assert registered("loss", "cross_entropy") is cross_entropy
+    assert get_registered("loss", "cross_entropy") is cross_entropy
     hidden, weight, labels = inputs()
     given = linear_cross_entropy(hidden, weight, labels, chunks=4, loss=cross_entropy)
     assert torch.equal(given, linear_cross_entropy(hidden, weight, labels, chunks=4))

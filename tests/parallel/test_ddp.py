@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel import Parallel, all_reduce_gradients, ddp
 from recipe_lib.parallel.ddp import Replicas
@@ -139,8 +139,10 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_mesh_has_copies_and_no_shards():
-    assert tuple(mesh_shape(ParallelConfig(strategy="ddp"), 8).values()) == (1, 8, 1, 1)
-    assert tuple(mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8).values()) == (
+    assert tuple(compute_mesh_shape(ParallelConfig(strategy="ddp"), 8).values()) == (1, 8, 1, 1)
+    assert tuple(
+        compute_mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8).values()
+    ) == (
         2,
         2,
         1,
@@ -158,7 +160,7 @@ def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
     )
     assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
     assert (
-        tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1)
+        tuple(compute_mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1)
         and cfg.parallel.strategy != "ddp"
     )
 

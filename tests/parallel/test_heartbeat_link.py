@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.errors import end_process, exit_code_of
+from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.parallel import heartbeat, start_world
 from tests.distributed.ranks import free_port
 
@@ -95,7 +95,7 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
                     (folder / f"trains{node}").touch()
                 time.sleep(0.02)
 
-    end_process(exit_code_of(main))
+    end_process(run_for_exit_code(main))
 
 
 @pytest.mark.slow

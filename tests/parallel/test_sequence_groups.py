@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.config.mesh import mesh_shape, place_with_context, with_context
+from recipe_lib.config.mesh import add_context_dim, compute_mesh_shape, split_context_coordinate
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel.world import start_world
 from tests.distributed.ranks import run_ranks
@@ -32,13 +32,13 @@ def test_ranks_that_share_sequences_are_neighbors_with_a_batch_of_their_own(
 ) -> None:
     """Each rank's place by counting through all of them, the last dimension first."""
     cfg = ParallelConfig(**parallel)
-    mesh = mesh_shape(cfg, size)
-    shape = with_context(cfg, mesh)
+    mesh = compute_mesh_shape(cfg, size)
+    shape = add_context_dim(cfg, mesh)
     assert {name: ranks for name, ranks in shape.items() if ranks > 1} == several
     places = [
         dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))
     ]
-    found = [place_with_context(cfg, place) for place in places]
+    found = [split_context_coordinate(cfg, place) for place in places]
     assert found == [
         dict(zip(shape, at, strict=True)) for at in itertools.product(*map(range, shape.values()))
     ]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
+from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError, exit_code_of
+from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError, run_for_exit_code
 from recipe_lib.parallel.world import World, communicators, start_world, world_of
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
@@ -65,7 +65,7 @@ def fail_with_row(line: str) -> None:
      ({"pipeline": 2}, 8, (2, 1, 4, 1)), ({"pipeline": 2, "tensor": 2, "data_replicate": 2}, 16, (2, 2, 2, 2))],
 )  # fmt: skip
 def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, ...]) -> None:
-    assert tuple(mesh_shape(ParallelConfig(**parallel), size).values()) == expected
+    assert tuple(compute_mesh_shape(ParallelConfig(**parallel), size).values()) == expected
 
 
 def test_groups_that_communicate() -> None:
@@ -127,7 +127,7 @@ COMMUNICATING: list[tuple[dict[str, int], int]] = [
 )  # fmt: skip
 def test_mesh_and_ranks_that_differ(parallel: dict[str, int], size: int, line: str) -> None:
     with pytest.raises(SetupError) as caught:
-        mesh_shape(ParallelConfig(**parallel), size)
+        compute_mesh_shape(ParallelConfig(**parallel), size)
     assert str(caught.value) == line
 
 
@@ -342,7 +342,7 @@ def end_as_a_verb_does(
     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
     try:
-        code = exit_code_of(lambda: fail(case))
+        code = run_for_exit_code(lambda: fail(case))
     except ZeroDivisionError:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.config.card_limits import CARD_LIMITS
+from recipe_lib.config.compute_capability import CAPABILITY_REQUIREMENTS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World
@@ -47,7 +47,9 @@ def each(limit: tuple[int, int], *overrides: str) -> dict[str, list[str] | str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", CARD_LIMITS, ids=lambda limit: f"{limit.key}={limit.value}")
+@pytest.mark.parametrize(
+    "limit", CAPABILITY_REQUIREMENTS, ids=lambda limit: f"{limit.key}={limit.value}"
+)
 def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> None:
     override = f"{limit.key}={limit.value}"
     more = ("dtype=bf16",) if limit.value == "fp8" else ()
@@ -78,7 +80,9 @@ def test_packed_rows_take_a_mask_where_the_flash_kernel_is_missing() -> None:
 
 def test_the_table_has_no_row_more() -> None:
     table = PAGE.partition("## What a card cannot compute")[2].partition("\n## ")[0]
-    assert len(re.findall(r"^\| [^|]+ \| \d", table, re.MULTILINE)) == len(CARD_LIMITS) + 1
+    assert (
+        len(re.findall(r"^\| [^|]+ \| \d", table, re.MULTILINE)) == len(CAPABILITY_REQUIREMENTS) + 1
+    )
 
 
 def test_a_run_is_refused_on_such_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

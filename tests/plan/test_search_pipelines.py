@@ -82,7 +82,7 @@ def tried(
     """The pipelines that are looked at, each checked to keep the rows of a step with every size of
     micro-batch.
     """
-    from recipe_lib.config.mesh import mesh_shape
+    from recipe_lib.config.mesh import compute_mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
     from recipe_lib.plan.search.trial_order import batch_per_step, micro_batch, pipelines, sizes
@@ -100,7 +100,10 @@ def tried(
                 cfg
             ) * data_ranks(cfg, ranks)
             assert other.gradient_accumulation_steps >= other.parallel.pipeline
-            assert mesh_shape(other.parallel, ranks)["pipeline"] == changes["parallel.pipeline"]
+            assert (
+                compute_mesh_shape(other.parallel, ranks)["pipeline"]
+                == changes["parallel.pipeline"]
+            )
     return every
 
 

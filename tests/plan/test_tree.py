@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from recipe_lib.plan.result import Alive, PhasePeak, RankPlan
 from recipe_lib.plan.tables import Node, alive_tree, folded, join_numbered, split_number
 from recipe_lib.plan.trace import STORAGE_KINDS
-from recipe_lib.units import number_ranges, share_out
+from recipe_lib.units import format_ranges, share_out
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])
 NAMES = st.lists(PIECES, max_size=5).map(".".join)
@@ -109,7 +109,7 @@ def test_a_full_name_says_where_a_storage_belongs():
 
 
 def test_numbers():
-    assert number_ranges([5, 0, 1, 2, 2]) == "0-2,5"
+    assert format_ranges([5, 0, 1, 2, 2]) == "0-2,5"
     assert split_number("model.layers.3.mlp") == ("model.layers.", 3, ".mlp")
     assert split_number("3") == ("", 3, "")
     assert split_number("model.norm1") == ("model.norm1", None, "")

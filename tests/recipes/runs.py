@@ -114,7 +114,7 @@ def run_here(
     before_model: Hook | None = None,
     recipe: str = FULL,
 ) -> Run:
-    """The recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
+    """The recipe's `main(argv)`, with exit code and lines as `run_for_exit_code` would give them.
 
     before_model, before_training: called with the recipe when its data is read, and when all is set
     up and resumed.

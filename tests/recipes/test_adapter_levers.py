@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
 from recipe_lib.memory import apply_levers

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.memory import layer_stream
 from tests.distributed.ranks import run_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import DataError, StorageError, end_process, exit_code_of
+from recipe_lib.errors import DataError, StorageError, end_process, run_for_exit_code
 from recipe_lib.parallel import heartbeat
 from recipe_lib.parallel.world import meet_ranks
 from tests.distributed import ranks as ranks_of_tests
@@ -221,7 +221,7 @@ def test_what_fails_on_one_machine_is_told_on_the_other(
 
     def end() -> None:
         os.environ["GROUP_RANK"] = os.environ["RANK"]
-        end_process(exit_code_of(main))
+        end_process(run_for_exit_code(main))
 
     with pytest.raises(RankFailure) as caught:
         run_ranks(end, 2, timeout=60)

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.levers import report
-from recipe_lib.config.keys import read_schema
+from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.mesh import MODEL_DIMS
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig

@@ -46,7 +46,7 @@ def config(folder: Path, kind: type = FullFinetuneConfig, **values: object) -> F
 
 def write_model(root: Path, value: float, name: str = "model") -> None:
     """Publishes a folder as an export does."""
-    temporary = files.temporary_path(root / name)
+    temporary = files.make_temporary_path(root / name)
     files.make_folder(temporary)
     files.write_json(
         temporary / ("config.json" if name == "model" else "adapter_config.json"), {"value": value}

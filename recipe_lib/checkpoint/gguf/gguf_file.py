@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib import files
-from recipe_lib.config.local_files import install_line
+from recipe_lib.config.local_files import format_install_line
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
@@ -133,7 +133,7 @@ def package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise SetupError(f"--gguf: found no package gguf; {install_line('gguf')}") from None
+        raise SetupError(f"--gguf: found no package gguf; {format_install_line('gguf')}") from None
     return gguf
 
 
@@ -152,7 +152,7 @@ def write_gguf(
     for tensor in tensors:
         block, block_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
         sizes[tensor.name] = math.prod(tensor.shape) // block * block_bytes
-    with files.storage_faults():
+    with files.report_storage_faults():
         files.remove_leftovers(out.parent, out.name)
         files.require_space(out.parent, sum(sizes.values()) + 64 * MIB, "the GGUF file")
         writer = gguf.GGUFWriter(None, architecture)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from recipe_lib.config.keys import key
+from recipe_lib.config.flat_schema import key
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 
 

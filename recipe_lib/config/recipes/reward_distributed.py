@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from recipe_lib.config.keys import key
+from recipe_lib.config.flat_schema import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 
 

@@ -8,17 +8,17 @@ from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.convert_values import read_untyped
 from recipe_lib.config.interpolation import (
     IN_A_CIRCLE,
     InterpolationError,
     NamedValues,
-    names_in,
+    list_names,
     order_keys,
 )
-from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
+from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
-from recipe_lib.config.values import as_written
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import read_text
 
@@ -60,7 +60,7 @@ class TheirFile:
 
 def read_their_file(path: str) -> TheirFile:
     """Raise ConfigError, a line a fault, for what is no YAML file with keys."""
-    file = expand(path)
+    file = expand_home(path)
     if file.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
             f"{show(path)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}"
@@ -98,7 +98,7 @@ def _leaves(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
         for number, item in enumerate(node.items):
             yield from _leaves(f"{name}[{number}]", item)
     else:
-        yield name, as_written(node), node.line
+        yield name, read_untyped(node), node.line
 
 
 def _fill_names(theirs: TheirFile) -> None:
@@ -108,7 +108,7 @@ def _fill_names(theirs: TheirFile) -> None:
         key: [text for text in (value if isinstance(value, list) else [value]) if "${" in str(text)]
         for key, value in values.items()
     }
-    names = {key: names_in(inside, key) for key, inside in texts.items() if inside}
+    names = {key: list_names(inside, key) for key, inside in texts.items() if inside}
     if not names:
         return
     try:

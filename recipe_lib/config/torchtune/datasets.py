@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from recipe_lib.config.local_files import is_data
-from recipe_lib.config.paths import expand
+from recipe_lib.config.paths import expand_home
 from recipe_lib.config.schema_data import HUB
 from recipe_lib.config.torchtune.conversion import ConfigImport
 
@@ -200,7 +200,7 @@ def is_local(name: str) -> bool:
     """Return whether it names a file or folder: one that is there, or what no dataset on the hub is
     called.
     """
-    path = expand(name)
+    path = expand_home(name)
     return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.config.check import COMMAND_LINE
-from recipe_lib.config.describe import value_text, write_yaml
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.load import ALTERNATIVES, Loaded, load
+from recipe_lib.config.check_settings import COMMAND_LINE
+from recipe_lib.config.describe import format_settings, format_value
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
-from recipe_lib.config.paths import expand
+from recipe_lib.config.optimizer_precision import describe_stalled_means
+from recipe_lib.config.paths import expand_home
 from recipe_lib.config.recipes import RECIPE_CONFIGS
-from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
@@ -97,7 +97,7 @@ class Imported:
         return (
             "\n".join(lines)
             + "\n"
-            + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
+            + format_settings(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
         )
 
     def table(self) -> str:
@@ -151,7 +151,7 @@ def import_file(
     return Imported(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
 
 
-def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:
+def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> LoadedConfig:
     """Check the config as `tune validate` does; our keys are handed over as if they had been
     typed.
     """
@@ -160,9 +160,9 @@ def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -
         for one, other in (pair, pair[::-1]):
             if one in given:
                 taken = {name: value for name, value in taken.items() if not name.startswith(other)}
-    words = [f"{name}={value_text(value)}" for name, value in _in_lists(taken).items()]
+    words = [f"{name}={format_value(value)}" for name, value in _in_lists(taken).items()]
     try:
-        return load((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
+        return load_with_origins((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
     except ConfigError as error:
         own = f"{COMMAND_LINE}: "
         theirs = {name: key for key, fate in conversion.fates.items() for name in fate.ours}
@@ -194,7 +194,9 @@ def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dict[str, KeyFate]:
+def _drop_idle(
+    conversion: ConfigImport, loaded: LoadedConfig, given: set[str]
+) -> dict[str, KeyFate]:
     """Return the fates; keys whose counterpart has no effect in this config, or is given by the
     user, are dropped.
     """
@@ -207,7 +209,7 @@ def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dic
     return fates
 
 
-def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
+def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
     """Return our keys that differ from the defaults and have an effect, in the schema's order; of a
     list of sections what differs of each.
     """
@@ -224,7 +226,7 @@ def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
 
 
 def _said(fate: KeyFate) -> str:
-    ours = ", ".join(f"{name}: {value_text(value)}" for name, value in fate.ours.items())
+    ours = ", ".join(f"{name}: {format_value(value)}" for name, value in fate.ours.items())
     return "; ".join(part for part in (f"-> {ours}" if ours else "", fate.why) if part) or "as here"
 
 
@@ -376,7 +378,7 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
     folder = str(c.value(key)).rstrip("/")
     ours = "distill.teacher" if key.startswith("teacher") else "model.path"
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
-    if os.path.isdir(expand(outer)):
+    if os.path.isdir(expand_home(outer)):
         why = "the folder above has the same weights in Hugging Face's layout"
         c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
     elif name := find_hub_name(c.theirs, outer):

@@ -17,13 +17,13 @@ from math import prod
 from typing import Any
 
 from recipe_lib.config.mesh import (
-    micro_batches,
-    rank_of_stage,
-    stage_count,
-    stages_of_rank,
-    token_ranks,
+    compute_micro_batches,
+    count_stages,
+    count_token_ranks,
+    find_stage_rank,
+    list_rank_stages,
 )
-from recipe_lib.config.optimizer_facts import BYTES, state_bytes
+from recipe_lib.config.optimizer_facts import BYTES, compute_state_bytes
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
@@ -48,7 +48,7 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     """
     parallel: ParallelConfig = cfg.parallel
     sizes = sizes_of(spec)
-    stages, layers = stage_count(parallel), sizes.num_layers
+    stages, layers = count_stages(parallel), sizes.num_layers
     if stages > layers:
         raise ConfigError(
             f"parallel.pipeline: found {stages} stages for {layers} layers, expected a layer for"
@@ -60,7 +60,7 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     if counts is None:
         layer, head = time_of(sizes, cfg)
         by_time = parallel.pipeline_balance == "compute"
-        last = rank_of_stage(parallel, stages - 1)
+        last = find_stage_rank(parallel, stages - 1)
 
         def time_cost(rank: int, counts: dict[int, int]) -> float:
             return layer * sum(counts.values()) + (head if rank == last else 0)
@@ -138,8 +138,8 @@ def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) ->
     last stage's head takes as long as.
     """
     ranks = range(parallel.pipeline)
-    stages = {rank: stages_of_rank(parallel, rank) for rank in ranks}
-    last = stage_count(parallel) - 1
+    stages = {rank: list_rank_stages(parallel, rank) for rank in ranks}
+    last = count_stages(parallel) - 1
     given = {rank: dict.fromkeys(stages[rank], 1) for rank in ranks}
     for _ in range(layers - last - 1):
         more = {rank: _with_one_more(given[rank], last, head) for rank in ranks}
@@ -232,12 +232,14 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     layer_width = (None if adapters is None else _QUANTIZED.get(adapters.quantize_base)) or width
     adapter_rank = 0 if adapters is None else adapters.rank
     adapts_experts = adapters is not None and "experts" in adapters.target_modules
-    rows, count = micro_batches(cfg)
-    tokens = rows * cfg.max_seq_len * cfg.sequences_per_item // token_ranks(parallel)
+    rows, count = compute_micro_batches(cfg)
+    tokens = rows * cfg.max_seq_len * cfg.sequences_per_item // count_token_ranks(parallel)
     # What an optimizer keeps on the device for a weight of a layer (an adapter in it), and of
     # embedding and head.
     states, vocabulary_states = (
-        0 if cfg.memory.optimizer_offload else state_bytes(cfg.optimizer, width, in_layer=in_layer)
+        0
+        if cfg.memory.optimizer_offload
+        else compute_state_bytes(cfg.optimizer, width, in_layer=in_layer)
         for in_layer in (True, False)
     )
     parts = shards * parallel.tensor
@@ -256,8 +258,8 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     head = (
         matrix * per_entry + logits + (matrix * width / parallel.tensor if adapters is None else 0)
     )
-    ends = {rank_of_stage(parallel, 0): vocabulary * per_entry}
-    last = rank_of_stage(parallel, stage_count(parallel) - 1)
+    ends = {find_stage_rank(parallel, 0): vocabulary * per_entry}
+    last = find_stage_rank(parallel, count_stages(parallel) - 1)
     # A tied head on the first rank, as a V has it, is the embedding itself.
     ends[last] = (
         ends.get(last, 0) + head - (vocabulary * per_entry if spec.tied and last in ends else 0)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
+from recipe_lib.config.mesh import SCHEDULES, count_stages, find_stage_rank
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError, SetupError, UserError
@@ -180,7 +180,7 @@ class Pipeline:
         assert world.pipeline is not None
         self.layers = layers
         self._model, self._parallel, self._world = model, cfg.parallel, world
-        self._place, self._stages = world.pipeline.rank, stage_count(cfg.parallel)
+        self._place, self._stages = world.pipeline.rank, count_stages(cfg.parallel)
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
@@ -256,7 +256,7 @@ class Pipeline:
         """Adds up the gradients of an embedding that is the head on another rank, on both; once a
         step.
         """
-        last = rank_of_stage(self._parallel, self._stages - 1)
+        last = find_stage_rank(self._parallel, self._stages - 1)
         if self._model.spec.tied and last != 0 and self._place in (0, last):
             sum_with(
                 last - self._place,
@@ -269,7 +269,7 @@ class Pipeline:
         """The tied embedding, where another rank has it too and this is the last: one of them
         counts in norms.
         """
-        last = rank_of_stage(self._parallel, self._stages - 1)
+        last = find_stage_rank(self._parallel, self._stages - 1)
         is_copy = self._model.spec.tied and last != 0 and self._place == last
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
@@ -557,7 +557,7 @@ class _Step:
         return pipeline._model.hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
 
     def _place_of(self, action: Action) -> int:
-        return rank_of_stage(self._pipeline._parallel, action.stage)
+        return find_stage_rank(self._pipeline._parallel, action.stage)
 
     def _tag(self, receive: Action) -> int:
         """By the stage that receives."""

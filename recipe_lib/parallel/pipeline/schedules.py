@@ -14,7 +14,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from recipe_lib.config.mesh import rank_of_stage, stage_count, stages_per_rank
+from recipe_lib.config.mesh import count_stages, count_stages_per_rank, find_stage_rank
 from recipe_lib.config.schema import ParallelConfig
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
@@ -89,8 +89,8 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     # What the methods read of themselves; the classes want stages with memory to be made
     settings = SimpleNamespace(
         pp_group_size=ranks,
-        n_local_stages=stages_per_rank(parallel),
-        num_stages=stage_count(parallel),
+        n_local_stages=count_stages_per_rank(parallel),
+        num_stages=count_stages(parallel),
         _n_microbatches=whole,
         number_of_rounds=rounds,
         microbatches_per_round=whole // rounds,
@@ -106,7 +106,7 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
             rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads)
             for rank, order in orders.items()
         }
-    _check_complete(orders, stage_count(parallel), micro_batches)
+    _check_complete(orders, count_stages(parallel), micro_batches)
     return orders
 
 
@@ -164,8 +164,8 @@ def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     """The forwards alone, stage by stage: for a loss that is not trained on."""
     ranks = parallel.pipeline
     orders: Orders = {rank: [] for rank in range(ranks)}
-    for stage in range(stage_count(parallel)):
-        orders[rank_of_stage(parallel, stage)] += [
+    for stage in range(count_stages(parallel)):
+        orders[find_stage_rank(parallel, stage)] += [
             Action(stage, FORWARD, number) for number in range(micro_batches)
         ]
     return orders
@@ -196,11 +196,11 @@ def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
     the last stage have the same embedding, and exchange its gradients.
     """
     edges = [
-        (rank_of_stage(parallel, at), rank_of_stage(parallel, at + 1))
-        for at in range(stage_count(parallel) - 1)
+        (find_stage_rank(parallel, at), find_stage_rank(parallel, at + 1))
+        for at in range(count_stages(parallel) - 1)
     ]
     if tied:
-        edges.append((0, rank_of_stage(parallel, stage_count(parallel) - 1)))
+        edges.append((0, find_stage_rank(parallel, count_stages(parallel) - 1)))
     return sorted({(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from recipe_lib.config.mesh import rank_of_stage, stage_count
+from recipe_lib.config.mesh import count_stages, find_stage_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import (
     COMPUTE,
@@ -115,7 +115,7 @@ class _Simulation:
     ) -> None:
         self._orders, self._parallel = orders, parallel
         self._seconds, self._transfer = seconds, transfer
-        self._stages = stage_count(parallel)
+        self._stages = count_stages(parallel)
         self._at = dict.fromkeys(orders, 0)
         self._clock: dict[int, float] = dict.fromkeys(orders, 0)
         self._across = {
@@ -171,7 +171,7 @@ class _Simulation:
     def _exchange(self, rank: int, action: Action) -> None:
         """Goes at once if the other rank is there already, else when it comes."""
         partner = partner_of(action)
-        other = rank_of_stage(self._parallel, partner.stage)
+        other = find_stage_rank(self._parallel, partner.stage)
         theirs = self._waiting[other, rank]
         if not theirs:
             self._waiting[rank, other].append((action, self._clock[rank]))
@@ -200,7 +200,7 @@ def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
     also asked for before the other is sent or asked for, and nothing is asked for ahead of what
     this rank has still to send the other first.
     """
-    stages = stage_count(parallel)
+    stages = count_stages(parallel)
     wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(
         list
     )  # by pair of ranks: (send, receive)
@@ -210,7 +210,7 @@ def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
         exchange = exchange_of(span.action, stages)
         if exchange is None:
             continue
-        peer = rank_of_stage(parallel, exchange[1].stage)
+        peer = find_stage_rank(parallel, exchange[1].stage)
         if peer != rank:
             wanted[min(rank, peer), max(rank, peer)].append(exchange)
     found: Orders = {}
@@ -236,7 +236,7 @@ def _transfers_of_rank(
             continue
         other = pair[0] if pair[1] == rank else pair[1]
         mine[other] = [
-            send if rank_of_stage(parallel, send.stage) == rank else receive
+            send if find_stage_rank(parallel, send.stage) == rank else receive
             for send, receive in exchanges
         ]
         place |= {action: (other, number) for number, action in enumerate(mine[other])}
@@ -325,7 +325,7 @@ def live_bytes(
     gradient is as large. taken: until when sent tensors count, see `taken_by`, which is the
     default, and `taken_in`.
     """
-    count = stage_count(parallel)
+    count = count_stages(parallel)
     taken = taken_by(order, parallel) if taken is None else taken
     transfers = {action for action in order if action.kind not in COMPUTE}
     kept = deferred = 0
@@ -376,7 +376,7 @@ def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, 
     Two ranks exchange in one order: who has used what comes after a send in it knows that the send
     is done. The length of the list where nothing comes after it.
     """
-    stages = stage_count(parallel)
+    stages = count_stages(parallel)
     used = {
         received_for(action, stages): number
         for number, action in enumerate(order)
@@ -389,7 +389,7 @@ def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, 
     for action in order:
         if action.kind in COMPUTE:
             continue
-        other = rank_of_stage(parallel, partner_of(action).stage)
+        other = find_stage_rank(parallel, partner_of(action).stage)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             for send in open_.pop(other, []):
                 found[send] = used[action]

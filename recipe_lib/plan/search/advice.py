@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from recipe_lib.config.card_limits import card_faults
-from recipe_lib.config.mesh import MODEL_DIMS, micro_batches, same_batch_ranks
+from recipe_lib.config.compute_capability import find_capability_faults
+from recipe_lib.config.mesh import MODEL_DIMS, compute_micro_batches, count_same_batch_ranks
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import PlanSettings, make_plan, simulate_rank
 from recipe_lib.plan.hardware import HARDWARE
@@ -246,7 +246,7 @@ def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
     cards = [
         card
         for card in HARDWARE.values()
-        if card.capability and not card_faults(cfg, card.name, card.capability)
+        if card.capability and not find_capability_faults(cfg, card.name, card.capability)
     ]
     fitting = [
         card
@@ -283,7 +283,7 @@ def least_ranks(cfg: Any) -> int:
     has one shard.
     """
     copies = 1 if cfg.parallel.strategy == "ddp" else cfg.parallel.data_replicate
-    return int(same_batch_ranks(cfg.parallel) * copies)
+    return int(count_same_batch_ranks(cfg.parallel) * copies)
 
 
 def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
@@ -308,7 +308,7 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
     if settings.ranks == 1:
         return
     other = copy.deepcopy(cfg)
-    other.batch_size, other.gradient_accumulation_steps = micro_batches(cfg)
+    other.batch_size, other.gradient_accumulation_steps = compute_micro_batches(cfg)
     sizes = dict.fromkeys(("data_replicate", *MODEL_DIMS), 1) | {
         "data_shard": -1,
         "pipeline_microbatches": None,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.mesh import same_batch_ranks
+from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
@@ -233,7 +233,7 @@ def list_contexts(cfg: Any, ranks: int) -> list[int]:
     """Return the numbers of ranks that could share a sequence besides the config's: more, up to all
     of a stage.
     """
-    together = same_batch_ranks(cfg.parallel)
+    together = count_same_batch_ranks(cfg.parallel)
     copies = ranks // together if ranks % together == 0 else 1
     return [cfg.parallel.context * times for times in range(2, copies + 1) if copies % times == 0]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from recipe_lib.config.mesh import (
     SCHEDULES,
-    fewest_micro_batches,
-    mesh_shape,
-    stage_count,
+    compute_mesh_shape,
+    count_fewest_micro_batches,
+    count_stages,
 )
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.logs import get_logger
@@ -74,7 +74,7 @@ def least_bytes(
     same layers and the same checkpointing; None: kept activations are left out. Each rank of a
     pipeline keeps its part for a micro-batch.
     """
-    mesh, before = (mesh_shape(one.parallel, settings.ranks) for one in (cfg, known_cfg))
+    mesh, before = (compute_mesh_shape(one.parallel, settings.ranks) for one in (cfg, known_cfg))
     parts = mesh["pipeline"] * mesh["data_shard"]
     is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
     held = 0.0 if is_offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
@@ -480,10 +480,10 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     ):
         return False
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
-    if other is None or stage_count(other.parallel) > layer_count(other):
+    if other is None or count_stages(other.parallel) > layer_count(other):
         return False
     try:
-        mesh_shape(other.parallel, settings.ranks)
+        compute_mesh_shape(other.parallel, settings.ranks)
     except SetupError:
         return False
     return True
@@ -512,7 +512,7 @@ def sizes(cfg: Any, changes: Changes) -> list[int]:
             found[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else found
         )  # of one, every reduction is once
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
-    fewest = whole + 1 if other is None else fewest_micro_batches(other.parallel)
+    fewest = whole + 1 if other is None else count_fewest_micro_batches(other.parallel)
     return [size for size in found if whole // size >= fewest]
 
 

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from recipe_lib.config.describe import value_text
-from recipe_lib.config.idle import why_idle
-from recipe_lib.config.keys import read_schema
-from recipe_lib.config.mesh import micro_batches, same_batch_ranks
-from recipe_lib.config.rules import broken_rules
+from recipe_lib.config.compatibility.table import find_broken_rules
+from recipe_lib.config.describe import format_value
+from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.key_conditions import explain_idle_key
+from recipe_lib.config.mesh import compute_micro_batches, count_same_batch_ranks
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import forks, worker_count
 from recipe_lib.errors import SetupError, UserError
@@ -124,7 +124,9 @@ def quick(
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
         module=rank.peak.module,
-        kept=activations * cfg.parallel.context / micro_batches(cfg)[0] if is_whole else 0.0,
+        kept=activations * cfg.parallel.context / compute_micro_batches(cfg)[0]
+        if is_whole
+        else 0.0,
         least_seconds=least_seconds if is_whole else 0.0,
         sent=sent,
         copied=copied,
@@ -236,7 +238,7 @@ def is_long(cfg: Any) -> bool:
 
 def data_ranks(cfg: Any, ranks: int) -> int:
     """Return the number of ranks with different batches."""
-    return max(1, ranks // same_batch_ranks(cfg.parallel))
+    return max(1, ranks // count_same_batch_ranks(cfg.parallel))
 
 
 def changed(cfg: Any, changes: Changes) -> Any | None:
@@ -263,9 +265,9 @@ def _refused(cfg: Any) -> set[Any]:
     idle = {
         name
         for name, key in keys.items()
-        if value_of(cfg, name) != key.default and why_idle(cfg, key)
+        if value_of(cfg, name) != key.default and explain_idle_key(cfg, key)
     }
-    return idle.union(broken_rules(cfg, list(keys)))
+    return idle.union(find_broken_rules(cfg, list(keys)))
 
 
 def checkpointing(cfg: Any, kind: str) -> Changes:
@@ -298,7 +300,7 @@ def streamed(cfg: Any) -> Changes:
 def override_text(changes: Changes) -> str:
     """Return the changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
     return " ".join(
-        f"{key}={value_text(value).replace(', ', ',')}" for key, value in changes.items()
+        f"{key}={format_value(value).replace(', ', ',')}" for key, value in changes.items()
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, stage_count
+from recipe_lib.config.mesh import compute_micro_batches, count_stages
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.rank_plans import first_of_each_place
@@ -16,7 +16,7 @@ from recipe_lib.plan.streams.collective_order import CollectiveCall, order_fault
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
@@ -77,8 +77,8 @@ def check_streams(
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
     settings = replace(settings, phases=())
-    count = micro_batches(cfg)[1]
-    traced = min(count, _MICRO_BATCHES * stage_count(cfg.parallel))
+    count = compute_micro_batches(cfg)[1]
+    traced = min(count, _MICRO_BATCHES * count_stages(cfg.parallel))
 
     def follow(rank: int) -> RankCheck:
         checker = StreamChecker(NAME)
@@ -117,7 +117,7 @@ def _with_few_layers(cfg: Any) -> tuple[Any, int]:
     own = layer_count(cfg)
     lead, period = find_layer_pattern(cfg)
     wanted = lead + 2 * max(
-        period, stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
+        period, count_stages(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
     )
     if wanted >= own or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
         return cfg, own
@@ -141,7 +141,7 @@ def render_check(check: StreamCheck) -> str:
         )
         count = sum(rank.waits.values())
         lines.append(
-            f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a"
+            f"rank {rank.rank}: the host waits for the device {pluralize(count, 'time')} a"
             f" step{verdict}"
         )
         lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
+from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver
@@ -73,7 +73,7 @@ def traced_micro_batches(cfg: Any, place: int = 0) -> int:
     actions, at this place in it, can stand for those of all of them, see `stand_ins`. GPipe holds
     all micro-batches at a time, so that all are traced.
     """
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
         return min(ALIKE_FROM + last_is_unlike(cfg), count)
     return enough_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
@@ -96,7 +96,7 @@ def enough_micro_batches(
     if parallel.pipeline_schedule == "gpipe":
         return count
     kinds = (True, False) if evaluates else (True,)
-    for fewer in range(1, min(count, _MOST_FOR_A_STAGE * stage_count(parallel))):
+    for fewer in range(1, min(count, _MOST_FOR_A_STAGE * count_stages(parallel))):
         if all(
             stand_ins(parallel, place, fewer, count, training=kind) is not None for kind in kinds
         ):
@@ -181,7 +181,7 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
     sizes = {
         stage: StageBytes(kept=_BASE**at, deferred=_BASE**at)
-        for at, stage in enumerate(stages_of_rank(parallel, place))
+        for at, stage in enumerate(list_rank_stages(parallel, place))
     }
     found: dict[_State, list[Action]] = defaultdict(list)
     before: _State = ()

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.weights_out import refused_extra, whole
-from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
+from recipe_lib.config.mesh import add_context_dim, compute_micro_batches, split_context_coordinate
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import ConfigError, lines_in
+from recipe_lib.errors import ConfigError, find_lines_in
 from recipe_lib.models.meta_init import extra_tensors, stored_weights
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import entries_of
@@ -168,7 +168,7 @@ def simulate(
     if traced is not None:
         return run(traced)
     own = not treats_all_alike(recipe_class)
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     found = run(count if own and count <= FEW_MICRO_BATCHES else None)
     if found.traced == count or (found.likeness.alike and not own):
         return found
@@ -268,8 +268,8 @@ def _run(
     give_to_children(tracer.trace)
     if traced and not alone:
         _stand_for_all(tracer.trace, cfg, stage, traced, passes, others)
-    mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
-    place = place_with_context(
+    mesh = add_context_dim(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
+    place = split_context_coordinate(
         cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
     )
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
@@ -301,7 +301,7 @@ def _stand_for_all(
     """Lets what was traced of a step count as often as a step has it. stage: place in a
     pipeline.
     """
-    count = micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, stage, traced, count)
     elif goes_backward(trace, passes, traced):
@@ -368,7 +368,7 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
 
 def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
     file = inspect.getfile(recipe_class)
-    lines = lines_in(error, file)
+    lines = find_lines_in(error, file)
     place = f"{file}:{lines[-1]}: " if lines else ""
     return ConfigError(
         f"{place}{recipe_class.__name__}.train_step: reads the value of a tensor"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches
-from recipe_lib.config.registry import loaded_plugins
+from recipe_lib.config.mesh import compute_micro_batches
+from recipe_lib.config.registry import list_loaded_plugins
 from recipe_lib.data import Batch
 from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
@@ -64,12 +64,16 @@ def treats_all_alike(recipe_class: type) -> bool:
 
     Its class has to say so itself: one that inherits from it may have another step.
     """
-    return not loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
+    return not list_loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
 
 
 def fewest_to_simulate(recipe_class: type, cfg: Any) -> int:
     """Micro-batches of a step that a plan goes through at the least."""
-    return traced_micro_batches(cfg) if treats_all_alike(recipe_class) else micro_batches(cfg)[1]
+    return (
+        traced_micro_batches(cfg)
+        if treats_all_alike(recipe_class)
+        else compute_micro_batches(cfg)[1]
+    )
 
 
 def likeness(

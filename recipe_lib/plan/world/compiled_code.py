@@ -35,7 +35,7 @@ from recipe_lib.plan.tracing.operator_costs import cost_of, dtype_name
 from recipe_lib.plan.world.cached_fake_mode import wrap
 from recipe_lib.plan.world.simulated_device import MODULE, NAME
 from recipe_lib.plan.world.simulated_world import attention_kernel
-from recipe_lib.units import counted
+from recipe_lib.units import pluralize
 
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
@@ -75,7 +75,7 @@ class CompiledCode:
     def described(self) -> str:
         """In a line of a report."""
         where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
-        graphs = counted(self.graphs, "graph")
+        graphs = pluralize(self.graphs, "graph")
         return (
             f"compiled code: {graphs}, fused and with the buffers of inductor's code for a"
             f" CPU{where}"

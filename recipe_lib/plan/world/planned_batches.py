@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from recipe_lib.config.mesh import micro_batches, padded_multiple
+from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step
@@ -52,7 +52,7 @@ class PlannedData:
 
     def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
         """One step of this rank."""
-        yield self._step(*micro_batches(self._cfg))
+        yield self._step(*compute_micro_batches(self._cfg))
 
     def validation_batches(self) -> Iterator[StepBatches]:
         """One validation batch of this rank."""
@@ -72,7 +72,7 @@ class PlannedData:
             batch_size * accumulation
         )
         length = self._shape.tokens * (self.dataset.group if packed else 1)
-        multiple = padded_multiple(self._cfg)
+        multiple = compute_padded_multiple(self._cfg)
         with unset_fake_temporarily():  # lengths are read from them
             step = make_step(
                 self.dataset, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
-from recipe_lib.config.local_files import cache_root, find_files
-from recipe_lib.config.schema_data import is_hub, resolved_sources
+from recipe_lib.config.local_files import find_files, get_cache_root
+from recipe_lib.config.schema_data import is_hub, resolve_sources
 from recipe_lib.data import (
     DataPlan,
     as_trained,
@@ -185,7 +185,7 @@ def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
     if stored is not None or wait is not None:
         return stored
     try:
-        is_small = sum(map(_size, resolved_sources(cfg.data))) <= FEW_BYTES
+        is_small = sum(map(_size, resolve_sources(cfg.data))) <= FEW_BYTES
     except UserError:  # the data are not here
         is_small = False
     return _dataset(cfg, None)[0] if is_small else None
@@ -213,7 +213,7 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
             return stored, ""
         if wait is not None:
             return None, "they are not tokenized yet"
-        size = sum(map(_size, resolved_sources(cfg.data)))
+        size = sum(map(_size, resolve_sources(cfg.data)))
         if size > MAX_BYTES_READ:
             return None, f"{format_bytes(size)} that are not tokenized yet"
     except UserError as error:
@@ -248,7 +248,10 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     key = builder.find_key()
     if key is None:
         return None
-    manifest, deadline = cache_root(cfg.data.cache_dir) / key / MANIFEST, time.monotonic() + wait
+    manifest, deadline = (
+        get_cache_root(cfg.data.cache_dir) / key / MANIFEST,
+        time.monotonic() + wait,
+    )
     while not manifest.is_file():
         if time.monotonic() >= deadline:
             return None

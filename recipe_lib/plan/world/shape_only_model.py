@@ -19,8 +19,8 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from recipe_lib.config.paths import configs_folder, list_presets
-from recipe_lib.config.suggest import nearest, show
+from recipe_lib.config.paths import get_configs_folder, list_presets
+from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.models import preset_config, read_config
@@ -94,7 +94,7 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     of_its_size = [
         known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
     ]
-    like = max(begun, key=len, default=nearest(name, of_its_size, cutoff=0.7))
+    like = max(begun, key=len, default=find_nearest(name, of_its_size, cutoff=0.7))
     hint = (
         f"or plan with {key}={like} if it has the same shape"
         if like
@@ -124,11 +124,11 @@ def shipped_shapes() -> dict[str, str]:
     """
     shapes = {}
     for preset in list_presets():
-        for file in sorted(configs_folder().glob(f"{preset}_*.yaml"))[
+        for file in sorted(get_configs_folder().glob(f"{preset}_*.yaml"))[
             :1
         ]:  # all of a size have one model
             shapes[_read_yaml(file)["model"]["path"]] = preset
-    for file in configs_folder().rglob("full.yaml"):
+    for file in get_configs_folder().rglob("full.yaml"):
         config = _read_yaml(file)
         shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
     return shapes

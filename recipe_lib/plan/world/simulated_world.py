@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
-from recipe_lib.config.card_limits import VARLEN_CAPABILITY
-from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
+from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
+from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
 from recipe_lib.parallel.world import World, world_of
@@ -55,7 +55,7 @@ def simulated_world(
     like_cpu: kernels are those of a CPU; else those of a GPU with this compute capability. Raises
     SetupError when mesh and ranks do not fit.
     """
-    shape = tuple(mesh_shape(parallel, ranks).values())
+    shape = tuple(compute_mesh_shape(parallel, ranks).values())
     device = register_device()
     pin_kernels(like_cpu, capability)
     with ExitStack() as stack:

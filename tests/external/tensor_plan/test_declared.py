@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
+from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.external.plan_proof import certify
 from recipe_lib.external.tensor_plan.infer import infer_plan
@@ -68,7 +68,7 @@ def one_of(size: int) -> Iterator[World]:
     """The world of rank 0 of a tensor-parallel group, whose collectives nobody answers."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        shape = tuple(mesh_shape(ParallelConfig(tensor=size), size).values())
+        shape = tuple(compute_mesh_shape(ParallelConfig(tensor=size), size).values())
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMS)
         yield world_of(mesh, 0, size, 0, torch.device("cpu"))
     finally:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.mesh import SCHEDULES, count_stages, find_stage_rank, list_rank_stages
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, ParallelConfig
@@ -132,7 +132,7 @@ def test_what_is_computed_again_and_what_is_not_trained_counts():
 
 
 def every_split(spec, cfg):
-    stages = stage_count(cfg.parallel)
+    stages = count_stages(cfg.parallel)
     for ends in combinations(range(1, spec.num_layers), stages - 1):
         edges = [0, *ends, spec.num_layers]
         yield [after - before for before, after in zip(edges, edges[1:], strict=False)]
@@ -144,14 +144,14 @@ def test_no_other_split_has_a_faster_slowest_rank(schedule, layers, vocab):
     cfg = config(schedule, ranks=3)
     spec = shaped(layers, vocab_size=vocab)
     layer, head = time_of(spec, cfg)
-    last = stage_count(cfg.parallel) - 1
+    last = count_stages(cfg.parallel) - 1
 
     def slowest(split):
         times = [
             layer * count + (head if stage == last else 0) for stage, count in enumerate(split)
         ]
         return max(
-            sum(times[stage] for stage in stages_of_rank(cfg.parallel, rank)) for rank in range(3)
+            sum(times[stage] for stage in list_rank_stages(cfg.parallel, rank)) for rank in range(3)
         )
 
     assert slowest(counts(spec, cfg)) == pytest.approx(min(map(slowest, every_split(spec, cfg))))
@@ -167,7 +167,7 @@ def test_no_other_split_has_a_smaller_largest_rank(schedule, checkpointing):
 
     def largest(split):
         return max(
-            cost(rank, {stage: split[stage] for stage in stages_of_rank(cfg.parallel, rank)})
+            cost(rank, {stage: split[stage] for stage in list_rank_stages(cfg.parallel, rank)})
             for rank in range(4)
         )
 
@@ -215,7 +215,7 @@ def test_frozen_weights_weigh_less():
 def test_a_tied_head_on_the_rank_of_the_embedding_is_no_second_one():
     tied = replace(LLAMA, tied=True)
     cfg = config("zbv", balance="memory")
-    first = rank_of_stage(cfg.parallel, 7)
+    first = find_stage_rank(cfg.parallel, 7)
     assert first == 0
     weights = 8 * LLAMA.vocab_size * LLAMA.width
     assert memory_of(LLAMA, cfg)(0, {0: 1, 7: 1}) - memory_of(tied, cfg)(0, {0: 1, 7: 1}) == weights

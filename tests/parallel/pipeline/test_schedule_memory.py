@@ -6,10 +6,10 @@ import pytest
 
 from recipe_lib.config.mesh import (
     SCHEDULES,
-    rank_of_stage,
-    stage_count,
-    stages_of_rank,
-    stages_per_rank,
+    count_stages,
+    count_stages_per_rank,
+    find_stage_rank,
+    list_rank_stages,
 )
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import (
@@ -58,7 +58,9 @@ def test_micro_batches_in_flight_are_those_of_the_formula(schedule):
             parallel = pipeline(schedule, ranks, stages)
             for count in (1, 2, ranks, ranks + 1, 2 * ranks, 2 * ranks + 1, 4 * ranks):
                 for rank, order in compute_orders(parallel, count).items():
-                    wanted = in_flight(schedule, ranks, rank, count, stages_per_rank(parallel))
+                    wanted = in_flight(
+                        schedule, ranks, rank, count, count_stages_per_rank(parallel)
+                    )
                     if wanted is not None:
                         compared += 1
                         assert counted_in_flight(order)[0] == wanted, (ranks, stages, count, rank)
@@ -76,7 +78,7 @@ def test_zbv_keeps_as_much_as_one_forward_one_backward_does_on_its_first_rank():
 def test_the_most_kept_is_what_is_in_flight(schedule):
     parallel = pipeline(schedule, 4)
     for rank, order in lists(parallel, 12).items():
-        stages = {stage: StageBytes(kept=1000) for stage in stages_of_rank(parallel, rank)}
+        stages = {stage: StageBytes(kept=1000) for stage in list_rank_stages(parallel, rank)}
         found = live_bytes(order, parallel, stages, boundary=0)
         assert max(entry.kept for entry in found) == 1000 * counted_in_flight(order)[0]
 
@@ -85,7 +87,7 @@ def test_the_most_kept_is_what_is_in_flight(schedule):
 def test_nothing_is_left_when_all_is_done_but_what_the_others_have_yet_to_take(schedule):
     parallel = pipeline(schedule, 3)
     for rank, order in lists(parallel, 8).items():
-        stages = {stage: StageBytes(1000, 300) for stage in stages_of_rank(parallel, rank)}
+        stages = {stage: StageBytes(1000, 300) for stage in list_rank_stages(parallel, rank)}
         found = live_bytes(order, parallel, stages, boundary=7)
         assert len(found) == len(order)
         assert held(found[-1]) == 0
@@ -158,7 +160,7 @@ def test_sent_tensors_are_gone_sooner_where_the_ranks_are_simulated(schedule):
         surely, simulated = taken_by(order, parallel), taken_in(timeline, order, rank, parallel)
         assert surely.keys() == simulated.keys()
         assert all(simulated[send] <= surely[send] for send in surely)
-        stages = {stage: StageBytes(100, 10) for stage in stages_of_rank(parallel, rank)}
+        stages = {stage: StageBytes(100, 10) for stage in list_rank_stages(parallel, rank)}
         plain = live_bytes(order, parallel, stages, 8)
         for one, other in zip(
             plain, live_bytes(order, parallel, stages, 8, taken=simulated), strict=True
@@ -168,7 +170,7 @@ def test_sent_tensors_are_gone_sooner_where_the_ranks_are_simulated(schedule):
 
 
 def place(parallel, action):
-    return rank_of_stage(parallel, action.stage)
+    return find_stage_rank(parallel, action.stage)
 
 
 def test_a_send_and_its_receive_know_each_other():
@@ -198,7 +200,7 @@ def test_ranks_that_wait_until_what_they_sent_is_taken_come_to_an_end(schedule, 
             for rank, order in orders.items():
                 while at[rank] < len(order):
                     action = order[at[rank]]
-                    received = received_for(action, stage_count(parallel))
+                    received = received_for(action, count_stages(parallel))
                     needs = [partner_of(send) for send in waits[rank, at[rank]]]
                     if action.kind in COMPUTE and received in order:
                         needs.append(partner_of(received))

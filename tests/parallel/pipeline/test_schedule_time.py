@@ -4,7 +4,12 @@ time.
 
 import pytest
 
-from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, stage_count, stages_per_rank
+from recipe_lib.config.mesh import (
+    SCHEDULES,
+    count_fewest_micro_batches,
+    count_stages,
+    count_stages_per_rank,
+)
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
 from recipe_lib.parallel.pipeline.simulation import simulate, with_transfers
@@ -31,7 +36,7 @@ def test_the_bubble_is_that_of_the_formula(schedule, ranks):
     compared = 0
     for stages in (2, 3) if SCHEDULES[schedule].stages is None else (2,):
         parallel = pipeline(schedule, ranks, stages)
-        own = stages_per_rank(parallel)
+        own = count_stages_per_rank(parallel)
         for count in sorted(
             {*range(1, ranks + 3), 2 * ranks - 1, 2 * ranks, 3 * ranks, 4 * ranks + 1}
         ):
@@ -65,7 +70,12 @@ def test_the_formulas_are_the_well_known_ones_from_enough_micro_batches_on(ranks
 def test_zero_bubble_schedules_wait_less_than_one_forward_one_backward(ranks):
     for schedule in ZERO_BUBBLE:
         parallel = pipeline(schedule, ranks)
-        for count in {fewest_micro_batches(parallel), 2 * ranks, 2 * ranks + 1, 4 * ranks + 3}:
+        for count in {
+            count_fewest_micro_batches(parallel),
+            2 * ranks,
+            2 * ranks + 1,
+            4 * ranks + 3,
+        }:
             plain = simulated(pipeline("1f1b", ranks), count).bubble
             assert simulated(parallel, count).bubble < plain, (schedule, count)
 
@@ -109,7 +119,7 @@ def test_transfers_over_pcie_are_hidden_to_3_percent(schedule, ranks):
     ask ahead: 4.4 %.
     """
     parallel = pipeline(schedule, ranks)
-    forward = 2 * 7e9 * 8192 / (0.65 * 165e12) / stage_count(parallel)
+    forward = 2 * 7e9 * 8192 / (0.65 * 165e12) / count_stages(parallel)
     alone, sent = (
         simulated(
             parallel,

@@ -9,11 +9,11 @@ import pytest
 
 from recipe_lib.config.mesh import (
     SCHEDULES,
-    fewest_micro_batches,
-    rank_of_stage,
-    schedule_fault,
-    stage_count,
-    stages_of_rank,
+    count_fewest_micro_batches,
+    count_stages,
+    find_schedule_fault,
+    find_stage_rank,
+    list_rank_stages,
 )
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline import schedules
@@ -44,7 +44,7 @@ def pipeline(schedule, ranks, stages=2, **keys):
 
 def counts(parallel):
     """Numbers of micro-batches: too few, as few as can be, odd ones, many."""
-    fewest = fewest_micro_batches(parallel)
+    fewest = count_fewest_micro_batches(parallel)
     return sorted({1, fewest, fewest + 1, 2 * fewest + 3})
 
 
@@ -69,11 +69,11 @@ def test_every_stage_takes_every_micro_batch_forward_and_backward_once(parallel)
         done = defaultdict(str)
         for rank, order in orders.items():
             for action in order:
-                assert rank_of_stage(parallel, action.stage) == rank
+                assert find_stage_rank(parallel, action.stage) == rank
                 done[action.stage, action.micro_batch] += action.kind
         wanted = KINDS_OF_BACKWARD[SCHEDULES[parallel.pipeline_schedule].splits]
         assert set(done) == {
-            (stage, number) for stage in range(stage_count(parallel)) for number in range(count)
+            (stage, number) for stage in range(count_stages(parallel)) for number in range(count)
         }
         assert set(done.values()) <= wanted, (
             count
@@ -82,7 +82,7 @@ def test_every_stage_takes_every_micro_batch_forward_and_backward_once(parallel)
 
 @CASES_NAMED
 def test_what_each_action_needs_is_there_in_time(parallel):
-    stages = stage_count(parallel)
+    stages = count_stages(parallel)
     for count in counts(parallel):
         orders = compute_orders(parallel, count)
         ends = {}
@@ -109,7 +109,7 @@ def test_what_each_action_needs_is_there_in_time(parallel):
 
 @CASES_NAMED
 def test_two_ranks_agree_on_what_they_exchange_and_in_which_order(parallel):
-    stages = stage_count(parallel)
+    stages = count_stages(parallel)
     for count in counts(parallel):
         orders = compute_orders(parallel, count)
         for forward_only in (False, True):
@@ -128,7 +128,8 @@ def test_two_ranks_agree_on_what_they_exchange_and_in_which_order(parallel):
                 part
                 for pair in wanted
                 if pair
-                and rank_of_stage(parallel, pair[0].stage) != rank_of_stage(parallel, pair[1].stage)
+                and find_stage_rank(parallel, pair[0].stage)
+                != find_stage_rank(parallel, pair[1].stage)
                 for part in pair
             )
             assert across == Counter(
@@ -150,7 +151,7 @@ def exchanges(parallel, orders, rank, peer):
     for action in orders[rank]:
         if len(action.kind) == 2:
             send, stage = other_end(action)
-            ends = {rank_of_stage(parallel, send.stage), rank_of_stage(parallel, stage)}
+            ends = {find_stage_rank(parallel, send.stage), find_stage_rank(parallel, stage)}
             if ends == {rank, peer}:
                 found.append((send, stage))
     return found
@@ -161,7 +162,7 @@ def run_in_order(parallel, orders):
     directions, each when both have reached it; a computation waits for what it receives, nothing
     waits for a send. Actions not reached.
     """
-    stages = stage_count(parallel)
+    stages = count_stages(parallel)
     transfers = {action for order in orders.values() for action in order if len(action.kind) == 2}
     at = dict.fromkeys(orders, 0)
     posted = defaultdict(deque)  # by (rank, other rank), the exchanges that wait for the other
@@ -173,7 +174,7 @@ def run_in_order(parallel, orders):
                 action = order[at[rank]]
                 if len(action.kind) == 2:
                     send, stage = other_end(action)
-                    ends = rank_of_stage(parallel, send.stage), rank_of_stage(parallel, stage)
+                    ends = find_stage_rank(parallel, send.stage), find_stage_rank(parallel, stage)
                     other = ends[0] if ends[1] == rank else ends[1]
                     posted[rank, other].append((send, stage))
                 else:
@@ -222,7 +223,7 @@ def test_a_deadlock_would_be_noticed():
 def test_sends_follow_at_once_and_receives_come_one_computation_ahead_where_the_common_order_allows(
     parallel,
 ):
-    stages = stage_count(parallel)
+    stages = count_stages(parallel)
     for count in counts(parallel):
         for order in with_transfers(compute_orders(parallel, count), parallel).values():
             for number, action in enumerate(order):
@@ -237,7 +238,7 @@ def check_receive(parallel, order, number):
     """It is asked for one computation before its use. Later: the two ranks exchange something
     before it that is not there sooner. Sooner: something after it in their order is.
     """
-    stages, action = stage_count(parallel), order[number]
+    stages, action = count_stages(parallel), order[number]
     computes = [at for at, entry in enumerate(order) if len(entry.kind) == 1]
     use = next(at for at in computes if at > number and received_for(order[at], stages) == action)
     ahead = sum(number < at < use for at in computes)
@@ -254,7 +255,7 @@ def check_receive(parallel, order, number):
 
 def peer(parallel, action):
     send, stage = other_end(action)
-    return rank_of_stage(parallel, stage if action.kind in SENDS else send.stage)
+    return find_stage_rank(parallel, stage if action.kind in SENDS else send.stage)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ def peer(parallel, action):
 def test_too_few_micro_batches_are_named_with_how_many_it_takes(
     schedule, ranks, stages, count, fault
 ):
-    found = schedule_fault(pipeline(schedule, ranks, stages), count)
+    found = find_schedule_fault(pipeline(schedule, ranks, stages), count)
     assert (found is None) == (fault is None)
     for part in fault or ():
         assert part in found
@@ -287,7 +288,12 @@ def test_too_few_micro_batches_are_named_with_how_many_it_takes(
 
 def test_zbv_puts_the_last_stage_on_the_first_rank():
     parallel = pipeline("zbv", 4)
-    assert [stages_of_rank(parallel, rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [list_rank_stages(parallel, rank) for rank in range(4)] == [
+        [0, 7],
+        [1, 6],
+        [2, 5],
+        [3, 4],
+    ]
     turn = with_transfers(compute_orders(parallel, 8), parallel)[3]
     assert not [
         a for a in turn if a.kind == "SF" and a.stage == 3 or a.kind == "RF" and a.stage == 4

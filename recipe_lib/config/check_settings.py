@@ -15,20 +15,25 @@ from recipe_lib.config.aliases import (
     OF_PAIRS,
     SECTION_ALIASES,
 )
+from recipe_lib.config.convert_values import (
+    MismatchError,
+    convert,
+    describe_expected,
+    describe_node,
+)
+from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
 from recipe_lib.config.interpolation import (
     IN_A_CIRCLE,
     InterpolationError,
     NamedValues,
     are_related,
-    names_in,
+    format_word,
+    list_names,
     order_keys,
-    to_word,
 )
-from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import nearest, quote, show
-from recipe_lib.config.values import MismatchError, convert, describe, expected
+from recipe_lib.config.suggest import find_nearest, quote, show
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -73,7 +78,7 @@ class Pending:
 
 
 @dataclass
-class Checked:
+class CollectedSettings:
     """What sources and overrides came to.
 
     settings: dotted key -> what was set. pending: dotted key -> a value with `${key}` in it.
@@ -145,7 +150,7 @@ class Checked:
         self.settings[name] = Setting(value, where)
 
 
-def check_file(checked: Checked, top: YamlNode, file: Source) -> None:
+def check_file(checked: CollectedSettings, top: YamlNode, file: Source) -> None:
     """Checks the tree of a whole file."""
     if top.empty or top.kind == "broken":
         if top.kind == "broken":
@@ -153,14 +158,14 @@ def check_file(checked: Checked, top: YamlNode, file: Source) -> None:
         return
     if top.kind != "mapping":
         checked.fault(
-            file.at(top.line), "", f"found {describe(top)}, expected lines of `key: value`"
+            file.at(top.line), "", f"found {describe_node(top)}, expected lines of `key: value`"
         )
         checked.doubt("")
         return
     check_section(checked, "", top, file)
 
 
-def check_section(checked: Checked, section: str, node: YamlNode, source: Source) -> None:
+def check_section(checked: CollectedSettings, section: str, node: YamlNode, source: Source) -> None:
     """Checks the entries of a section, sections inside it too."""
     schema = checked.schema
     for word, (line, value) in node.entries.items():
@@ -172,11 +177,11 @@ def check_section(checked: Checked, section: str, node: YamlNode, source: Source
         elif name in schema.keys and "." not in word:
             check_value(checked, schema.keys[name], value, source, line)
         else:
-            unknown_key(checked, source, line, name, value)
+            report_unknown_key(checked, source, line, name, value)
 
 
 def check_section_value(
-    checked: Checked, name: str, value: YamlNode, source: Source, line: int
+    checked: CollectedSettings, name: str, value: YamlNode, source: Source, line: int
 ) -> None:
     """What stands under a section's name."""
     if value.kind == "mapping":
@@ -185,12 +190,12 @@ def check_section_value(
         checked.doubt(name)
     elif not value.empty:
         inside = [child.removeprefix(f"{name}.") for child in checked.schema.children(name)]
-        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)})"
+        what = f"found {describe_node(value)}, expected a section of keys ({', '.join(inside)})"
         checked.fault(source.at(line), name, what)
 
 
 def check_value(
-    checked: Checked,
+    checked: CollectedSettings,
     key: Key,
     value: YamlNode,
     source: Source,
@@ -225,12 +230,12 @@ def check_value(
         checked.doubt(key.name)
 
 
-def fill_pending(checked: Checked) -> None:
+def fill_pending(checked: CollectedSettings) -> None:
     """Check the values that name other keys, each after those that it names."""
     if not checked.pending:
         return
     schema, pending = checked.schema, dict(checked.pending)
-    names = {key: names_in(one.node.texts(), key) for key, one in pending.items()}
+    names = {key: list_names(one.node.texts(), key) for key, one in pending.items()}
     order: list[str] | None = None
     while order is None:
         try:
@@ -248,7 +253,7 @@ def fill_pending(checked: Checked) -> None:
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
     named = NamedValues(
-        values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}"
+        values, lambda name: f": there is no key {show(name)}{find_hint(name, schema)[0]}"
     )
     for key in order:
         one = checked.pending.pop(key)
@@ -273,7 +278,9 @@ def fill_pending(checked: Checked) -> None:
             named.put(key, checked.settings[key].value)
 
 
-def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: int) -> None:
+def _refuse_pending(
+    checked: CollectedSettings, key: str, one: Pending, what: str, line: int
+) -> None:
     checked.fault(one.source.at(line), "" if one.typed else key, what)
     checked.doubt(key)
 
@@ -311,16 +318,18 @@ def _write_node(value: Any, line: int) -> YamlNode:
     quoted = isinstance(value, str) and (
         value == "" or value.lower() in ("null", "true", "false", "~")
     )
-    return YamlNode("scalar", line, to_word(value), quoted=quoted)
+    return YamlNode("scalar", line, format_word(value), quoted=quoted)
 
 
-def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, line: int) -> None:
+def check_items(
+    checked: CollectedSettings, key: Key, value: YamlNode, source: Source, line: int
+) -> None:
     """Checks a list of sections and takes it if all are right; a fault names its own line and key
     inside.
     """
     items = []
     for number, node in enumerate(value.items):
-        inner = Checked(item_schema(key, number), faults=checked.faults)
+        inner = CollectedSettings(build_item_schema(key, number), faults=checked.faults)
         name = next(iter(inner.schema.sections))
         before = len(checked.faults)
         if node.kind == "broken":
@@ -330,7 +339,7 @@ def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, lin
             inner.fault(
                 source.at(node.line),
                 name,
-                f"found {describe(node)}, expected a section of keys ({words})",
+                f"found {describe_node(node)}, expected a section of keys ({words})",
             )
         else:
             check_section(inner, name, node, source)
@@ -347,15 +356,15 @@ def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, lin
         checked.set(key.name, items, source.where(line))
 
 
-def check_required(checked: Checked, place: str) -> None:
+def check_required(checked: CollectedSettings, place: str) -> None:
     """Notes a fault for each key without a default that nothing has set."""
     for name, key in checked.schema.keys.items():
         if key.required and name not in checked.settings and name not in checked.doubtful:
-            checked.fault(place, name, f"is not set, expected {expected(key)}")
+            checked.fault(place, name, f"is not set, expected {describe_expected(key)}")
 
 
-def unknown_key(
-    checked: Checked,
+def report_unknown_key(
+    checked: CollectedSettings,
     source: Source,
     line: int,
     name: str,
@@ -375,9 +384,9 @@ def unknown_key(
         and _plain(name) in SECTION_ALIASES
     ):
         for word, (inner_line, inner) in value.entries.items():
-            unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
+            report_unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
         return
-    hint, meant = hint_for(name, checked.schema, in_file=not typed)
+    hint, meant = find_hint(name, checked.schema, in_file=not typed)
     checked.fault(
         source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False
     )
@@ -396,9 +405,9 @@ def _is_broken(node: YamlNode) -> bool:
 # same, and a spelling only where each word of it is near.
 
 
-def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
+def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
     """(`; did you mean X?` or another hint, the keys it names)."""
-    meant = meant_by(name, schema)
+    meant = find_meant_keys(name, schema)
     section, _, word = name.rpartition(".")
     if meant == [name] and section and in_file:
         return f"; write {word}: under {section}:", meant
@@ -416,7 +425,7 @@ def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, 
     return "; `tune cat CONFIG --describe` lists all keys", []
 
 
-def meant_by(name: str, schema: Schema) -> list[str]:
+def find_meant_keys(name: str, schema: Schema) -> list[str]:
     """Our names for an unknown one: another tool's word, the right section, or the nearest
     spelling; mostly one.
     """
@@ -444,7 +453,7 @@ def meant_by(name: str, schema: Schema) -> list[str]:
         if alias in valid:
             return [alias]
         words = [key.rpartition(".")[2] for key in keys]
-        close = plain if plain in words or plain in GENERIC else near(plain, words)
+        close = plain if plain in words or plain in GENERIC else find_misspelled_name(plain, words)
         found = [
             key
             for key in keys
@@ -455,14 +464,18 @@ def meant_by(name: str, schema: Schema) -> list[str]:
     return []
 
 
-def near(found: str, valid: Iterable[str]) -> str | None:
+def find_misspelled_name(found: str, valid: Iterable[str]) -> str | None:
     """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there
     are many keys.
     """
     swapped = [
         name for name in valid if sorted(name) == sorted(found)
     ]  # which difflib takes for two mistakes
-    return swapped[0] if swapped else nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)
+    return (
+        swapped[0]
+        if swapped
+        else find_nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)
+    )
 
 
 def _plain(name: str) -> str:
@@ -476,7 +489,7 @@ def _section_for(section: str, schema: Schema) -> str | None:
     outer = _plain(section.partition(".")[0])
     ours = section if section in schema.sections else SECTION_ALIASES.get(outer)
     if ours is None:
-        ours = near(outer, [name for name in schema.sections if name])
+        ours = find_misspelled_name(outer, [name for name in schema.sections if name])
     return ours if ours in schema.sections else None
 
 
@@ -488,7 +501,7 @@ def _owner(name: str, schema: Schema) -> str:
         return ""
     for recipe, config_class in RECIPE_CONFIGS.items():
         view = read_schema(config_class)
-        found = meant_by(name, view)
+        found = find_meant_keys(name, view)
         if len(found) == 1 and found[0] not in schema.keys and found[0] not in schema.sections:
             return (
                 f"{found[0]} is a {'key' if found[0] in view.keys else 'section'} of the recipe"

@@ -39,7 +39,7 @@ def key(
     and of the names of a kind. length: how many items a list has. On a list, choices and bounds are
     those of each item. items: the only legal items of the list that may stand in place of a choice.
     path: a file or folder, in which a `~` at the beginning is the user's home. needs: what has to
-    hold for it to have an effect (`recipe_lib.config.idle`). most: a bound far above every sensible
+    hold for it to have an effect (`recipe_lib.config.key_conditions`). most: a bound far above every sensible
     value, which only an error over it names. known_as: what torch, HF, PEFT, TRL, torchtitan,
     Megatron, torchtune or another tool calls it; or `none has it: ` and why.
     """
@@ -142,7 +142,7 @@ def read_schema(config_class: type) -> Schema:
     return Schema(config_class, keys, sections)
 
 
-def item_schema(key: Key, number: int) -> Schema:
+def build_item_schema(key: Key, number: int) -> Schema:
     """The keys of one section of a list, under their full names: `data.sources[1].weight`."""
     if key.section_class is None:
         raise TypeError(f"{key.name} is no list of sections")

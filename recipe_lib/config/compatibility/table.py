@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
-from recipe_lib.config.idle import formats, generated_metrics, trained_dtype
+from recipe_lib.config.key_conditions import get_trained_dtype, list_formats, list_generated_metrics
 from recipe_lib.config.mesh import (
     SCHEDULES,
-    fewest_micro_batches,
-    micro_batches,
-    schedule_fault,
-    token_ranks,
+    compute_micro_batches,
+    count_fewest_micro_batches,
+    count_token_ranks,
+    find_schedule_fault,
 )
 from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.schema import LINEARS, MIXTURE_TARGETS, SAMPLES
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import resolve_sources
 from recipe_lib.config.suggest import did_you_mean, quote
 
 
@@ -50,7 +50,7 @@ class Rule:
         return f"{', '.join(self.keys)}: {what}"
 
 
-def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
+def find_broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
     """The entries that a config breaks. judged: dotted keys that may be judged; one about another
     is skipped.
     """
@@ -80,17 +80,17 @@ _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_mi
 
 def _unused_formats(cfg: Any, samples: str) -> set[str]:
     """The formats that a recipe for such samples has no use for; empty for another recipe."""
-    others = formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
+    others = list_formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
     return others if getattr(cfg, "samples", "answers") == samples else set()
 
 
-def is_external(cfg: Any) -> bool:
+def is_external_model(cfg: Any) -> bool:
     """Return whether the model is another library's."""
     return bool(cfg.model.implementation != "native")
 
 
 def _divides_layers(name: str) -> Callable[[Any], bool]:
-    return lambda cfg: bool(generated_metrics(cfg)) and getattr(cfg.parallel, name) > 1
+    return lambda cfg: bool(list_generated_metrics(cfg)) and getattr(cfg.parallel, name) > 1
 
 
 def _judges_steps(cfg: Any) -> bool:
@@ -118,7 +118,7 @@ def _steps_in_backward(cfg: Any) -> bool:
 
 def _unknown_target(cfg: Any) -> str | None:
     unknown = [name for name in cfg.lora.target_modules if name not in _TARGETS]
-    if is_external(cfg) or not unknown:
+    if is_external_model(cfg) or not unknown:
         return None
     meant = CHOICE_ALIASES.get(unknown[0])
     hint = f"; did you mean {meant}?" if meant else did_you_mean(unknown[0], _TARGETS)
@@ -126,7 +126,9 @@ def _unknown_target(cfg: Any) -> str | None:
 
 
 def _of_mixture(cfg: Any) -> bool:
-    return not is_external(cfg) and any(name in MIXTURE_TARGETS for name in cfg.lora.target_modules)
+    return not is_external_model(cfg) and any(
+        name in MIXTURE_TARGETS for name in cfg.lora.target_modules
+    )
 
 
 def _uneven(cfg: Any) -> str | None:
@@ -136,7 +138,7 @@ def _uneven(cfg: Any) -> str | None:
     )
     if cfg.parallel.pipeline == 1 or not count or sequences % count == 0:
         return None
-    fewest = fewest_micro_batches(cfg.parallel)
+    fewest = count_fewest_micro_batches(cfg.parallel)
     fitting = [number for number in range(fewest, sequences + 1) if sequences % number == 0]
     choose = f"choose one of {', '.join(map(str, fitting))}" if fitting else "choose a divisor"
     return (
@@ -186,7 +188,7 @@ RULES: tuple[Rule, ...] = (
          ("dtype=fp64", "optimizer.state_bits=8")),
     Rule(("optimizer.name", "optimizer.implementation", "dtype", "device"),
          lambda cfg: cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused" and cfg.device == "cpu"
-         and trained_dtype(cfg) == "bf16",
+         and get_trained_dtype(cfg) == "bf16",
          "torch's kernel leaves most elements of bf16 weights on a CPU as they are", "choose auto or foreach",
          ("optimizer.name=sgd", "optimizer.implementation=fused", "device=cpu")),
     Rule(("clip_grad_norm", "memory.optimizer_in_backward"),
@@ -223,12 +225,12 @@ RULES: tuple[Rule, ...] = (
          "budget needs to know how much", "set memory.activation_budget_gib (GiB), or choose none, selective or full",
          ("memory.activation_checkpointing=budget",)),
     Rule(("model.implementation", "memory.activation_checkpointing", "memory.activation_budget_gib"),
-         lambda cfg: is_external(cfg) and cfg.memory.activation_checkpointing == "budget"
+         lambda cfg: is_external_model(cfg) and cfg.memory.activation_checkpointing == "budget"
          and cfg.memory.activation_budget_gib is not None,
          "what its layers keep is found out for the decoder of model.implementation=native alone",
          "choose none, selective or full",
          (_EXTERNAL, "memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")),
-    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and is_external(cfg),
+    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and is_external_model(cfg),
          "the MLPs of model.implementation=native alone can be computed in pieces", "remove memory.mlp_tiles",
          ("model.implementation=transformers", "memory.mlp_tiles=4")),
     Rule(("compile", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
@@ -238,7 +240,7 @@ RULES: tuple[Rule, ...] = (
          "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
          ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",)),
     Rule(("model.implementation", "parallel.tensor", "compile", "parallel.fsdp_wrap_policy"),
-         lambda cfg: is_external(cfg) and cfg.parallel.tensor > 1 and cfg.compile
+         lambda cfg: is_external_model(cfg) and cfg.parallel.tensor > 1 and cfg.compile
          and not isinstance(cfg.parallel.fsdp_wrap_policy, str),
          "a layer that runs by an inferred plan is compiled whole, and FSDP would gather parts of it while it runs",
          "set compile=false, or parallel.fsdp_wrap_policy=layers",
@@ -275,12 +277,12 @@ RULES: tuple[Rule, ...] = (
          "choose adamw or sgd, or use memory.cpu_offload",
          ("memory.stream_layers=true", "optimizer.name=muon", *_IN_BACKWARD)),
     Rule(("lora.dora", "lora.dropout", "parallel.tensor"),
-         lambda cfg: is_external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
+         lambda cfg: is_external_model(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
          "DoRA with dropout multiplies by the frozen matrix twice, and an inferred plan is one of a single product",
          "set lora.dropout=0, lora.dora=false (LoRA), or parallel.tensor=1",
          (_EXTERNAL, "parallel.tensor=2", "lora.dora=true", "lora.dropout=0.1"), recipe=_LORA,
          reads=("model.implementation",)),
-    Rule(("data.source", "data.sources"), lambda cfg: not resolved_sources(cfg.data), "neither is set",
+    Rule(("data.source", "data.sources"), lambda cfg: not resolve_sources(cfg.data), "neither is set",
          "set data.source to a file or folder of samples (JSON, JSON lines, CSV, Parquet, text; also .gz and .zst) or "
          "to hub:OWNER/NAME, or data.sources to several",
          ("~data.source",)),
@@ -310,7 +312,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
          "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
          ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),
-    Rule(("model.implementation", "reward.loss"), is_external,
+    Rule(("model.implementation", "reward.loss"), is_external_model,
          "the score head is one of our own decoder", "set model.implementation=native", (_EXTERNAL,), recipe=_REWARD),
     Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
          "a score head is in the place of the output head, and is trained whole",
@@ -325,7 +327,7 @@ RULES: tuple[Rule, ...] = (
          "set parallel.pipeline=1; a teacher that is too large is smaller with distill.quantize_teacher, and on the "
          "host with distill.stream_teacher",
          ("parallel.pipeline=2", "gradient_accumulation_steps=4"), recipe=_DISTILL),
-    Rule(("distill.divergence", "model.implementation"), is_external,
+    Rule(("distill.divergence", "model.implementation"), is_external_model,
          "teacher and model hand hidden states to each other's output heads, which those of model.implementation="
          "native do", "remove model.implementation", (_EXTERNAL,), recipe=_DISTILL),
     Rule(("dtype", "distill.quantize_teacher"),
@@ -338,10 +340,10 @@ RULES: tuple[Rule, ...] = (
          "the built-in plain template would be used in place of the file", "remove one of the two",
          ("tokenizer.chat_template=chat.jinja", "data.template=plain")),
     Rule(("parallel.context", "parallel.tensor", "max_seq_len"),
-         lambda cfg: cfg.max_seq_len % token_ranks(cfg.parallel) != 0,
+         lambda cfg: cfg.max_seq_len % count_token_ranks(cfg.parallel) != 0,
          "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.context "
          "x parallel.tensor", "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
-    Rule(("model.implementation", "parallel.context"), lambda cfg: is_external(cfg) and cfg.parallel.context > 1,
+    Rule(("model.implementation", "parallel.context"), lambda cfg: is_external_model(cfg) and cfg.parallel.context > 1,
          "ranks that share sequences exchange tokens for heads around attention, which is ours in a native model alone",
          "set parallel.context=1; for long sequences of other models there are memory.activation_offload and "
          "parallel.tensor", (_EXTERNAL, "parallel.context=2")),
@@ -349,7 +351,7 @@ RULES: tuple[Rule, ...] = (
          "it is called with the logits of the whole vocabulary, which no rank has",
          "remove loss, or set parallel.tensor=1", ("parallel.tensor=2", "loss=mine")),
     Rule(("parallel.tensor", "lora.dora"),
-         lambda cfg: cfg.parallel.tensor > 1 and cfg.lora.dora and not is_external(cfg),
+         lambda cfg: cfg.parallel.tensor > 1 and cfg.lora.dora and not is_external_model(cfg),
          "the norms of a matrix' rows are not reduced over the ranks that share them",
          "set lora.dora=false (LoRA), or parallel.tensor=1", ("parallel.tensor=2", "lora.dora=true"), recipe=_LORA,
          reads=("model.implementation",)),
@@ -372,7 +374,7 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: cfg.matmul_dtype is not None and cfg.lora.quantize_base != "none",
          "weights of 4 or 8 bits are multiplied in dtype, since rounding them a second time would lose more",
          "remove one of the two", ("lora.quantize_base=nf4", "matmul_dtype=int8"), recipe=_LORA),
-    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and is_external(cfg),
+    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and is_external_model(cfg),
          "only our own models' linears are known to be safe to round", "remove matmul_dtype, or model.implementation",
          ("model.implementation=transformers", "matmul_dtype=int8")),
     Rule(("dtype", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.dtype == "fp32",
@@ -421,7 +423,7 @@ RULES: tuple[Rule, ...] = (
          "the sequences of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
          "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE),
     Rule(("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"),
-         lambda cfg: not _uneven(cfg) and schedule_fault(cfg.parallel, micro_batches(cfg)[1]),
+         lambda cfg: not _uneven(cfg) and find_schedule_fault(cfg.parallel, compute_micro_batches(cfg)[1]),
          "ranks would wait for each other even in the middle of a step: all schedules but gpipe need as many "
          "micro-batches a step as the pipeline has ranks",
          "set parallel.pipeline_microbatches (by default gradient_accumulation_steps) higher",
@@ -464,7 +466,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("checkpoint.best_metric",), _unknown_metric, "validation gives no such number", "choose one that it gives",
          ("checkpoint.keep_best=true", "validation.source=own.jsonl", "checkpoint.best_metric=eval_loss"),
          reads=("checkpoint.keep_best", "validation.patience", "validation.source")),
-    Rule(("validation.metrics", "compile"), lambda cfg: bool(generated_metrics(cfg)) and cfg.compile,
+    Rule(("validation.metrics", "compile"), lambda cfg: bool(list_generated_metrics(cfg)) and cfg.compile,
          "answers are generated token by token, for which compiled layers would be compiled anew again and again",
          "set compile=false, or measure after training with `tune eval`",
          ("validation.metrics=[mine]", "validation.source=held_out.jsonl", "compile=true")),

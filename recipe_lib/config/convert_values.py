@@ -13,8 +13,8 @@ from typing import Any
 
 from recipe_lib.config import registry
 from recipe_lib.config.aliases import CHOICE_ALIASES
-from recipe_lib.config.keys import Key
-from recipe_lib.config.paths import example_file
+from recipe_lib.config.flat_schema import Key
+from recipe_lib.config.paths import find_example_file
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 
@@ -43,10 +43,12 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
         if key.optional:
             return None
         raise MismatchError(
-            f"found {'nothing' if node.empty else 'null'}, expected {expected(key)}"
+            f"found {'nothing' if node.empty else 'null'}, expected {describe_expected(key)}"
         )
     if node.kind == "scalar" and not node.quoted and node.text.lower() == "none" and key.optional:
-        raise MismatchError(f"found {quote(node.text)}, expected {expected(key)}; write null")
+        raise MismatchError(
+            f"found {quote(node.text)}, expected {describe_expected(key)}; write null"
+        )
     trouble: MismatchError | None = None
     for kind in _by_likeness(node, key.kinds):
         try:
@@ -54,14 +56,16 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
             return _to_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
             trouble = trouble or mismatch
-    raise trouble or MismatchError(f"found {describe(node)}, expected {expected(key)}")
+    raise trouble or MismatchError(
+        f"found {describe_node(node)}, expected {describe_expected(key)}"
+    )
 
 
 def _to_path(value: str, key: Key) -> str:
     """With the user's home in place of `~`, and the demo's files found from any folder;
     MismatchError for what no file system takes as a name.
     """
-    path = example_file(os.path.expanduser(value))
+    path = find_example_file(os.path.expanduser(value))
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
         said = (
@@ -70,7 +74,7 @@ def _to_path(value: str, key: Key) -> str:
             else f"{len(os.fsencode(path))} bytes"
         )
         raise MismatchError(
-            f"found {quote(value)} with {said}, expected {expected(key)}; a name has at most"
+            f"found {quote(value)} with {said}, expected {describe_expected(key)}; a name has at most"
             f" {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
         )
     return path
@@ -83,7 +87,7 @@ def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     if origin is dict:
         return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
     if kind is Any:
-        return as_written(node)
+        return read_untyped(node)
     value = _convert_scalar(node, kind, key, typed, is_choice=True)
     if kind is bool:  # choices and bounds are those of the other kinds
         return value
@@ -97,7 +101,7 @@ def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
 def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
     """is_choice: a text is one of the key's choices, if it has any, and not a free one."""
     if node.kind != "scalar":
-        raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     if kind is bool:
         return _to_bool(node, key)
     if kind is int:
@@ -122,11 +126,11 @@ def _to_int(node: YamlNode, key: Key) -> int:
     digits = node.text.lstrip("-+").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
         raise MismatchError(
-            f"found {show(node.text)}, expected {expected(key)}; write it without leading zeros"
+            f"found {show(node.text)}, expected {describe_expected(key)}; write it without leading zeros"
         )
     if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
         raise MismatchError(
-            f"found {show(node.text)}, expected {expected(key)}; at most {LARGEST_INTEGER} (2^63"
+            f"found {show(node.text)}, expected {describe_expected(key)}; at most {LARGEST_INTEGER} (2^63"
             " - 1)"
         )
     return int(node.text)
@@ -137,14 +141,14 @@ def _to_float(node: YamlNode, key: Key) -> float:
     # the number.
     if _NOT_FINITE.fullmatch(node.text):
         raise MismatchError(
-            f"found {show(node.text)}, expected {expected(key)}; it has to be finite"
+            f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
         )
     if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
         raise _unfit(node, key, False)
     value = float(node.text)
     if not math.isfinite(value):
         raise MismatchError(
-            f"found {show(node.text)}, expected {expected(key)}; it has to be finite"
+            f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
         )
     return value
 
@@ -155,14 +159,14 @@ def _to_text(node: YamlNode, key: Key, any_word: bool) -> str:
     """
     text = node.text
     if not text:
-        raise MismatchError(f"found an empty text, expected {expected(key)}")
+        raise MismatchError(f"found an empty text, expected {describe_expected(key)}")
     if text == "???":
         raise MismatchError(
-            f"found {quote(text)}, expected {expected(key)}; put a value in its place"
+            f"found {quote(text)}, expected {describe_expected(key)}; put a value in its place"
         )
     if _UNPRINTABLE.search(text):
         raise MismatchError(
-            f"found {quote(text)}, expected {expected(key)}; a text is one line of printable"
+            f"found {quote(text)}, expected {describe_expected(key)}; a text is one line of printable"
             " letters"
         )
     if (
@@ -171,7 +175,7 @@ def _to_text(node: YamlNode, key: Key, any_word: bool) -> str:
         and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false"))
     ):
         raise MismatchError(
-            f"found {show(text)}, expected {expected(key)}; if it is meant as text, put it in"
+            f"found {show(text)}, expected {describe_expected(key)}; if it is meant as text, put it in"
             " quotes"
         )
     return text
@@ -179,9 +183,9 @@ def _to_text(node: YamlNode, key: Key, any_word: bool) -> str:
 
 def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list[Any]:
     if dataclasses.is_dataclass(item_kind):
-        raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     if node.kind != "list":
-        raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     only = len(key.kinds) == 1
     values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
     if "items" in key.limits:
@@ -192,28 +196,30 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
             _check_limits(value, key, item.text)
     length = key.limits.get("length")
     if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
-        raise MismatchError(f"found {describe(node)} of {len(values)}, expected {expected(key)}")
+        raise MismatchError(
+            f"found {describe_node(node)} of {len(values)}, expected {describe_expected(key)}"
+        )
     return values
 
 
 def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
     if node.kind != "mapping":
-        raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     for name in node.entries:
         if not name or _UNPRINTABLE.search(name):
-            raise MismatchError(f"found the name {quote(name)}, expected {expected(key)}")
+            raise MismatchError(f"found the name {quote(name)}, expected {describe_expected(key)}")
     return {
         name: _convert_scalar(value, value_kind, key, typed, is_choice=False)
         for name, (_, value) in node.entries.items()
     }
 
 
-def as_written(node: YamlNode) -> Any:
+def read_untyped(node: YamlNode) -> Any:
     """Return a value whose key takes anything, as YAML reads it; `1e-5` is a number."""
     if node.kind == "list":
-        return [as_written(item) for item in node.items]
+        return [read_untyped(item) for item in node.items]
     if node.kind == "mapping":
-        return {name: as_written(value) for name, (_, value) in node.entries.items()}
+        return {name: read_untyped(value) for name, (_, value) in node.entries.items()}
     if node.quoted or _UNPRINTABLE.search(node.text):
         return node.text
     if is_null(node):
@@ -232,7 +238,7 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
     elif isinstance(value, (int, float)) and value > limits.get("most", math.inf):
         raise MismatchError(f"found {show(written)}, expected at most {limits['most']}")
     elif not _within(value, key):
-        raise MismatchError(f"found {show(written)}, expected {expected(key)}")
+        raise MismatchError(f"found {show(written)}, expected {describe_expected(key)}")
 
 
 def _list_choices(kind: Any, key: Key) -> list[Any] | None:
@@ -242,7 +248,7 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
     if "choices" in key.limits:
         return list(key.limits["choices"])
     return (
-        [*key.limits.get("also", ()), *registry.names(key.limits["kind"])]
+        [*key.limits.get("also", ()), *registry.list_names(key.limits["kind"])]
         if "kind" in key.limits
         else None
     )
@@ -263,7 +269,7 @@ def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
         len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))
     ):
         hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
-    raise MismatchError(f"found {quote(str(value))}, expected {expected(key)}{hint}")
+    raise MismatchError(f"found {quote(str(value))}, expected {describe_expected(key)}{hint}")
 
 
 def _outline(word: str) -> tuple[str, list[str]]:
@@ -287,7 +293,7 @@ def _within(value: Any, key: Key) -> bool:
     )
 
 
-def expected(key: Key) -> str:
+def describe_expected(key: Key) -> str:
     """What a key takes, in words: `an integer >= 1, or null`."""
     words = [_expected_kind(kind, key) for kind in key.kinds]
     if key.optional and Any not in key.kinds:
@@ -309,7 +315,7 @@ def _expected_kind(kind: Any, key: Key) -> str:
     if kind is Any:
         return "a value"
     singular, _ = _NOUNS[kind]
-    return singular + (bounds(limits) if kind in (int, float) else "")
+    return singular + (describe_bounds(limits) if kind in (int, float) else "")
 
 
 def _expected_list(item: Any, key: Key, only: bool) -> str:
@@ -321,7 +327,7 @@ def _expected_list(item: Any, key: Key, only: bool) -> str:
     if "items" in limits:
         return f"a list [...] of {', '.join(limits['items'])}"
     length = f"{limits['length']} " if "length" in limits else ""
-    each = bounds(limits) if only else ""
+    each = describe_bounds(limits) if only else ""
     return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{each}' if each else ''}"
 
 
@@ -334,7 +340,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 }
 
 
-def bounds(limits: typing.Mapping[str, Any]) -> str:
+def describe_bounds(limits: typing.Mapping[str, Any]) -> str:
     """` >= 0 and < 1`; empty without bounds."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
@@ -342,7 +348,7 @@ def bounds(limits: typing.Mapping[str, Any]) -> str:
     return f" {' and '.join(parts)}{also}" if parts else ""
 
 
-def describe(node: YamlNode) -> str:
+def describe_node(node: YamlNode) -> str:
     """What was found, in words."""
     if node.kind == "list":
         return "a list"
@@ -360,9 +366,9 @@ def describe(node: YamlNode) -> str:
 def _unfit(node: YamlNode, key: Key, only_the_quotes: bool) -> MismatchError:
     if node.quoted and only_the_quotes:
         return MismatchError(
-            f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes"
+            f"found {quote(node.text)} in quotes, expected {describe_expected(key)}; remove the quotes"
         )
-    return MismatchError(f"found {describe(node)}, expected {expected(key)}")
+    return MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
 
 
 def is_null(node: YamlNode) -> bool:

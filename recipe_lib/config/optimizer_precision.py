@@ -11,8 +11,8 @@ sign 0.9/64. Of half of the largest, which stays, half a distance is that share.
 
 from typing import Any
 
-from recipe_lib.config.idle import trained_dtype
-from recipe_lib.config.optimizer_facts import BYTES, optimizer_facts
+from recipe_lib.config.key_conditions import get_trained_dtype
+from recipe_lib.config.optimizer_facts import BYTES, find_optimizer_facts
 
 FARTHEST = 2.0  # times too large or too small that a mean may stay before it is told
 
@@ -30,10 +30,10 @@ def describe_stalled_means(cfg: Any) -> list[str]:
     bits.
     """
     optimizer = cfg.optimizer
-    facts = optimizer_facts(optimizer.name)
+    facts = find_optimizer_facts(optimizer.name)
     if facts is None:
         return []
-    bits = facts.state_bits(optimizer) or 8 * BYTES[trained_dtype(cfg)]
+    bits = facts.get_state_bits(optimizer) or 8 * BYTES[get_trained_dtype(cfg)]
     if bits == 4:
         return [
             "optimizer.state_bits=4: a gradient far below its block's largest hardly moves its"
@@ -42,7 +42,7 @@ def describe_stalled_means(cfg: Any) -> list[str]:
     if bits > 16 or (bits == 16 and optimizer.stochastic_rounding):
         return []
     remedy = "set optimizer.state_bits=32"
-    if trained_dtype(cfg) == "bf16" and not optimizer.master_weights:
+    if get_trained_dtype(cfg) == "bf16" and not optimizer.master_weights:
         remedy += (  # which rounds weights of bf16, too
             ", or 16 with optimizer.stochastic_rounding=true"
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.config.optimizer_facts import built_in_optimizers, optimizer_facts
+from recipe_lib.config.optimizer_facts import find_optimizer_facts, read_built_in_optimizers
 
 SCORED_METRICS = (
     "exact_match",
@@ -31,7 +31,7 @@ class Condition:
     why_not: Callable[[Any], str | None]
 
 
-def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
+def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
     """Puts the keys that have no effect back to their defaults, in place; a line for each that had
     another value.
 
@@ -46,14 +46,14 @@ def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[s
             or _value(cfg, key.name) == key.default
         ):
             continue
-        if reason := why_idle(cfg, key):
+        if reason := explain_idle_key(cfg, key):
             lines.append(f"{key.name} has no effect: {reason}")
             section, _, word = key.name.rpartition(".")
             setattr(_value(cfg, section) if section else cfg, word, copy.deepcopy(key.default))
     return lines
 
 
-def why_idle(cfg: Any, key: Any) -> str | None:
+def explain_idle_key(cfg: Any, key: Any) -> str | None:
     """`parallel.pipeline is 1`, for a key that has no effect in this config; None for one that
     has.
     """
@@ -67,7 +67,7 @@ def why_idle(cfg: Any, key: Any) -> str | None:
     return None
 
 
-def needs_text(needs: Any) -> str:
+def describe_needs(needs: Any) -> str:
     """The conditions as the reference has them: `parallel.pipeline > 1`."""
     parts = needs if isinstance(needs, tuple) else (needs,)
     return " and ".join(each.text if isinstance(each, Condition) else f"`{each}`" for each in parts)
@@ -106,7 +106,7 @@ def _value(cfg: Any, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), cfg)
 
 
-def formats(cfg: Any) -> set[str]:
+def list_formats(cfg: Any) -> set[str]:
     """Every format that samples are read in, those of validation too."""
     named = {source.format or cfg.data.format for source in cfg.data.sources} or {cfg.data.format}
     return named | (
@@ -115,31 +115,31 @@ def formats(cfg: Any) -> set[str]:
 
 
 def _only(cfg: Any, without: set[str]) -> str | None:
-    found = formats(cfg)
+    found = list_formats(cfg)
     return f"data.format is {' and '.join(sorted(found))}" if found <= without else None
 
 
-has_turns = Condition("a format with turns", lambda cfg: _only(cfg, {"text"}))
-has_earlier_answers = Condition(
+HAS_TURNS = Condition("a format with turns", lambda cfg: _only(cfg, {"text"}))
+HAS_EARLIER_ANSWERS = Condition(
     "a format of conversations",
     lambda cfg: _only(cfg, {"text", "preference", "kto", "classification"}),
 )
-may_exceed_length = Condition(
+MAY_EXCEED_LENGTH = Condition(
     "another format than `text`, which is cut into sequences of max_seq_len",
     lambda cfg: _only(cfg, {"text"}),
 )
-chooses_labels = Condition(
+LABELS_ARE_OPEN = Condition(
     "a format whose samples leave open what is trained",
     lambda cfg: (
         _only(cfg, {"preference", "kto", "classification"})
         or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
     ),
 )
-ends_texts = Condition(
+HAS_TEXTS = Condition(
     "a format whose samples may be texts",
     lambda cfg: _only(cfg, {"alpaca", "sharegpt", "messages", "classification"}),
 )
-parses_otherwise = Condition(
+PARSES_UNLIKE_FORMAT = Condition(
     "another value than the format's own",
     lambda cfg: _only(
         cfg,
@@ -165,8 +165,8 @@ def _why_not_hub(cfg: Any) -> str | None:
     )
 
 
-reads_hub = Condition("a hub dataset", _why_not_hub)
-validates_on_hub = Condition(
+READS_HUB = Condition("a hub dataset", _why_not_hub)
+VALIDATES_ON_HUB = Condition(
     "a hub dataset in `validation.source`",
     lambda cfg: (
         None
@@ -179,55 +179,55 @@ validates_on_hub = Condition(
 def _why_not_generated(cfg: Any) -> str | None:
     if cfg.validation.source is None:
         return "validation.source is null"
-    return None if generated_metrics(cfg) else "validation.metrics names no metric of a plugin"
+    return None if list_generated_metrics(cfg) else "validation.metrics names no metric of a plugin"
 
 
-generates_in_validation = Condition("a plugin's metric in `validation.metrics`", _why_not_generated)
+GENERATES_IN_VALIDATION = Condition("a plugin's metric in `validation.metrics`", _why_not_generated)
 
 
-def generated_metrics(cfg: Any) -> list[str]:
+def list_generated_metrics(cfg: Any) -> list[str]:
     """The names in `validation.metrics` that are measured of generated answers: a plugin's."""
     return [name for name in cfg.validation.metrics if name not in SCORED_METRICS]
 
 
-def trained_dtype(cfg: Any) -> str:
+def get_trained_dtype(cfg: Any) -> str:
     """The type of what is trained: the adapters' own, where adapters are."""
     adapters = getattr(cfg, "trained_adapters", None)
     return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
 
 
 def _why_not_bf16(cfg: Any) -> str | None:
-    dtype = trained_dtype(cfg)
+    dtype = get_trained_dtype(cfg)
     if dtype == "bf16":
         return None
     return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
 
 
-trains_bf16 = Condition("bf16 weights that are trained", _why_not_bf16)
+TRAINS_BF16 = Condition("bf16 weights that are trained", _why_not_bf16)
 
 
-def read_by_optimizer(word: str) -> Condition:
+def require_optimizer_key(word: str) -> Condition:
     """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts
     nobody knows.
     """
 
     def why_not(cfg: Any) -> str | None:
-        facts = optimizer_facts(cfg.optimizer.name)
+        facts = find_optimizer_facts(cfg.optimizer.name)
         return (
             None
             if facts is None or word in facts.keys
             else f"optimizer.name is {cfg.optimizer.name}"
         )
 
-    others = [name for name, facts in built_in_optimizers().items() if word not in facts.keys]
+    others = [name for name, facts in read_built_in_optimizers().items() if word not in facts.keys]
     return Condition(f"`optimizer.name != {', '.join(others)}`", why_not)
 
 
 def _why_not_by_torch(cfg: Any) -> str | None:
-    facts = optimizer_facts(cfg.optimizer.name)
+    facts = find_optimizer_facts(cfg.optimizer.name)
     if facts is None or "implementation" not in facts.keys:
         return None if facts is None else f"optimizer.name is {cfg.optimizer.name}"
-    same = {"bf16": 16, "fp32": 32, "fp64": 64}.get(trained_dtype(cfg))
+    same = {"bf16": 16, "fp32": 32, "fp64": 64}.get(get_trained_dtype(cfg))
     if "state_bits" not in facts.keys:
         return None
     if cfg.optimizer.state_bits not in (None, same):
@@ -238,8 +238,8 @@ def _why_not_by_torch(cfg: Any) -> str | None:
     return None
 
 
-steps_with_torch = Condition("a step of torch's own optimizers", _why_not_by_torch)
-sums_over_tokens = Condition(
+STEPS_WITH_TORCH = Condition("a step of torch's own optimizers", _why_not_by_torch)
+SUMS_OVER_TOKENS = Condition(
     "a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None)
 )
 
@@ -251,4 +251,4 @@ def _why_no_adapters(cfg: Any) -> str | None:
     return f"{name} is {_value(cfg, name)}"
 
 
-trains_adapters = Condition("`dpo.trainable, distill.trainable = adapters`", _why_no_adapters)
+TRAINS_ADAPTERS = Condition("`dpo.trainable, distill.trainable = adapters`", _why_no_adapters)
