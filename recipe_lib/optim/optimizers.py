@@ -55,8 +55,8 @@ def build_optimizer(
     betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones, with 0.999 they stand
     still at different values, for a gradient of 1 at 0.25 and 0.5
     (`recipe_lib/config/optimizer_precision.py` tells of it). ConfigError when there is nothing to
-    train, for Muon without names, for a fused SGD that torch lacks or has wrong, and where ranks share a
-    matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
+    train, for Muon without names, for a fused SGD that torch lacks or has wrong, and where ranks share
+    a matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
     nothing, if others do.
     """
     found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]

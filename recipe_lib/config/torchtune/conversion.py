@@ -34,14 +34,14 @@ class TheirFile:
     """A file of torchtune's, read."""
 
     path: Path
+    # Its name in errors.
     shown: str
-    """Its name in errors."""
+    # By dotted key, in the file's order.
     values: dict[str, Any]
-    """By dotted key, in the file's order."""
+    # Where each stands.
     lines: dict[str, int]
-    """Where each stands."""
+    # A line each, without `#`.
     comments: list[str]
-    """A line each, without `#`."""
 
     def place(self, key: str) -> str:
         """Return `theirs.yaml:12`, of a key."""
@@ -148,28 +148,27 @@ NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
 class KeyFate:
     """What became of a key of theirs."""
 
+    # CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: not in the file, what
+    # torchtune takes.
     kind: str
-    """CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: not in the file, what
-    torchtune takes.
-    """
+    # Our keys, with the values that come of it.
     ours: Mapping[str, Any]
-    """Our keys, with the values that come of it."""
+    # For the reader.
     why: str = ""
-    """For the reader."""
 
 
 @dataclass(frozen=True)
 class Meaning:
     """What a value of a key of theirs says here."""
 
+    # Our keys with their values; VALUE: theirs.
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """Our keys with their values; VALUE: theirs."""
+    # For the reader.
     why: str = ""
-    """For the reader."""
+    # The effect here is another one.
     differs: bool = False
-    """The effect here is another one."""
+    # What torchtune takes with it for other keys that are left out.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What torchtune takes with it for other keys that are left out."""
 
 
 class ConfigImport:

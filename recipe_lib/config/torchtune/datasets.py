@@ -14,20 +14,20 @@ from recipe_lib.config.torchtune.conversion import ConfigImport
 class TorchtuneDataset:
     """What a function of torchtune.datasets reads."""
 
+    # The value of `data.format`.
     format: str
-    """The value of `data.format`."""
+    # Its dataset on the hub, where it is of one.
     source: str | None = None
-    """Its dataset on the hub, where it is of one."""
+    # Theirs by the names that our format knows.
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Theirs by the names that our format knows."""
+    # Names of theirs in `column_map` -> ours.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names of theirs in `column_map` -> ours."""
+    # Its default of train_on_input is false.
     masks: bool = True
-    """Its default of train_on_input is false."""
+    # What is different here.
     why: str = ""
-    """What is different here."""
+    # The subset of `source`.
     subset: str | None = None
-    """The subset of `source`."""
 
 
 _ALPACA = (

@@ -58,20 +58,19 @@ _LEAST_WIDTH = 20
 class Imported:
     """A config of ours, and what it came of."""
 
+    # Of ours.
     recipe: str
-    """Of ours."""
+    # The name of the file.
     source: str
-    """The name of the file."""
+    # The config object.
     cfg: Any
-    """The config object."""
+    # What became of each key of the file, and of what torchtune takes for keys that the file leaves
+    # out.
     fates: dict[str, KeyFate]
-    """What became of each key of the file, and of what torchtune takes for keys that the file
-    leaves out.
-    """
+    # Our keys that differ from the defaults.
     settings: dict[str, Any]
-    """Our keys that differ from the defaults."""
+    # What to know of the config.
     notes: list[str]
-    """What to know of the config."""
 
     def counts(self) -> dict[str, int]:
         """Count the keys of the file that were carried, that have another effect, and that were
