@@ -1,7 +1,8 @@
 """Every key of a config: its type, default, legal values and one line of description.
 
 The dataclasses are the schema that a YAML file is checked against, that `docs/config.md` and
-`tune cat --describe` are generated from, and that a recipe reads. This file imports no torch.
+`tune cat --describe` are generated from, and that a recipe reads. Here is the config of full
+fine-tuning, FullFinetuneConfig; those of other recipes are its subclasses. No torch.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +19,8 @@ from recipe_lib.config.schema_data import (
 )
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
 
-# What a recipe's batch and model are, for all that plans or divides them; its config class says so.
-
-
-# What a recipe may train on -> the formats of `data.format` that have it; of plugins' formats
-# nobody knows.
+# What a recipe may train on -> the formats of `data.format` that have it. A plugin's formats are in
+# none: nobody knows what its samples are.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "answers": ("alpaca", "sharegpt", "messages", "prompt_completion", "text"),
     "pairs": ("preference",),
@@ -32,12 +30,13 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class RecipeFacts:
-    """Those of full fine-tuning; the config of a recipe of another kind overrides what is
-    different.
+    """What a recipe's batch and model are, for all that plans or divides them.
+
+    These are the facts of full fine-tuning; the config of a recipe of another kind overrides what
+    is different. So nothing below the recipes knows one by its name.
     """
 
-    # Whether a score head reads each sequence's last token, in place of a head that predicts the
-    # next one.
+    # A score head reads each sequence's last token, in place of a head that predicts the next one.
     scores_sequences: ClassVar[bool] = False
     # Keys and values by which the recipe trains adapters in place of every parameter; empty: it
     # cannot.
@@ -48,56 +47,53 @@ class RecipeFacts:
 
     @property
     def samples(self) -> str:
-        """What a sample is, a key of SAMPLES."""
+        """Return what a sample is, a key of SAMPLES."""
         return "answers"
 
     @property
     def trains_on_pairs(self) -> bool:
-        """Whether a row is a pair of answers: data.format=preference."""
+        """Return True if a sample is a pair of answers: data.format=preference."""
         return self.samples == "pairs"
 
     @property
     def compares_mismatched(self) -> bool:
-        """Whether a step also evaluates each prompt with the answer of another sample."""
+        """Return True if a step also evaluates each prompt with the answer of another sample."""
         return False
 
     @property
     def sequences_per_item(self) -> int:
-        """Sequences of a micro-batch for each of `batch_size`."""
+        """Return the sequences of a micro-batch for each of `batch_size`."""
         return 2 if self.trains_on_pairs else 1
 
     @property
     def num_labels(self) -> int | None:
-        """Rows of that head; None: as many as the checkpoint's has."""
+        """Return the scores that a score head gives; None: as many as the checkpoint's."""
         return None
 
     @property
     def own_loss(self) -> str | None:
-        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss,
-        ipo`.
-        """
+        """Return what replaces `loss` here: `the loss of pairs is dpo.loss, ipo`; None: nothing."""
         return None
 
     @property
     def trained_adapters(self) -> "LoraConfig | None":
-        """The settings of what is trained; None: every parameter is."""
+        """Return the settings of the adapters that are trained; None: every parameter is."""
         return None
 
     @property
     def runs_reference(self) -> bool:
-        """Whether a step also evaluates micro-batches by a frozen model."""
+        """Return True if a step also evaluates micro-batches by a frozen model."""
         return False
 
     @property
     def copies_model(self) -> bool:
-        """Whether that is a second copy of the model, as there are no adapters that could be turned
-        off.
-        """
+        """Return True if that frozen model is a second copy of the model."""
+        # With adapters it is the model itself, with the adapters turned off.
         return self.runs_reference and self.trained_adapters is None
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Names of what its validation measures, of which `checkpoint.best_metric` is to be one."""
+        """Return the names of what validation measures, for `checkpoint.best_metric`."""
         return ("validation_loss",)
 
 
@@ -480,19 +476,16 @@ class FullFinetuneConfig(RecipeFacts):
     )
 
 
-# The sections about adapters and preference pairs.
-
-
-# The linears of a native model's layers, and what PEFT's files call the parts that may have an
-# adapter.
+# The linears of a native model's layers.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+# What PEFT's files call the parts that may have an adapter.
 PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {
     "embedding": "embed_tokens",
     "head": "lm_head",
 }
-# Of a mixture of experts, whose parameters PEFT finds by target_parameters.
+# Parts of a mixture of experts, whose parameters PEFT finds by target_parameters.
 MIXTURE_TARGETS = ("router", "experts")
-_SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
+_SHORT_NAMES = {peft_name: name for name, peft_name in PEFT_NAMES.items()}
 
 
 @dataclass
@@ -573,14 +566,16 @@ class LoraConfig:
     )
 
     def __post_init__(self) -> None:
-        """Each target under one name, so that two configs that mean the same are the same."""
-        named = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
-        if "all-linear" in named:
-            named = ["all-linear", *(name for name in named if name not in LINEARS)]
-        self.target_modules = list(dict.fromkeys(named))
+        """Give each target its short name, so that two configs that mean the same are the same."""
+        targets = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
+        if "all-linear" in targets:
+            targets = ["all-linear", *(name for name in targets if name not in LINEARS)]
+        self.target_modules = list(dict.fromkeys(targets))
 
     @property
     def targets(self) -> list[str]:
-        """The short names of a native model's targets, `all-linear` taken apart."""
-        rest = [name for name in self.target_modules if name != "all-linear"]
-        return [*LINEARS, *rest] if len(rest) < len(self.target_modules) else rest
+        """Return the short names of a native model's targets, `all-linear` taken apart."""
+        single_targets = [name for name in self.target_modules if name != "all-linear"]
+        if "all-linear" in self.target_modules:
+            return [*LINEARS, *single_targets]
+        return single_targets

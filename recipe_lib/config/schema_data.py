@@ -1,4 +1,8 @@
-"""The sections about what is trained on: model, tokenizer, data."""
+"""The sections about what is trained: model, tokenizer, data, validation.
+
+After them, what the data sections mean together: `resolve_sources` fills in what a source leaves
+to the section `data`.
+"""
 
 from dataclasses import dataclass, field
 
@@ -328,34 +332,33 @@ class ValidationConfig:
     )
 
 
+# Before the name of a dataset on the hub.
 HUB = "hub:"
 
 
 def resolve_sources(cfg: DataConfig) -> list[SourceConfig]:
-    """Every source of training data, what it leaves null filled in from the section `data`.
+    """Return every source of training data, what it leaves null filled in from the section `data`.
 
     `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not
     changed.
     """
     if cfg.sources:
-        return [_filled(source, cfg) for source in cfg.sources]
-    return [] if cfg.source is None else [_filled(SourceConfig(cfg.source), cfg)]
+        return [_fill_source(source, cfg) for source in cfg.sources]
+    return [] if cfg.source is None else [_fill_source(SourceConfig(cfg.source), cfg)]
 
 
 def list_sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
-    """`resolve_sources` by the section of the config that each is from: `data`, or
-    `data.sources[0]`, ...
+    """Return `resolve_sources` by the section of each: `data`, or `data.sources[0]`, ...
 
     The key that names the source is `SECTION.source`.
     """
-    sources = resolve_sources(data)
     return {
-        f"data.sources[{number}]" if data.sources else "data": one
-        for number, one in enumerate(sources)
+        f"data.sources[{number}]" if data.sources else "data": source
+        for number, source in enumerate(resolve_sources(data))
     }
 
 
-def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
+def _fill_source(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
     columns = cfg.columns if source.columns is None else source.columns
     return SourceConfig(
         source=source.source,
@@ -370,9 +373,7 @@ def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
 def resolve_validation_source(
     data: DataConfig, validation: "ValidationConfig"
 ) -> SourceConfig | None:
-    """The source of validation data, what it leaves null filled in from the section `data`; None:
-    no validation.
-    """
+    """Return the source of validation data, filled in from `data`; None: no validation."""
     if validation.source is None:
         return None
     return SourceConfig(
@@ -380,10 +381,11 @@ def resolve_validation_source(
         format=validation.format or data.format,
         split=validation.split or data.split,
         columns=dict(data.columns),
+        # Not data.max_samples, which is about the training data alone.
         max_samples=validation.max_samples,
     )
 
 
 def is_hub(source: str | None) -> bool:
-    """True for the name of a hub dataset."""
+    """Return True for the name of a hub dataset."""
     return source is not None and source.startswith(HUB)
