@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from recipe_lib.config.torchtune import Imported, import_file
+from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import KeyFate
 from recipe_lib.errors import ConfigError
 
@@ -42,7 +42,7 @@ def torchtune_configs() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def outcomes(folder: Path) -> Iterator[tuple[str, Imported | str]]:
+def outcomes(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
     """(name, what was imported, or why it was refused) of every config in a folder."""
     for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
         name = path.relative_to(folder).as_posix()
@@ -52,21 +52,21 @@ def outcomes(folder: Path) -> Iterator[tuple[str, Imported | str]]:
             yield name, str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
 
 
-def table(found: Iterable[tuple[str, Imported | str]]) -> str:
+def table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a file. found: what `outcomes` gives."""
     lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
     for name, outcome in found:
         if isinstance(outcome, str):
             lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
         else:
-            counts = outcome.counts()
+            counts = outcome.count_keys()
             lines.append(
                 f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |"
             )
     return "\n".join(lines) + "\n"
 
 
-def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a recipe, then one a reason of refusal. found: what `outcomes` gives."""
     files: Counter[str] = Counter()
     keys: dict[str, Counter[str]] = {}
@@ -76,7 +76,7 @@ def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
             refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
             continue
         files[outcome.recipe] += 1
-        keys.setdefault(outcome.recipe, Counter()).update(outcome.counts())
+        keys.setdefault(outcome.recipe, Counter()).update(outcome.count_keys())
     lines = ["| recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|"]
     for recipe in sorted(files):
         counts = " | ".join(str(keys[recipe][name]) for name in KINDS)
@@ -85,7 +85,7 @@ def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def key_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+def key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a key of the files that are imported: in how many it was carried or dropped, and the
     line that is said of it most often. found: what `outcomes` gives.
     """

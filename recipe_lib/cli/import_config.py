@@ -12,7 +12,7 @@ from pathlib import Path
 from recipe_lib.cli.arguments import Options, Parser, check_place
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.suggest import show
-from recipe_lib.config.torchtune import Imported, import_file
+from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.errors import DONE, ConfigError, say
 from recipe_lib.files import replace_bytes
 from recipe_lib.logs import is_quiet, wrap_lines
@@ -51,7 +51,7 @@ def run(words: list[str]) -> int:
         *arguments.overrides,
     ]
     imported = import_file(arguments.file, overrides=overrides, omitted=arguments.without)
-    text = imported.yaml("mine.yaml" if arguments.out is None else arguments.out)
+    text = imported.format_yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_explained(imported))
     if out is None:
@@ -74,11 +74,11 @@ def _place(name: str) -> Path:
     return path
 
 
-def _explained(imported: Imported) -> str:
+def _explained(imported: ImportedConfig) -> str:
     """The table, and what to do next; broken between words on a terminal."""
     lines = [
         f"{imported.source}: a config of torchtune's",
-        *imported.table().splitlines(),
+        *imported.format_table().splitlines(),
         *imported.notes,
     ]
     if sys.stderr.isatty():

@@ -16,7 +16,7 @@ from benchmarks.imported_configs import count_table, key_table, outcomes, table,
 from recipe_lib.cli.main import main
 from recipe_lib.config import load_config
 from recipe_lib.config.recipes import RECIPE_CONFIGS
-from recipe_lib.config.torchtune import Imported, import_file
+from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.optimizers import learning_rate
@@ -58,18 +58,18 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def check_whole(path: Path, imported: Imported, tmp_path: Path) -> None:
+def check_whole(path: Path, imported: ImportedConfig, tmp_path: Path) -> None:
     """Every key of the file has one row, and the text is the config."""
     theirs = dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8"))))
     rows = {key: fate for key, fate in imported.fates.items() if fate.kind != DEFAULT}
     assert set(rows) == set(theirs)
     assert {fate.kind for fate in rows.values()} <= {CARRIED, CHANGED, DROPPED}
-    assert sum(imported.counts().values()) == len(theirs)
+    assert sum(imported.count_keys().values()) == len(theirs)
     assert all(fate.why for fate in rows.values() if fate.kind != CARRIED)
-    said = imported.table()
+    said = imported.format_table()
     assert all(key in said or key.rpartition(".")[2] in said for key in theirs)
     ours = tmp_path / "ours.yaml"
-    ours.write_text(imported.yaml("ours.yaml"), encoding="utf-8")
+    ours.write_text(imported.format_yaml("ours.yaml"), encoding="utf-8")
     schema = RECIPE_CONFIGS[imported.recipe]
     assert load_config(ours, (), schema) == imported.cfg
     assert max(map(len, ours.read_text(encoding="utf-8").splitlines()[:3])) <= 120
@@ -88,7 +88,7 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(
         if line is not None:
             assert isinstance(outcome, str) and line in outcome and "\n" not in outcome, name
             continue
-        assert isinstance(outcome, Imported), (name, outcome)
+        assert isinstance(outcome, ImportedConfig), (name, outcome)
         if number % 4 == 0:
             check_whole(WHEEL / name, outcome, tmp_path)
         check_equal(yaml.safe_load((WHEEL / name).read_text(encoding="utf-8")), outcome)
@@ -102,7 +102,7 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(
     )
 
 
-def check_equal(theirs: dict[str, Any], imported: Imported) -> None:
+def check_equal(theirs: dict[str, Any], imported: ImportedConfig) -> None:
     """Values that have to be theirs, read from the file without our tables."""
     cfg = imported.cfg
     assert (
@@ -172,7 +172,7 @@ def test_imported_configs_are_valid(name: str, tmp_path: Path, capsys: pytest.Ca
 STYLE = (ROOT / "tests" / "config" / "torchtune_lora.yaml").read_text(encoding="utf-8")
 
 
-def read(text: str, tmp_path: Path, **options: Any) -> Imported:
+def read(text: str, tmp_path: Path, **options: Any) -> ImportedConfig:
     path = tmp_path / "theirs.yaml"
     path.write_text(text, encoding="utf-8")
     return import_file(str(path), **options)
@@ -193,7 +193,7 @@ def test_a_config_in_their_style(tmp_path: Path):
     assert cfg.max_steps == 100 and imported.fates["max_steps_per_epoch"].kind == CHANGED
     assert cfg.output_dir == "/tmp/out" and imported.fates["checkpointer.output_dir"].why
     assert set(imported.fates) >= {name for name, _ in leaves(yaml.safe_load(STYLE))}
-    header = imported.yaml("mine.yaml").splitlines()
+    header = imported.format_yaml("mine.yaml").splitlines()
     assert "#   tune download o/Small-Model" in header
     assert "#   tune run lora_finetune_distributed --config mine.yaml" in header
 
@@ -457,7 +457,7 @@ def planned(*words: str) -> str:
 @pytest.mark.slow
 def test_what_is_imported_can_be_planned(tmp_path: Path):
     ours = tmp_path / "ours.yaml"
-    ours.write_text(read(PLANNED["qlora"], tmp_path).yaml("ours.yaml"), encoding="utf-8")
+    ours.write_text(read(PLANNED["qlora"], tmp_path).format_yaml("ours.yaml"), encoding="utf-8")
     words = [
         "~model.path",
         "model.preset=demo/0.5M",

@@ -5,6 +5,6 @@ what was asked, it is an error. `key_tables.py` has the tables of keys, `dataset
 datasets.
 """
 
-from recipe_lib.config.torchtune.import_file import Imported, import_file
+from recipe_lib.config.torchtune.import_file import ImportedConfig, import_file
 
-__all__ = ["Imported", "import_file"]
+__all__ = ["ImportedConfig", "import_file"]
