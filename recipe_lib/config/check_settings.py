@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Source:
-    """Where values are from: a file, or an override."""
+    """The origin of values: a file, or an override."""
 
     # Of the file, as in errors; or COMMAND_LINE.
     name: str
@@ -75,7 +75,7 @@ class Pending:
 
 @dataclass
 class CollectedSettings:
-    """What files and overrides came to."""
+    """The settings of files and overrides, and the faults among them."""
 
     schema: Schema
     # Dotted key -> what was set.

@@ -48,15 +48,12 @@ VARLEN_CAPABILITY = (8, 0)
 
 def find_capability_faults(cfg: Any, name: str, capability: tuple[int, int]) -> list[str]:
     """Return a line for each setting that a GPU cannot compute. name: of the GPU."""
+    major, minor = capability
     return [
         f"{requirement.key}: found {requirement.value} for {name} of compute capability"
-        f" {_format_capability(capability)}, expected a GPU of compute capability"
-        f" {_format_capability(requirement.capability)} or more ({requirement.gpus});"
+        f" {major}.{minor}, expected a GPU of compute capability"
+        f" {'.'.join(map(str, requirement.capability))} or more ({requirement.gpus});"
         f" {requirement.remedy}"
         for requirement in CAPABILITY_REQUIREMENTS
         if requirement.is_needed(cfg) and capability < requirement.capability
     ]
-
-
-def _format_capability(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

@@ -153,14 +153,11 @@ def _convert_int(node: YamlNode, key: Key) -> int:
 
 def _convert_float(node: YamlNode, key: Key) -> float:
     # Quoted too: `1e-5` is text to YAML 1.1, and people have learned to quote it.
-    if _NOT_FINITE.fullmatch(node.text):
-        raise MismatchError(
-            f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
-        )
-    if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
+    is_number = _NUMBER.fullmatch(node.text) and len(node.text) <= 400
+    if not is_number and not _NOT_FINITE.fullmatch(node.text):
         raise _build_mismatch(node, key)
-    value = float(node.text)
-    if not math.isfinite(value):
+    value = float(node.text) if is_number else math.nan
+    if not math.isfinite(value):  # as 1e999 too
         raise MismatchError(
             f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
         )
@@ -317,19 +314,18 @@ def describe_expected(key: Key) -> str:
 
 def _describe_kind(kind: Any, key: Key) -> str:
     origin = typing.get_origin(kind)
-    limits = key.limits
     if origin is list:
         return _describe_list(typing.get_args(kind)[0], key, only=len(key.kinds) == 1)
     if origin is dict:
         return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
     choices = _list_choices(kind, key)
     if choices is not None and (kind in (str, int) or origin is typing.Literal):
-        one_of = "" if len(limits.get("choices", ())) == 1 else "one of "
+        one_of = "" if len(key.limits.get("choices", ())) == 1 else "one of "
         return one_of + ", ".join(map(str, choices))
     if kind is Any:
         return "a value"
     singular, _ = _NOUNS[kind]
-    return singular + (describe_bounds(limits) if kind in (int, float) else "")
+    return singular + (describe_bounds(key.limits) if kind in (int, float) else "")
 
 
 def _describe_list(item: Any, key: Key, *, only: bool) -> str:

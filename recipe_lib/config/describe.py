@@ -157,7 +157,8 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
             lines.append(f"{'  ' * depth}{sections[depth]}:")
         open_sections = sections
         indent = "  " * len(sections)
-        if isinstance(value, list) and value and _is_section(value[0]):
+        first_item = value[0] if isinstance(value, list) and value else None
+        if isinstance(first_item, dict) or dataclasses.is_dataclass(first_item):
             lines.append(f"{indent}{word}:")
             lines += [f"{indent}  - {format_value(item)}" for item in value]
             continue
@@ -168,10 +169,6 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
             text = json.dumps(value)
         lines.append(f"{indent}{word}: {text}")
     return "".join(f"{line}\n" for line in lines)
-
-
-def _is_section(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) or isinstance(value, dict)
 
 
 def format_value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How a key of a config is declared, and the flat view of a config class.
+"""Declares the keys of a config, and flattens a config class.
 
 The sections are dataclasses whose fields are made by `key`. `read_schema` flattens a config class
 into a `Schema`: every dotted key (`optimizer.lr`) with its types, its default and its limits.

@@ -20,7 +20,7 @@ SCORED_METRICS = ("exact_match", "token_accuracy")
 
 @dataclass(frozen=True)
 class Condition:
-    """What has to hold for a key to have an effect, where no line of the schema can say it."""
+    """A condition for a key to have an effect that no line of the schema can express."""
 
     # As docs/config.md has it, after `Only with`.
     text: str

@@ -138,7 +138,7 @@ def _compute_data_shape(parallel: ParallelConfig, size: int, inner: int) -> tupl
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is known of a pipeline schedule without running it."""
+    """Facts of a pipeline schedule, known without running it."""
 
     # On each rank; None: `parallel.pipeline_stages_per_rank`.
     stages: int | None

@@ -1,4 +1,4 @@
-"""What is known of an optimizer without importing it: the keys it reads, the states it keeps.
+"""Facts of optimizers, known without importing them: keys that they read, states that they keep.
 
 Each file of `recipe_lib/optim/algorithms` is an optimizer of that name, with `FACTS =
 OptimizerFacts(...)` of literals. They are read here as text, so that config needs no torch; a

@@ -87,7 +87,7 @@ class YamlNode:
 
 @dataclass
 class YamlDocument:
-    """What a file or an override's value holds."""
+    """The tree of a file or of an override's value, with its faults."""
 
     top: YamlNode
     # (line, fault).

@@ -30,9 +30,9 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class RecipeFacts:
-    """What a recipe's batch and model are, for all that plans or divides them.
+    """Facts of a recipe's batch and model, for all that plans or divides them.
 
-    These are the facts of full fine-tuning; the config of a recipe of another kind overrides what
+    They are those of full fine-tuning; the config of a recipe of another kind overrides what
     is different. So nothing below the recipes knows one by its name.
     """
 

@@ -1,4 +1,4 @@
-"""What a user wrote, for messages: the nearest valid spelling of it, and how it is shown.
+"""Shows what a user wrote in messages, with the nearest valid spelling of it.
 
 `did_you_mean` gives `; did you mean lr?`. `show` and `quote` make a text of the user's safe to
 print: one line, without secrets.

@@ -1,4 +1,4 @@
-"""What to say of a key that the schema does not have: `unknown key; did you mean optimizer.lr?`.
+"""Explains a key that the schema does not have: `unknown key; did you mean optimizer.lr?`.
 
 The answer is the name that the key has here, the nearest spelling, or nothing. Nothing rather than
 something far: another tool's name leads to ours only where both mean the same, and a spelling only

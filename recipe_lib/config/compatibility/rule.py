@@ -1,4 +1,4 @@
-"""What one refused combination of settings consists of, and the words that several rules share."""
+"""The class of a refused combination of settings, and the words that several rules share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -152,7 +152,7 @@ NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
 
 @dataclass(frozen=True)
 class KeyFate:
-    """What became of a key of theirs."""
+    """The fate of a key of theirs: what became of it here."""
 
     # CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: what torchtune takes for
     # a key that is not in the file.
@@ -165,7 +165,7 @@ class KeyFate:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a value of a key of theirs says here."""
+    """The meaning of a value of a key of theirs: what it says here."""
 
     # Our keys with their values; VALUE: theirs.
     ours: Mapping[str, Any] = field(default_factory=dict)

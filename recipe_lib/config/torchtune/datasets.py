@@ -16,7 +16,7 @@ from recipe_lib.config.torchtune.conversion import ConfigImport
 
 @dataclass(frozen=True)
 class TorchtuneDataset:
-    """What a function of torchtune.datasets reads."""
+    """The samples that a function of torchtune.datasets reads, in our words."""
 
     # The value of `data.format`.
     format: str
