@@ -413,8 +413,8 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
     place = source.override
     try:
         value = _read_value(checked, text, place)
-    except YamlError as fault:
-        checked.add_fault(place, "", str(fault))
+    except YamlError as error:
+        checked.add_fault(place, "", str(error))
         return
     outer = schema.find_outer_mapping(name)
     if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
