@@ -9,8 +9,15 @@ says so.
 from collections.abc import Collection
 from typing import Any
 
-from recipe_lib.config.compatibility import adapters, data, low_precision, memory, model, parallel
-from recipe_lib.config.compatibility.data import FORMAT_KEYS, list_unused_formats
+from recipe_lib.config.compatibility import (
+    adapter_rules,
+    data_rules,
+    memory_rules,
+    model_rules,
+    parallel_rules,
+    precision_rules,
+)
+from recipe_lib.config.compatibility.data_rules import FORMAT_KEYS, list_unused_formats
 from recipe_lib.config.compatibility.rule import (
     DISTILL_RECIPE,
     DPO_RECIPE,
@@ -20,7 +27,7 @@ from recipe_lib.config.compatibility.rule import (
     Rule,
     is_external_model,
 )
-from recipe_lib.config.compatibility.validation import VALIDATION_RULES
+from recipe_lib.config.compatibility.validation_rules import VALIDATION_RULES
 
 
 def find_broken_rules(cfg: Any, judged_keys: Collection[str]) -> list[Rule]:
@@ -152,21 +159,21 @@ METHOD_RULES: tuple[Rule, ...] = (
 
 # In the order in which docs/config.md lists them, and errors of one config follow each other.
 RULES: tuple[Rule, ...] = (
-    *model.MODEL_RULES,
-    *memory.MEMORY_RULES,
-    adapters.UNKNOWN_TARGET,
-    parallel.COMPILED_INFERRED_PLAN,
-    *adapters.MIXTURE_ADAPTER_RULES,
-    *model.ROUTER_LOSS_RULES,
-    *memory.STREAMING_RULES,
-    parallel.DORA_BY_INFERRED_PLAN,
-    *data.DATA_RULES,
+    *model_rules.MODEL_RULES,
+    *memory_rules.MEMORY_RULES,
+    adapter_rules.UNKNOWN_TARGET,
+    parallel_rules.COMPILED_INFERRED_PLAN,
+    *adapter_rules.MIXTURE_ADAPTER_RULES,
+    *model_rules.ROUTER_LOSS_RULES,
+    *memory_rules.STREAMING_RULES,
+    parallel_rules.DORA_BY_INFERRED_PLAN,
+    *data_rules.DATA_RULES,
     *METHOD_RULES,
-    data.UNUSED_TEMPLATE,
-    *parallel.SHARED_TENSOR_RULES,
-    *low_precision.MATMUL_RULES,
-    *low_precision.QAT_RULES,
-    *parallel.PIPELINE_RULES,
-    *adapters.ADAPTER_RULES,
+    data_rules.UNUSED_TEMPLATE,
+    *parallel_rules.SHARED_TENSOR_RULES,
+    *precision_rules.MATMUL_RULES,
+    *precision_rules.QAT_RULES,
+    *parallel_rules.PIPELINE_RULES,
+    *adapter_rules.ADAPTER_RULES,
     *VALIDATION_RULES,
 )

@@ -1,6 +1,6 @@
 """Rules of low-precision matmuls (`matmul_dtype`) and quantization-aware training (`qat`)."""
 
-from recipe_lib.config.compatibility.parallel import DEFERRING_SCHEDULES
+from recipe_lib.config.compatibility.parallel_rules import DEFERRING_SCHEDULES
 from recipe_lib.config.compatibility.rule import (
     EXTERNAL_MODEL,
     LORA_RECIPE,
